@@ -1,0 +1,107 @@
+"""Every error a user can meet, under one root.
+
+::
+
+    CkptError                    1  any other failure
+    ├── UsageError               2  options that do not fit together
+    ├── SourceNotFoundError      3  nothing at the source
+    ├── FormatError              4  a checkpoint we cannot read
+    │   ├── MalformedError          its bytes break a rule of its format
+    │   ├── IncompleteError         a file, rank or region it needs is missing
+    │   └── UnsupportedError        well formed, but a feature we do not handle
+    ├── StoreError               5  the disk or the network failed; a retry may help
+    ├── DifferenceError          6  verification or diff found differences
+    ├── UnsafeError              7  refused: a code-running pickle or a path out of the checkpoint
+    ├── DestinationExistsError   8  the destination exists and may not be overwritten
+    └── MemoryBudgetError        9  the work does not fit in ``--memory``
+
+The number is the exit code of the command line. A message is one sentence that names the file or tensor and what
+the user can do; ``path`` and ``key`` carry the same for programs.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CkptError(Exception):
+    """The root of every error raised on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, path: str | None = None, key: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.key = key
+
+    def __str__(self) -> str:
+        where = ": ".join(part for part in (self.path, self.key) if part and part not in self.message)
+        return f"{where}: {self.message}" if where else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.path, self.key)
+
+
+def _rebuild(kind: type[CkptError], message: str, path: str | None, key: str | None) -> CkptError:
+    return kind(message, path=path, key=key)
+
+
+class UsageError(CkptError):
+    """Options or arguments that do not fit together."""
+
+    exit_code = 2
+
+
+class SourceNotFoundError(CkptError):
+    """There is nothing at the source."""
+
+    exit_code = 3
+
+
+class FormatError(CkptError):
+    """The source is no checkpoint that can be read."""
+
+    exit_code = 4
+
+
+class MalformedError(FormatError):
+    """The bytes break a rule of their format."""
+
+
+class IncompleteError(FormatError):
+    """A file, a rank or a region that the checkpoint needs is missing."""
+
+
+class UnsupportedError(FormatError):
+    """Well formed, but it uses a feature that is not handled."""
+
+
+class StoreError(CkptError):
+    """The disk or the network failed; a retry may help."""
+
+    exit_code = 5
+
+
+class DifferenceError(CkptError):
+    """Two checkpoints that should hold the same tensors do not."""
+
+    exit_code = 6
+
+
+class UnsafeError(CkptError):
+    """Refused: reading on would run code or leave the checkpoint's folder."""
+
+    exit_code = 7
+
+
+class DestinationExistsError(CkptError):
+    """The destination exists; ``--overwrite`` replaces it."""
+
+    exit_code = 8
+
+
+class MemoryBudgetError(CkptError):
+    """The work does not fit in the memory budget."""
+
+    exit_code = 9
