@@ -1,7 +1,7 @@
 """Element types by neutral names, with their item sizes and their names in each format.
 
-A dtype here is only a label and a width: bytes are moved without looking at them. ``to_numpy`` is for the two places that
-do look, casts and comparisons. The neutral names are those of torch without the ``torch.`` prefix.
+A dtype here is only a label and a width: bytes are moved without looking at them. ``to_numpy`` is for the two places
+that do look, casts and comparisons. The neutral names are those of torch without the ``torch.`` prefix.
 """
 
 from __future__ import annotations
@@ -156,5 +156,5 @@ def to_numpy(dtype: DType) -> np.dtype[Any]:
     if dtype is DType.COMPLEX32:
         raise KeyError(dtype)
     name = dtype.value
-    own = hasattr(ml_dtypes, name)
-    return np.dtype(getattr(ml_dtypes, name)) if own else np.dtype(name)
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name, name))
+    return found

@@ -1,0 +1,144 @@
+"""The only geometry: half-open boxes of integers.
+
+A box is a region of a tensor, counted in elements. A DCP chunk is one box, a flat ZeRO interval is at most
+``2 * ndim - 1`` of them, and the part of one box that another holds is their intersection. Nothing here knows of bytes,
+files or element types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements ``start[d] <= index[d] < stop[d]`` for every dim ``d``; one element where there are no dims."""
+
+    start: Shape
+    stop: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop) or any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+            raise ValueError(f"no box runs from {self.start} to {self.stop}")
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Box:
+        """The box of every element of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common elements, or None where there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def shift(self, offset: Shape) -> Box:
+        """The box moved by ``offset`` elements in every dim."""
+        return Box(
+            tuple(a + o for a, o in zip(self.start, offset, strict=True)),
+            tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
+        )
+
+    def relative_to(self, origin: Shape) -> Box:
+        """The box as seen from ``origin``, one of the points at or before its start."""
+        return self.shift(tuple(-o for o in origin))
+
+    def within(self, shape: Shape) -> bool:
+        """True where a tensor of ``shape`` holds every element of the box."""
+        return len(shape) == len(self.stop) and all(b <= n for b, n in zip(self.stop, shape, strict=True))
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """Row-major strides of a tensor of ``shape``, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def flat_index(index: Shape, shape: Shape) -> int:
+    """Row-major position of ``index`` in a tensor of ``shape``."""
+    return sum(i * s for i, s in zip(index, contiguous_strides(shape), strict=True))
+
+
+def is_contiguous(box: Box, shape: Shape) -> bool:
+    """True where the elements of ``box`` follow one another in the row-major order of a tensor of ``shape``."""
+    inner_is_whole = True
+    for extent, size in zip(reversed(box.shape), reversed(shape), strict=True):
+        if not inner_is_whole and extent > 1:
+            return box.numel == 0
+        inner_is_whole = inner_is_whole and extent == size
+    return True
+
+
+def flat_interval(box: Box, shape: Shape) -> tuple[int, int]:
+    """The row-major interval of a contiguous box of a tensor of ``shape``."""
+    start = flat_index(box.start, shape) if box.numel else 0
+    return start, start + box.numel
+
+
+def from_flat(start: int, stop: int, shape: Shape) -> list[Box]:
+    """The boxes, at most ``2 * ndim - 1``, that together hold the row-major interval ``[start, stop)``, in order.
+
+    Each is contiguous, so that their elements one after the other are the interval's.
+    """
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop,)) if shape else Box((), ())]
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        return _in_row(first, head, tail, shape)
+    boxes = _in_row(first, head, row, shape) if head else []
+    first += head > 0
+    if first < last:
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last, *shape[1:])))
+    return boxes + _in_row(last, 0, tail, shape)
+
+
+def _in_row(row: int, start: int, stop: int, shape: Shape) -> list[Box]:
+    inner = from_flat(start, stop, shape[1:])
+    return [Box((row, *box.start), (row + 1, *box.stop)) for box in inner]
+
+
+def runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
+    """The maximal row-major intervals of ``box`` in a tensor of ``shape``, in order.
+
+    A property of the geometry alone: a conversion reads rows in one go and places them strided instead.
+    """
+    if not box.numel:
+        return
+    dim = _last_partial_dim(box, shape)
+    strides = contiguous_strides(shape)
+    length = prod(box.shape[dim:])
+    base = flat_index(box.start, shape)
+    for index in product(*(range(extent) for extent in box.shape[:dim])):
+        start = base + sum(i * s for i, s in zip(index, strides[:dim], strict=True))
+        yield start, start + length
+
+
+def _last_partial_dim(box: Box, shape: Shape) -> int:
+    """The outermost dim from which on the box's elements are contiguous."""
+    dim = len(shape)
+    while dim > 0 and is_contiguous(_tail(box, dim - 1), shape[dim - 1 :]):
+        dim -= 1
+    return dim
+
+
+def _tail(box: Box, dim: int) -> Box:
+    return Box(box.start[dim:], box.stop[dim:])

@@ -1,0 +1,369 @@
+"""A checkpoint as data: every logical tensor, and where its bytes are.
+
+A ``Manifest`` maps ``StateKey(fqn, slot)`` to a ``TensorEntry``: shape, dtype and a ``ShardTable`` that says which
+region of the tensor lies in which bytes of which file. Optimizer state is not special: the weight, its fp32 master
+and each moment are slots of one fqn. Readers build manifests from headers alone; transforms rewrite them; planning
+intersects them with a layout.
+
+Shards are columns of numpy arrays, one row a shard, because a trillion-parameter checkpoint has millions of them: 40
+bytes a row instead of 500 for objects. A table's geometry is the tensor's shape or its flattening ``(numel,)``: a
+flat ZeRO interval stays one row until somebody needs boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt_tools.boxes import Box, Shape, contiguous_strides, from_flat, is_contiguous
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import IncompleteError, MalformedError
+
+WEIGHT = "weight"
+"""Slot of the tensor that the model itself holds: a parameter in the model's dtype, or a buffer."""
+
+MASTER = "master"
+"""Slot of the fp32 copy of a parameter that the optimizer updates, where a checkpoint holds one."""
+
+Ints = NDArray[np.int64]
+
+
+class StateKey(NamedTuple):
+    """One logical tensor: the fully qualified name of its parameter or buffer, and what it is of it."""
+
+    fqn: str
+    slot: str = WEIGHT
+
+    def __str__(self) -> str:
+        return self.fqn if self.slot == WEIGHT else f"{self.fqn} ({self.slot})"
+
+
+class Kind(Enum):
+    """What a tensor is to training."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    STATE = "state"
+    """Optimizer state of a parameter, its fp32 master included."""
+    EXTRA = "extra"
+    """A tensor of the user's or the framework's own: RNG state, a scheduler's tensor."""
+
+
+class Framing(Enum):
+    """What the byte range of a shard holds."""
+
+    RAW = "raw"
+    """The elements, and nothing else."""
+    TORCH_ITEM = "torch_item"
+    """A whole torch zip of one tensor (a DCP item); where its elements start is found when it is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes ``[start, stop)`` of a file of the checkpoint."""
+
+    file: str
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"no bytes run from {self.start} to {self.stop} in {self.file}")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One stored piece: the region it holds, and its bytes.
+
+    ``strides`` are in elements, for pieces whose bytes are not row-major; ``at`` then spans from the first element to
+    the last.
+    """
+
+    box: Box
+    at: ByteRange
+    strides: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardTable:
+    """The shards of one tensor as columns.
+
+    ``shape`` is the geometry the boxes are in: the tensor's own, or ``(numel,)``. ``starts`` and ``stops`` are
+    ``[num_shards, ndim]`` in elements, ``byte_starts`` and ``byte_stops`` ``[num_shards]``, ``file_ids`` index
+    ``files``. ``strides`` are ``[num_shards, ndim]`` in elements, or None where every shard is row-major.
+
+    Raises:
+        MalformedError: a box leaves the tensor, or a length disagrees with the elements it should hold.
+    """
+
+    shape: Shape
+    dtype: DType
+    starts: Ints
+    stops: Ints
+    files: Sequence[str]
+    file_ids: Ints
+    byte_starts: Ints
+    byte_stops: Ints
+    framing: Framing = Framing.RAW
+    strides: Ints | None = None
+
+    def __post_init__(self) -> None:
+        if (
+            (self.starts < 0).any()
+            or (self.stops > np.array(self.shape, np.int64)).any()
+            or (self.stops < self.starts).any()
+        ):
+            raise MalformedError(f"a shard lies outside a tensor of shape {list(self.shape)}")
+        if (self.byte_starts < 0).any() or (self.byte_stops < self.byte_starts).any():
+            raise MalformedError("a shard has a negative byte range")
+        if self.framing is Framing.RAW and self.strides is None:
+            self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        wrong = self.byte_stops - self.byte_starts != self.numels * self.dtype.item_bytes
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise MalformedError(
+                f"{int(self.byte_stops[row] - self.byte_starts[row])} bytes cannot hold "
+                f"{int(self.numels[row])} elements of {self.dtype.value}",
+                path=self.files[int(self.file_ids[row])],
+            )
+
+    @classmethod
+    def build(
+        cls,
+        shape: Shape,
+        dtype: DType,
+        shards: Sequence[Shard],
+        *,
+        framing: Framing = Framing.RAW,
+    ) -> ShardTable:
+        """The table of a few shards given one by one."""
+        files = list(dict.fromkeys(shard.at.file for shard in shards))
+        number = {file: index for index, file in enumerate(files)}
+        rows = (len(shards), len(shape))
+        strided = any(shard.strides is not None for shard in shards)
+        return cls(
+            shape=tuple(shape),
+            dtype=dtype,
+            starts=np.array([s.box.start for s in shards], np.int64).reshape(rows),
+            stops=np.array([s.box.stop for s in shards], np.int64).reshape(rows),
+            files=tuple(files),
+            file_ids=np.array([number[s.at.file] for s in shards], np.int64),
+            byte_starts=np.array([s.at.start for s in shards], np.int64),
+            byte_stops=np.array([s.at.stop for s in shards], np.int64),
+            framing=framing,
+            strides=np.array([s.strides or contiguous_strides(s.box.shape) for s in shards], np.int64).reshape(rows)
+            if strided
+            else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.file_ids)
+
+    @property
+    def numels(self) -> Ints:
+        """Elements of each shard."""
+        numels: Ints = np.prod(self.stops - self.starts, axis=1, dtype=np.int64)
+        return numels
+
+    @property
+    def is_flat(self) -> bool:
+        """True where every shard is an interval of the row-major order, stored in that order."""
+        if self.strides is not None:
+            return False
+        return len(self.shape) <= 1 or all(is_contiguous(self.box(row), self.shape) for row in range(len(self)))
+
+    def box(self, row: int) -> Box:
+        return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
+
+    def byte_range(self, row: int) -> ByteRange:
+        file = self.files[int(self.file_ids[row])]
+        return ByteRange(file, int(self.byte_starts[row]), int(self.byte_stops[row]))
+
+    def stride(self, row: int) -> Shape:
+        """Strides of a shard in elements."""
+        return (
+            tuple(self.strides[row].tolist()) if self.strides is not None else contiguous_strides(self.box(row).shape)
+        )
+
+    def __iter__(self) -> Iterator[Shard]:
+        for row in range(len(self)):
+            yield Shard(self.box(row), self.byte_range(row), None if self.strides is None else self.stride(row))
+
+    def in_shape(self, shape: Shape) -> ShardTable:
+        """The same shards in the geometry of ``shape``; a flat interval becomes its boxes.
+
+        Only a flat table of row-major shards can change its geometry.
+        """
+        if self.shape == shape:
+            return self
+        assert self.is_flat and self.framing is Framing.RAW and prod(shape) == prod(self.shape), "only intervals unfold"
+        item = self.dtype.item_bytes
+        shards: list[Shard] = []
+        for row in range(len(self)):
+            at, start = self.byte_range(row), int(self.starts[row, 0]) if self.shape else 0
+            cursor = at.start
+            for box in from_flat(start, start + int(self.numels[row]), shape):
+                shards.append(Shard(box, ByteRange(at.file, cursor, cursor + box.numel * item)))
+                cursor += box.numel * item
+        return ShardTable.build(shape, self.dtype, shards)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stored pieces, their framing included."""
+        return int((self.byte_stops - self.byte_starts).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEntry:
+    """One logical tensor.
+
+    ``dtype`` is what it is to be read as; ``shards.dtype`` is what is stored. Where they differ, reading casts: a
+    bf16 weight of which only the fp32 master is stored is such an entry.
+
+    Raises:
+        MalformedError: two shards overlap.
+        IncompleteError: elements are in no shard.
+    """
+
+    shape: Shape
+    dtype: DType
+    kind: Kind
+    shards: ShardTable
+
+    def __post_init__(self) -> None:
+        if prod(self.shards.shape) != prod(self.shape):
+            raise MalformedError(f"shards of shape {list(self.shards.shape)} for a tensor of shape {list(self.shape)}")
+        check_cover(self.shards)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the logical tensor, row-major, as ``dtype``."""
+        return self.numel * self.dtype.item_bytes
+
+    def cast(self, dtype: DType) -> TensorEntry:
+        """The same tensor, read as ``dtype``."""
+        return replace(self, dtype=dtype)
+
+
+def check_cover(table: ShardTable) -> None:
+    """The shards hold every element exactly once.
+
+    Raises:
+        MalformedError: two shards overlap.
+        IncompleteError: elements are in no shard.
+    """
+    numels = table.numels
+    missing = prod(table.shape) - int(numels.sum())
+    full = numels > 0
+    if len(table) > 1 and not _disjoint(table.starts[full], table.stops[full]):
+        raise MalformedError(f"shards of a tensor of shape {list(table.shape)} overlap")
+    if missing:
+        raise IncompleteError(f"{missing:,} of {prod(table.shape):,} elements are in no shard")
+
+
+def _disjoint(starts: Ints, stops: Ints) -> bool:
+    """Whether no two boxes share an element, in O(n log n) where they can be cut apart, as any sharding can."""
+    todo = [(starts, stops)]
+    while todo:
+        starts, stops = todo.pop()
+        if len(starts) < 2:
+            continue
+        if starts.shape[1] == 0:
+            return False
+        parts = _cut(starts, stops)
+        if parts is None:
+            if not _pairwise_disjoint(starts, stops):
+                return False
+        else:
+            todo.extend(parts)
+    return True
+
+
+def _cut(starts: Ints, stops: Ints) -> list[tuple[Ints, Ints]] | None:
+    """The boxes in groups that planes across one dim separate, or None where no plane does."""
+    for dim in range(starts.shape[1]):
+        order = np.argsort(starts[:, dim], kind="stable")
+        lower = starts[order, dim]
+        reach = np.maximum.accumulate(stops[order, dim])
+        cuts = np.flatnonzero(lower[1:] >= reach[:-1]) + 1
+        if len(cuts):
+            return [(starts[rows], stops[rows]) for rows in np.split(order, cuts)]
+    return None
+
+
+def _pairwise_disjoint(starts: Ints, stops: Ints) -> bool:
+    for row in range(len(starts) - 1):
+        common = np.minimum(stops[row], stops[row + 1 :]) > np.maximum(starts[row], starts[row + 1 :])
+        if common.all(axis=1).any():
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """A group of the optimizer: the fqns of its parameters in order, and its hyperparameters by name."""
+
+    params: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A leaf of ``Manifest.extra`` whose value is a tensor of the manifest."""
+
+    key: StateKey
+
+
+def _frozen(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(dict(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A whole checkpoint.
+
+    ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is no tensor:
+    global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
+    itself.
+
+    Raises:
+        MalformedError: an alias or a group names a tensor that is not there.
+    """
+
+    format: str
+    tensors: Mapping[StateKey, TensorEntry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: tuple[ParamGroup, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", _frozen(self.tensors))
+        object.__setattr__(self, "aliases", _frozen(self.aliases))
+        object.__setattr__(self, "extra", _frozen(self.extra))
+        names = self.fqns
+        for alias, owner in self.aliases.items():
+            if owner not in names or alias in names:
+                raise MalformedError(f"{alias!r} is tied to {owner!r}, which does not own a tensor here")
+
+    @property
+    def fqns(self) -> frozenset[str]:
+        return frozenset(key.fqn for key in self.tensors)
+
+    def of_kind(self, *kinds: Kind) -> dict[StateKey, TensorEntry]:
+        """The tensors of these kinds, in order."""
+        return {key: entry for key, entry in self.tensors.items() if entry.kind in kinds}
