@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
+from ckpt_tools.ledger import Note
 from ckpt_tools.manifest import StateKey
 
 
@@ -91,10 +92,12 @@ class FileLayout:
 class Layout:
     """The files of an output, in the order in which they become visible.
 
-    The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``).
+    The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``). ``notes`` say what the
+    writer could not carry or had to make up.
     """
 
     files: Sequence[FileLayout]
+    notes: tuple[Note, ...] = ()
 
     @property
     def size_bytes(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.boxes import Box, Shape, contiguous_strides, from_flat, is_contiguous
+from ckpt_tools.boxes import Box, Shape, contiguous_strides, from_flat
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError
 
@@ -91,6 +91,19 @@ class Shard:
     strides: Shape | None = None
 
 
+class FlatIndex(NamedTuple):
+    """The non-empty shards of a tensor as row-major intervals ``[starts, stops)`` in order; ``rows`` are their table
+    rows."""
+
+    rows: Ints
+    starts: Ints
+    stops: Ints
+
+
+class _Unknown(Enum):
+    UNKNOWN = "not computed yet"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardTable:
     """The shards of one tensor as columns.
@@ -113,6 +126,7 @@ class ShardTable:
     byte_stops: Ints
     framing: Framing = Framing.RAW
     strides: Ints | None = None
+    _flat: FlatIndex | _Unknown | None = field(default=_Unknown.UNKNOWN, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if (
@@ -175,11 +189,13 @@ class ShardTable:
         return numels
 
     @property
-    def is_flat(self) -> bool:
-        """True where every shard is an interval of the row-major order, stored in that order."""
-        if self.strides is not None:
-            return False
-        return len(self.shape) <= 1 or all(is_contiguous(self.box(row), self.shape) for row in range(len(self)))
+    def flat(self) -> FlatIndex | None:
+        """The shards as intervals of the row-major order; None where one is no interval, or is not stored in that
+        order."""
+        if self._flat is _Unknown.UNKNOWN:
+            object.__setattr__(self, "_flat", _flat_index(self))
+        assert self._flat is not _Unknown.UNKNOWN
+        return self._flat
 
     def box(self, row: int) -> Box:
         return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
@@ -199,17 +215,15 @@ class ShardTable:
             yield Shard(self.box(row), self.byte_range(row), None if self.strides is None else self.stride(row))
 
     def in_shape(self, shape: Shape) -> ShardTable:
-        """The same shards in the geometry of ``shape``; a flat interval becomes its boxes.
-
-        Only a flat table of row-major shards can change its geometry.
-        """
+        """The same shards in the geometry of ``shape``; an interval of the flattening becomes its boxes."""
         if self.shape == shape:
             return self
-        assert self.is_flat and self.framing is Framing.RAW and prod(shape) == prod(self.shape), "only intervals unfold"
+        assert len(self.shape) == 1 and prod(shape) == prod(self.shape), "only a flattening unfolds"
+        assert self.framing is Framing.RAW and self.strides is None, "only plain intervals unfold"
         item = self.dtype.item_bytes
         shards: list[Shard] = []
         for row in range(len(self)):
-            at, start = self.byte_range(row), int(self.starts[row, 0]) if self.shape else 0
+            at, start = self.byte_range(row), int(self.starts[row, 0])
             cursor = at.start
             for box in from_flat(start, start + int(self.numels[row]), shape):
                 shards.append(Shard(box, ByteRange(at.file, cursor, cursor + box.numel * item)))
@@ -258,6 +272,31 @@ class TensorEntry:
         return replace(self, dtype=dtype)
 
 
+def _flat_index(table: ShardTable) -> FlatIndex | None:
+    if table.strides is not None:
+        return None
+    extents = table.stops - table.starts
+    if not _contiguous_rows(extents, table.shape).all():
+        return None
+    strides = np.array(contiguous_strides(table.shape), np.int64)
+    starts = table.starts @ strides
+    full = np.flatnonzero(table.numels > 0)
+    rows = full[np.argsort(starts[full], kind="stable")]
+    return FlatIndex(rows, starts[rows], starts[rows] + table.numels[rows])
+
+
+def _contiguous_rows(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
+    """Which boxes of these extents are intervals: ones outside some dim, whole dims inside it.
+    ``boxes.is_contiguous`` by column."""
+    contiguous = np.ones(len(extents), bool)
+    inner_is_whole = np.ones(len(extents), bool)
+    for dim in range(len(shape) - 1, -1, -1):
+        contiguous &= inner_is_whole | (extents[:, dim] <= 1)
+        inner_is_whole &= extents[:, dim] == shape[dim]
+    empty: NDArray[np.bool_] = (extents == 0).any(axis=1)
+    return contiguous | empty
+
+
 def check_cover(table: ShardTable) -> None:
     """The shards hold every element exactly once.
 
@@ -265,13 +304,18 @@ def check_cover(table: ShardTable) -> None:
         MalformedError: two shards overlap.
         IncompleteError: elements are in no shard.
     """
-    numels = table.numels
-    missing = prod(table.shape) - int(numels.sum())
-    full = numels > 0
-    if len(table) > 1 and not _disjoint(table.starts[full], table.stops[full]):
+    flat = table.flat
+    apart = (flat.starts[1:] >= flat.stops[:-1]).all() if flat is not None else _boxes_apart(table)
+    if not apart:
         raise MalformedError(f"shards of a tensor of shape {list(table.shape)} overlap")
+    missing = prod(table.shape) - int(table.numels.sum())
     if missing:
         raise IncompleteError(f"{missing:,} of {prod(table.shape):,} elements are in no shard")
+
+
+def _boxes_apart(table: ShardTable) -> bool:
+    full = table.numels > 0
+    return _disjoint(table.starts[full], table.stops[full])
 
 
 def _disjoint(starts: Ints, stops: Ints) -> bool:
@@ -347,6 +391,7 @@ class Manifest:
     tensors: Mapping[StateKey, TensorEntry]
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: tuple[ParamGroup, ...] = ()
+    literals: Mapping[str, bytes] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
     world_size: int | None = None
@@ -355,6 +400,7 @@ class Manifest:
         object.__setattr__(self, "tensors", _frozen(self.tensors))
         object.__setattr__(self, "aliases", _frozen(self.aliases))
         object.__setattr__(self, "extra", _frozen(self.extra))
+        object.__setattr__(self, "literals", _frozen(self.literals))
         names = self.fqns
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:

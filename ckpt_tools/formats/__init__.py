@@ -1,0 +1,1 @@
+"""Checkpoint formats: each a reader, a writer, or both."""

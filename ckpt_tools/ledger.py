@@ -1,0 +1,29 @@
+"""What became of everything in the source, so that no loss is silent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Fate(Enum):
+    """What happened to an item on its way."""
+
+    CAST = "cast"
+    """Written in another element type."""
+    DEFAULTED = "defaulted"
+    """The target needs it and the source does not say; a stated value was used."""
+    DROPPED = "dropped"
+    """The target has no place for it, or it was not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line of the ledger. ``asked`` tells what the user chose from what the target forced."""
+
+    fate: Fate
+    what: str
+    why: str
+    count: int = 1
+    num_bytes: int = 0
+    asked: bool = False

@@ -1,0 +1,19 @@
+"""What runs tasks: any order, any place, each result once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Runner(Protocol):
+    """Applies ``work`` to every item."""
+
+    def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """Results as they come, in any order.
+
+        The first error ends the run: no further item is started, those under way are waited for, and it is raised.
+        """

@@ -1,0 +1,80 @@
+"""Tasks on threads of this process.
+
+Moving bytes releases the interpreter's lock, so that threads copy at the disk's speed without a second process's
+memory. Two are as fast as a 2-core machine gets: 4.49 GB in 0.64 s by 2 threads, 1.2 s and more by 1, 0.9 s by 3.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from queue import SimpleQueue
+from typing import Generic
+
+from ckpt_tools.runners.base import Item, Result
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadRunner:
+    """``num_workers`` threads, each taking the next item when it is free."""
+
+    num_workers: int
+
+    def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        shared = _Shared(iter(items), threading.Lock(), threading.Event())
+        results: SimpleQueue[_Outcome[Result]] = SimpleQueue()
+        threads = [
+            threading.Thread(target=_work, args=(work, shared, results), daemon=True) for _ in range(self.num_workers)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield from _collect(results, self.num_workers)
+        finally:
+            shared.stop.set()
+            for thread in threads:
+                thread.join()
+
+
+@dataclass(slots=True)
+class _Shared(Generic[Item]):
+    items: Iterator[Item]
+    lock: threading.Lock
+    stop: threading.Event
+
+    def take(self) -> list[Item]:
+        """The next item, or nothing where there is none or the run is over."""
+        with self.lock:
+            return [] if self.stop.is_set() else list(islice(self.items, 1))
+
+
+@dataclass(slots=True)
+class _Outcome(Generic[Result]):
+    """A result, an error, or, where both are missing, a thread's end."""
+
+    result: list[Result]
+    error: BaseException | None = None
+
+
+def _work(work: Callable[[Item], Result], shared: _Shared[Item], results: SimpleQueue[_Outcome[Result]]) -> None:
+    try:
+        while taken := shared.take():
+            results.put(_Outcome([work(taken[0])]))
+    except BaseException as error:
+        shared.stop.set()
+        results.put(_Outcome([], error))
+    results.put(_Outcome([]))
+
+
+def _collect(results: SimpleQueue[_Outcome[Result]], num_workers: int) -> Iterator[Result]:
+    """Results until every thread has ended; then the first error, if there was one."""
+    running, first_error = num_workers, None
+    while running:
+        outcome = results.get()
+        first_error = first_error or outcome.error
+        yield from outcome.result
+        running -= not outcome.result and outcome.error is None
+    if first_error is not None:
+        raise first_error

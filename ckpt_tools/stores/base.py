@@ -1,0 +1,102 @@
+"""What a place that holds bytes must be able to do, and a source as a reader sees it.
+
+A store knows files by relative names, moves bytes exactly, and confines itself: a name that leaves the store is refused
+whoever gave it. It knows nothing of formats, staging or retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Protocol
+
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
+
+Buffer = bytes | bytearray | memoryview
+
+
+class FileWriter(Protocol):
+    """An output file being filled; positions may come in any order and from any thread."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of ``data`` at ``offset``. Raises StoreError."""
+
+    def close(self, *, fsync: bool) -> None:
+        """The file is complete; with ``fsync`` it outlives a power failure."""
+
+
+class Store(Protocol):
+    """A folder of files, local or remote."""
+
+    @property
+    def url(self) -> str:
+        """Where the store is, for messages."""
+
+    def list(self) -> Mapping[str, int]:
+        """Every file below the store by relative name, and its bytes. Raises SourceNotFoundError, StoreError."""
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``start``.
+
+        Raises:
+            IncompleteError: the file is missing or ends early.
+            StoreError: reading failed.
+        """
+
+    def create(self, path: str, size_bytes: int) -> FileWriter:
+        """A new file of exactly ``size_bytes``. Raises StoreError, for example where the disk is full."""
+
+
+def checked_name(path: str) -> str:
+    """``path`` if it is a plain relative name that stays inside a store.
+
+    Raises:
+        UnsafeError: it is absolute, climbs out, is a URL, names a drive, or holds a NUL or a backslash.
+    """
+    parts = PurePosixPath(path).parts
+    unsafe = (
+        not parts
+        or path.startswith("/")
+        or ".." in parts
+        or any(character in path for character in "\0\\")
+        or "://" in path
+        or (len(path) > 1 and path[1] == ":")
+    )
+    if unsafe:
+        raise UnsafeError(f"the checkpoint names a file {path!r} outside of itself; it was not opened")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A store and what it held when it was opened."""
+
+    store: Store
+    files: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def open(cls, store: Store) -> Source:
+        return cls(store, dict(sorted(store.list().items())))
+
+    def size(self, path: str) -> int:
+        """Bytes of ``path``. Raises IncompleteError where it is missing."""
+        if path not in self.files:
+            checked_name(path)
+            raise IncompleteError("this file of the checkpoint is missing", path=path)
+        return self.files[path]
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes ``[start, stop)`` of ``path``. Raises IncompleteError where the file ends before ``stop``."""
+        if not 0 <= start <= stop <= self.size(path):
+            raise IncompleteError(f"it ends at byte {self.size(path):,}, before byte {stop:,}", path=path)
+        buffer = bytearray(stop - start)
+        self.store.read_into(path, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_all(self, path: str, *, limit_bytes: int) -> bytes:
+        """The whole of a header file. Raises MalformedError where it is larger than any such file may be."""
+        size = self.size(path)
+        if size > limit_bytes:
+            raise MalformedError(f"{size:,} bytes are too many for such a file (at most {limit_bytes:,})", path=path)
+        return self.read(path, 0, size)

@@ -1,0 +1,49 @@
+"""A store in memory: the simplest thing that is one, for tests and for small results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.errors import IncompleteError
+from ckpt_tools.stores.base import Buffer, checked_name
+
+
+@dataclass(slots=True)
+class MemoryStore:
+    """Files as byte arrays."""
+
+    files: dict[str, bytearray] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return "memory://"
+
+    def list(self) -> Mapping[str, int]:
+        return {path: len(data) for path, data in self.files.items()}
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        data = self.files.get(checked_name(path))
+        if data is None:
+            raise IncompleteError("this file of the checkpoint is missing", path=path)
+        if start + len(buffer) > len(data):
+            raise IncompleteError(f"it ends at byte {len(data):,}, before byte {start + len(buffer):,}", path=path)
+        buffer[:] = memoryview(data)[start : start + len(buffer)]
+
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
+        data = self.files[checked_name(path)] = bytearray(size_bytes)
+        return MemoryWriter(data)
+
+
+@dataclass(slots=True)
+class MemoryWriter:
+    """A byte array being filled."""
+
+    data: bytearray
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        assert offset + len(data) <= len(self.data), "a write stays inside its file"
+        self.data[offset : offset + len(data)] = data
+
+    def close(self, *, fsync: bool) -> None:
+        """Nothing is left to do."""

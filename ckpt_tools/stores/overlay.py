@@ -1,0 +1,32 @@
+"""A store with a few files of our own in front of it: values that a checkpoint keeps as plain numbers, as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.stores.base import FileWriter, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """``literals`` by name, then ``store``."""
+
+    store: Store
+    literals: Mapping[str, bytes] = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def list(self) -> Mapping[str, int]:
+        return {**self.store.list(), **{name: len(data) for name, data in self.literals.items()}}
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        if path in self.literals:
+            buffer[:] = memoryview(self.literals[path])[start : start + len(buffer)]
+        else:
+            self.store.read_into(path, start, buffer)
+
+    def create(self, path: str, size_bytes: int) -> FileWriter:
+        return self.store.create(path, size_bytes)
