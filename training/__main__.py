@@ -1,0 +1,58 @@
+"""``python -m training``: one run. Under torchrun, be one rank of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_tools.errors import CkptError
+from training.config import ENGINES, LAUNCHERS, PRECISIONS, RESUME_LATEST, TrainConfig
+from training.data import DATASETS
+from training.launchers import launch
+from training.launchers.torchrun import under_torchrun, work
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--engine", type=click.Choice(ENGINES), required=True, help="How the model is sharded.")
+@click.option("--launcher", type=click.Choice(LAUNCHERS), default="ray", help="Who starts the workers.")
+@click.option("--num-workers", type=int, default=2, help="The world size; one GPU each where there is CUDA.")
+@click.option("--epochs", type=int, default=12, help="The length of the learning rate schedule.")
+@click.option("--until", type=int, help="Stop after this epoch of the schedule.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the run.")
+@click.option("--dataset", type=click.Choice(DATASETS), default="digits")
+@click.option("--data-root", type=click.Path(path_type=Path), help="Where fashion-mnist is or is put.")
+@click.option("--num-samples", type=int, help="Train on the first samples only.")
+@click.option("--batch-size", type=int, default=64, help="Samples a step, over all workers.")
+@click.option("--learning-rate", type=float, default=1e-3, help="The peak, after the warm-up.")
+@click.option("--weight-decay", type=float, default=0.05)
+@click.option("--warmup-fraction", type=float, default=0.1, help="The part of the schedule that warms up.")
+@click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", help="What the model computes in.")
+@click.option("--seed", type=int, default=0, help="Of the first weights and the order of samples.")
+@click.option("--save-every", type=int, default=1, help="Epochs between checkpoints; the last is always saved.")
+@click.option("--resume", metavar=f"PATH|{RESUME_LATEST}", help="Continue a checkpoint, or this run's last.")
+def main(**options: Any) -> None:
+    """Train the Vision Transformer; leaves sharded checkpoints and result.json in --out."""
+    try:
+        run(options)
+    except CkptError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def run(options: dict[str, Any]) -> None:
+    """Train as the options say, and print where the result lies."""
+    paths = {name: options[name].absolute() for name in ("out", "data_root") if options[name]}
+    config = TrainConfig(**(options | paths))
+    if config.launcher == "torchrun" and under_torchrun():
+        work(config)
+        return
+    result = launch(config)
+    click.echo(f"{result.correct} of {result.total} held-out samples right ({result.accuracy:.4f})")
+    click.echo(f"checkpoint: {result.checkpoint}")
+
+
+if __name__ == "__main__":
+    main()

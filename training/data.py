@@ -1,0 +1,115 @@
+"""Real images in one canonical form: 8-bit grey, 28x28. What a PNG can hold is exactly what the model saw.
+
+``digits`` is scikit-learn's bundled set of 1,797 handwritten digits (8x8, 17 grey levels), upscaled; it needs no
+network. ``fashion-mnist`` is torchvision's FashionMNIST, 60,000 + 10,000 images. Because every image is kept as uint8
+until :func:`to_input`, a held-out image that was saved as a PNG and posted to the HTTP service gives the model the same
+numbers as the dataset does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ckpt_tools.errors import StoreError, UsageError
+from training.models import IMAGE_SIZE
+
+DatasetName = Literal["digits", "fashion-mnist"]
+Part = Literal["train", "held-out"]
+DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
+
+DIGITS_MAX_LEVEL = 16  # the brightest pixel of scikit-learn's digits
+DIGITS_HELD_OUT = 360  # one fifth of 1,797, rounded up
+# RandomState's stream is frozen by NumPy's compatibility policy, default_rng's is not: the split must never move.
+DIGITS_SPLIT_SEED = 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelledImages:
+    """``pixels`` uint8 [n, 28, 28] and ``labels`` int64 [n]."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.pixels.dtype == torch.uint8
+        assert self.pixels.shape == (len(self.labels), IMAGE_SIZE, IMAGE_SIZE), self.pixels.shape
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def first(self, count: int | None) -> LabelledImages:
+        """The first ``count`` images, or all of them where ``count`` is None."""
+        return LabelledImages(self.pixels[:count], self.labels[:count])
+
+
+def load_dataset(name: DatasetName, part: Part, root: Path | None) -> LabelledImages:
+    """One part of a dataset. Raises ``UsageError`` without a needed ``root``, ``StoreError`` where a download fails."""
+    if name == "digits":
+        return _load_digits(part)
+    if root is None:
+        raise UsageError(f"the dataset {name} needs --data-root, the folder it is kept in or downloaded to")
+    return _load_fashion_mnist(part, root)
+
+
+def to_input(pixels: Tensor) -> Tensor:
+    """uint8 [n, 28, 28] to the model's input, float32 [n, 1, 28, 28] in [-1, 1]."""
+    return pixels.unsqueeze(1).to(torch.float32) / 127.5 - 1.0
+
+
+def epoch_order(num_samples: int, epoch: int, seed: int) -> Tensor:
+    """The order of an epoch, int64 [num_samples]: by its number and the seed alone, so a resumed run sees the same."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_samples, generator=generator)
+
+
+def rank_batches(order: Tensor, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
+    """This rank's slice of every full global batch of ``order``, int64 [batch_size / world_size].
+
+    Global batch ``i`` holds the same samples at every world size, so the mean loss over ranks is comparable between
+    runs of different sizes. The last, partial global batch is left out.
+    """
+    for batch in order.split(batch_size):
+        if len(batch) == batch_size:
+            yield batch.tensor_split(world_size)[rank]
+
+
+def _load_digits(part: Part) -> LabelledImages:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(len(digits.target))
+    chosen = order[:DIGITS_HELD_OUT] if part == "held-out" else order[DIGITS_HELD_OUT:]
+    levels = torch.from_numpy(digits.images[chosen])
+    return LabelledImages(_upscale(levels), torch.from_numpy(digits.target[chosen]).to(torch.int64))
+
+
+def _upscale(levels: Tensor) -> Tensor:
+    """Grey levels 0..16, float64 [n, 8, 8], to uint8 [n, 28, 28], bilinear."""
+    bright = levels.unsqueeze(1) * (255 / DIGITS_MAX_LEVEL)
+    large = functional.interpolate(bright, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
+    return large.squeeze(1).round().to(torch.uint8)
+
+
+def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
+    from torchvision.datasets import FashionMNIST
+
+    try:
+        dataset = FashionMNIST(root, train=part == "train", download=True)
+    except (OSError, RuntimeError) as error:
+        raise StoreError(
+            f"FashionMNIST is not in {root} and could not be downloaded ({_first_line(error)}); "
+            f"copy its four .gz files into {root / 'FashionMNIST' / 'raw'} or use --dataset digits"
+        ) from error
+    return LabelledImages(dataset.data, dataset.targets)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

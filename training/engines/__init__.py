@@ -1,0 +1,22 @@
+"""Engines: how a model is sharded, stepped and saved."""
+
+from __future__ import annotations
+
+import torch
+
+from training.config import TrainConfig
+from training.engines.base import Engine, Progress
+from training.schedule import WarmupCosine
+
+__all__ = ["Engine", "Progress", "create_engine"]
+
+
+def create_engine(config: TrainConfig, schedule: WarmupCosine, device: torch.device) -> Engine:
+    """The engine that ``config`` names, over the default process group; DeepSpeed is imported only where asked for."""
+    if config.engine == "fsdp2":
+        from training.engines.fsdp2 import Fsdp2Engine
+
+        return Fsdp2Engine(config, schedule, device)
+    from training.engines.deepspeed import DeepSpeedEngine
+
+    return DeepSpeedEngine(config, schedule, device)

@@ -1,0 +1,47 @@
+"""What the loop asks of an engine: five methods, each called by every rank at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come: finished epochs and optimizer steps."""
+
+    epoch: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.epoch <= self.step or self == Progress(0, 0)
+
+
+class Engine(Protocol):
+    """A sharded model with its optimizer and schedule, on this rank."""
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """One optimizer step on this rank's samples; the mean loss over them, 0-d, detached.
+
+        ``images`` float32 [n, 1, 28, 28], ``labels`` int64 [n], on the engine's device, n the same on every rank.
+        """
+        ...
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Logits in evaluation mode, float32 [n, 10]; collective, so n is the same on every rank."""
+        ...
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        """Write this rank's shards into ``folder``, which exists and may be another folder on every rank."""
+        ...
+
+    def resume(self, folder: Path) -> Progress:
+        """Restore model, optimizer and schedule from a folder that holds all shards; raises ``FormatError``."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the framework keeps alive."""
+        ...

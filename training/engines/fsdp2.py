@@ -1,0 +1,113 @@
+"""PyTorch FSDP2: ``fully_shard`` on every encoder block and on the root, saved through DCP.
+
+The checkpoint is the tree ``{"app": {"model", "optim", "scheduler", "epoch", "step"}}``: one ``Stateful`` owns the
+whole state, and ``get_state_dict`` names optimizer state by fqn, so the files do not depend on the world size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchvision.models import VisionTransformer
+
+from ckpt_tools.errors import FormatError
+from training.config import Precision, TrainConfig
+from training.engines.base import Progress
+from training.models import build_model, encoder_blocks
+from training.schedule import WarmupCosine
+
+
+class AppState(Stateful):
+    """Model, optimizer, scheduler and progress as one DCP entry."""
+
+    def __init__(self, model: VisionTransformer, optimizer: Optimizer, scheduler: LambdaLR) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.progress = Progress()
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optim = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optim": optim,
+            "scheduler": self.scheduler.state_dict(),
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self.progress = Progress(state_dict["epoch"], state_dict["step"])
+
+
+class Fsdp2Engine:
+    """An :class:`~training.engines.base.Engine` over FSDP2."""
+
+    def __init__(self, config: TrainConfig, schedule: WarmupCosine, device: torch.device) -> None:
+        model = sharded_model(config, device)
+        # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.
+        optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
+        self._app = AppState(model, optimizer, schedule.attach(optimizer))
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        self._app.model.train()
+        loss = functional.cross_entropy(self._app.model(images), labels)
+        loss.backward()
+        self._app.optimizer.step()
+        self._app.scheduler.step()
+        self._app.optimizer.zero_grad()
+        return loss.detach()
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        self._app.model.eval()
+        return self._app.model(images)
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        self._app.progress = progress
+        state_dict_saver.save({"app": self._app}, checkpoint_id=folder)
+
+    def resume(self, folder: Path) -> Progress:
+        if not (folder / ".metadata").is_file():
+            raise FormatError(f"{folder} holds no .metadata, so it is no DCP checkpoint that fsdp2 can resume from")
+        state_dict_loader.load({"app": self._app}, checkpoint_id=folder)
+        return self._app.progress
+
+    def close(self) -> None:
+        """Nothing outlives the process group."""
+
+
+def sharded_model(config: TrainConfig, device: torch.device) -> VisionTransformer:
+    """The seeded model, each rank keeping its slice of every parameter; all ranks draw the same weights first."""
+    torch.manual_seed(config.seed)
+    model = build_model().to(device)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    policy = precision_policy(config.precision)
+    for unit in (*encoder_blocks(model), model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """bf16 computes in bfloat16 and keeps fp32 parameters, gradients sums and outputs; fp32 does all in float32."""
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)

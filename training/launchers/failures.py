@@ -1,0 +1,57 @@
+"""From what went wrong on a rank to one sentence for the person who started the run."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ckpt_tools import errors
+from ckpt_tools.errors import CkptError
+
+ERROR_LOG_NAME = "error.log"
+
+
+class RunFailedError(CkptError):
+    """A rank stopped on an error that was not foreseen; the message names the file with its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on a rank, in a form that crosses processes."""
+
+    rank: int
+    kind: str
+    message: str
+    details: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Describe an exception with its traceback."""
+        details = "".join(traceback.format_exception(error))
+        return cls(rank, type(error).__name__, str(error), details)
+
+    def record(self, path: Path) -> None:
+        """Write it to ``path`` if that is free: the failures that the first one causes elsewhere come later."""
+        with suppress(FileExistsError), path.open("x") as file:
+            json.dump(asdict(self), file)
+
+    @classmethod
+    def recorded(cls, path: Path) -> Failure:
+        """Read what :meth:`record` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+    def to_error(self, out: Path) -> CkptError:
+        """One of our own errors as it was; anything else as one sentence, its traceback in ``OUT/error.log``."""
+        ours = getattr(errors, self.kind, None)
+        if isinstance(ours, type) and issubclass(ours, CkptError):
+            return ours(self.message)
+        log = out / ERROR_LOG_NAME
+        log.write_text(self.details)
+        return RunFailedError(f"rank {self.rank} failed with {self.kind}: {_first_line(self.message)} (see {log})")
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[0]

@@ -1,0 +1,112 @@
+"""The loop under ``torchrun``, without Ray.
+
+:func:`launch` starts torchrun on this machine with the command line of the run itself, so that
+``torchrun ... -m training --launcher torchrun ...``, the way several machines are used, is the same: every process it
+starts lands in :func:`work`. Each rank writes its shards straight into the run's folder, which the machines share; a
+checkpoint gets its final name only when all ranks have written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from training.checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
+from training.config import TrainConfig
+from training.launchers.failures import Failure, RunFailedError
+from training.loop import EpochMetrics, Save, train
+from training.result import RESULT_NAME, RunResult
+
+LOG_NAME = "torchrun.log"
+ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launch(config: TrainConfig) -> RunResult:
+    """Start one process a worker on this machine and wait; raises what the first failing rank raised.
+
+    The workers' standard error, where the frameworks log, goes to ``OUT/torchrun.log``.
+    """
+    log = config.out / LOG_NAME
+    with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
+        error_file = Path(folder, "error.json")
+        done = subprocess.run(_command(config), stderr=stderr, env=_environment(error_file), check=False)
+        if done.returncode == 0:
+            return RunResult.read(config.out / RESULT_NAME)
+        if error_file.exists():
+            raise Failure.recorded(error_file).to_error(config.out)
+    raise RunFailedError(f"torchrun ended with exit code {done.returncode} (see {log})")
+
+
+def work(config: TrainConfig) -> None:
+    """Be one rank of the run; rank 0 writes ``result.json``."""
+    try:
+        _work(config)
+    except Exception as error:
+        if ERROR_FILE_VARIABLE in os.environ:
+            Failure.of(int(os.environ["RANK"]), error).record(Path(os.environ[ERROR_FILE_VARIABLE]))
+        raise
+
+
+def _work(config: TrainConfig) -> None:
+    started = time.perf_counter()
+    resume_from = resume_folder(config)
+    device = join_process_group()
+    trained = train(config, device, resume_from, partial(_report, config))
+    if torch.distributed.get_rank() == 0:
+        RunResult.of(config, trained, time.perf_counter() - started).write(config.out)
+    torch.distributed.destroy_process_group()
+
+
+def join_process_group() -> torch.device:
+    """Join the process group that torchrun's environment describes; nccl and one GPU a rank where CUDA is there."""
+    if not torch.cuda.is_available():
+        torch.distributed.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", device_id=device)
+    return device
+
+
+def _report(config: TrainConfig, metrics: EpochMetrics, save: Save | None) -> None:
+    if save is not None:
+        _publish(config.out / CHECKPOINTS, checkpoint_name(metrics.epoch), save)
+    if torch.distributed.get_rank() == 0:
+        print(metrics.line(config.last_epoch), flush=True)
+
+
+def _publish(folder: Path, name: str, save: Save) -> None:
+    """All ranks write below a temporary name; rank 0 gives the folder its own when the last one is done."""
+    partial_folder = folder / f".{name}.partial"
+    leader = torch.distributed.get_rank() == 0
+    if leader:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    save(partial_folder)
+    torch.distributed.barrier()
+    if leader:
+        partial_folder.rename(folder / name)
+
+
+def _command(config: TrainConfig) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.num_workers)]
+    return [sys.executable, *torchrun, "-m", "training", *config.to_args()]
+
+
+def _environment(error_file: Path) -> dict[str, str]:
+    """One thread a rank: the ranks share the cores, and a fixed thread count fixes the order of sums."""
+    return os.environ | {"OMP_NUM_THREADS": "1", ERROR_FILE_VARIABLE: str(error_file)}

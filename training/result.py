@@ -1,0 +1,63 @@
+"""``result.json``: what a run was, how it went and where its checkpoint lies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from training.checkpoints import CHECKPOINTS, checkpoint_name
+from training.config import TrainConfig
+from training.loop import EpochMetrics, Trained
+
+RESULT_NAME = "result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run. ``history`` covers the epochs it trained itself, so a resumed run lists only its own."""
+
+    engine: str
+    launcher: str
+    num_workers: int
+    precision: str
+    dataset: str
+    epochs: int
+    accuracy: float
+    correct: int
+    total: int
+    checkpoint: str
+    seconds: float
+    history: tuple[EpochMetrics, ...]
+    predicted: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
+        """The result of ``config``'s run, its last epoch's checkpoint being the one it leaves."""
+        return cls(
+            engine=config.engine,
+            launcher=config.launcher,
+            num_workers=config.num_workers,
+            precision=config.precision,
+            dataset=config.dataset,
+            epochs=config.last_epoch,
+            accuracy=trained.evaluation.accuracy,
+            correct=trained.evaluation.correct,
+            total=trained.evaluation.total,
+            checkpoint=str(config.out / CHECKPOINTS / checkpoint_name(config.last_epoch)),
+            seconds=seconds,
+            history=trained.history,
+            predicted=trained.evaluation.predicted,
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> RunResult:
+        """The result that :meth:`write` wrote; JSON keeps every digit of a float, so losses compare exactly."""
+        values: dict[str, Any] = json.loads(path.read_text())
+        history = tuple(EpochMetrics(**(epoch | {"losses": tuple(epoch["losses"])})) for epoch in values.pop("history"))
+        return cls(history=history, predicted=tuple(values.pop("predicted")), **values)
+
+    def write(self, out: Path) -> None:
+        """Write ``OUT/result.json``."""
+        (out / RESULT_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
