@@ -3,6 +3,7 @@
 ::
 
     CkptError                    1  any other failure
+    ├── LossError                1  with ``--strict``, something would have been left behind
     ├── UsageError               2  options that do not fit together
     ├── SourceNotFoundError      3  nothing at the source
     ├── FormatError              4  a checkpoint we cannot read
@@ -45,6 +46,10 @@ class CkptError(Exception):
 
 def _rebuild(kind: type[CkptError], message: str, path: str | None, key: str | None) -> CkptError:
     return kind(message, path=path, key=key)
+
+
+class LossError(CkptError):
+    """With ``--strict``: the target cannot hold everything that the source does."""
 
 
 class UsageError(CkptError):

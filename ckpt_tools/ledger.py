@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Fate(Enum):
@@ -27,3 +28,13 @@ class Note:
     count: int = 1
     num_bytes: int = 0
     asked: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fate": self.fate.value,
+            "what": self.what,
+            "why": self.why,
+            "count": self.count,
+            "bytes": self.num_bytes,
+            "asked": self.asked,
+        }

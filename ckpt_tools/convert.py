@@ -1,0 +1,228 @@
+"""Any format to any format: wires reader, transforms, writer, plan and execution together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools import transforms
+from ckpt_tools.errors import LossError, UsageError
+from ckpt_tools.execute import execute
+from ckpt_tools.formats.base import WriteOptions, Writer
+from ckpt_tools.formats.registry import writer_for
+from ckpt_tools.ledger import Fate, Note
+from ckpt_tools.manifest import Manifest
+from ckpt_tools.opening import implied_format, local_path, read_checkpoint
+from ckpt_tools.options import ConvertOptions
+from ckpt_tools.plan import Plan, make_plan
+from ckpt_tools.runners.threads import ThreadRunner
+from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.staging import staged
+
+Progress = Callable[[int, int], None]
+"""Hears of bytes written so far and in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversion ready to run."""
+
+    store: Store
+    plan: Plan
+    notes: tuple[Note, ...]
+    source_format: str
+    target_format: str
+    target: Path
+
+    @property
+    def is_file(self) -> bool:
+        return implied_format(self.target) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What a conversion will do. Sizes in bytes."""
+
+    source_format: str
+    target_format: str
+    files: Mapping[str, int]
+    num_tensors: int
+    num_tasks: int
+    bytes_read: int
+    bytes_written: int
+    peak_memory_bytes: int
+    notes: tuple[Note, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source_format": self.source_format,
+            "target_format": self.target_format,
+            "files": dict(self.files),
+            "num_tensors": self.num_tensors,
+            "num_tasks": self.num_tasks,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "ledger": [note.to_json() for note in self.notes],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What a conversion did."""
+
+    plan: PlanReport
+    destination: str
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        done = {
+            "destination": self.destination,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "seconds": round(self.seconds, 3),
+        }
+        return {**self.plan.to_json(), **done}
+
+
+def reduced(manifest: Manifest, options: ConvertOptions, *, holds_optimizer: bool) -> transforms.Transformed:
+    """The manifest as it is to be written, with notes on what was cast or left behind.
+
+    Raises:
+        UsageError: the options do not fit this checkpoint or each other.
+    """
+    if options.state == "all" and not holds_optimizer:
+        raise UsageError("this format holds weights only; leave --state out, or choose another format")
+    notes: tuple[Note, ...] = ()
+    for step in _steps(options, holds_optimizer):
+        manifest, more = step(manifest)
+        notes += more
+    return manifest, notes
+
+
+def _steps(options: ConvertOptions, holds_optimizer: bool) -> list[Callable[[Manifest], transforms.Transformed]]:
+    asked = options.state == "model"
+    new_name = transforms.substitutions(options.rename, options.names)
+    steps: list[Callable[[Manifest], transforms.Transformed]] = []
+    if asked or not holds_optimizer:
+        steps.append(lambda manifest: transforms.model_only(manifest, weights=options.weights, asked=asked))
+        steps.append(transforms.without_wrappers)
+    steps.append(
+        lambda manifest: transforms.select(manifest, include=tuple(options.include), exclude=tuple(options.exclude))
+    )
+    if options.rename or options.names:
+        steps.append(lambda manifest: transforms.rename(manifest, new_name))
+    steps.append(lambda manifest: transforms.cast(manifest, options.target_dtype))
+    return steps
+
+
+def prepare(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str | None,
+    from_: str | None,
+    options: ConvertOptions,
+    memory_bytes: int,
+    num_workers: int,
+    strict: bool,
+) -> Prepared:
+    """Everything about a conversion but the moving of bytes; writes nothing.
+
+    Raises:
+        CkptError: whatever stands in the way is found here, before the destination is touched.
+    """
+    target = local_path(dst)
+    writer = _writer(to, target)
+    store, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    source_format = manifest.format
+    manifest, notes = reduced(manifest, options, holds_optimizer=writer.holds_optimizer)
+    layout = writer.layout(manifest, _write_options(target, options))
+    notes += layout.notes
+    if strict:
+        _refuse_losses(notes)
+    plan = make_plan(manifest, layout, memory_bytes=memory_bytes, num_workers=num_workers)
+    return Prepared(store, plan, notes, source_format, writer.name, target)
+
+
+def _writer(to: str | None, target: Path) -> Writer:
+    implied = implied_format(target)
+    if to is None and implied is None:
+        raise UsageError(f"say with --to in which format {target} is to be written")
+    if to is not None and implied is not None and to != implied:
+        raise UsageError(f"{target.name} is a {implied} file and --to says {to}; name a folder or drop --to")
+    return writer_for(to or implied or "")
+
+
+def _write_options(target: Path, options: ConvertOptions) -> WriteOptions:
+    return WriteOptions(
+        file_name=target.name if implied_format(target) else None,
+        max_shard_bytes=options.max_shard_bytes,
+        tag=options.tag,
+    )
+
+
+def _refuse_losses(notes: tuple[Note, ...]) -> None:
+    lost = [note.what for note in notes if note.fate is Fate.DROPPED and not note.asked]
+    if lost:
+        raise LossError(f"with --strict nothing may be left behind, and this would drop {', '.join(lost)}")
+
+
+def described(prepared: Prepared) -> PlanReport:
+    """The plan in figures."""
+    plan = prepared.plan
+    return PlanReport(
+        source_format=prepared.source_format,
+        target_format=prepared.target_format,
+        files={file.path: file.size_bytes for file in plan.layout.files},
+        num_tensors=len(plan.manifest.tensors),
+        num_tasks=plan.num_tasks,
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        peak_memory_bytes=plan.peak_memory_bytes,
+        notes=prepared.notes,
+    )
+
+
+def run(prepared: Prepared, *, overwrite: bool, fsync: bool, on_progress: Progress) -> ConvertReport:
+    """Write the destination: whole, or not at all.
+
+    Raises:
+        DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
+    """
+    started = time.perf_counter()
+    plan, report = prepared.plan, described(prepared)
+    with staged(prepared.target, is_file=prepared.is_file, overwrite=overwrite) as staging:
+        meter = _Meter(on_progress, report.bytes_written)
+        outcome = execute(
+            plan,
+            prepared.store,
+            staging.store,
+            runner=ThreadRunner(plan.num_workers),
+            fsync=fsync,
+            on_bytes=meter.add,
+        )
+        staging.publish(fsync=fsync)
+    seconds = time.perf_counter() - started
+    return ConvertReport(report, str(prepared.target), outcome.bytes_read, outcome.bytes_written, seconds)
+
+
+@dataclass(slots=True)
+class _Meter:
+    on_progress: Progress
+    total: int
+    done: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        self.on_progress(self.done, self.total)
+
+
+def model_options(options: ConvertOptions) -> ConvertOptions:
+    """The same options for the weights alone."""
+    return replace(options, state="model")

@@ -1,0 +1,103 @@
+"""Every format we know, and which of them a source is in.
+
+Formats are imported when they are first asked for, so that asking for help costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+from ckpt_tools.errors import SourceNotFoundError, UnsupportedError, UsageError
+from ckpt_tools.formats.base import Reader, Writer
+from ckpt_tools.stores.base import Source
+
+Format = TypeVar("Format")
+
+
+@dataclass(frozen=True, slots=True)
+class FormatInfo:
+    """One row of the table of formats."""
+
+    name: str
+    reads: bool
+    writes: bool
+    holds: str
+    about: str
+
+
+@cache
+def readers() -> Mapping[str, Reader]:
+    """Readers by name, the most telling first: their order is the order of detection."""
+    from ckpt_tools.formats.dcp import DcpReader
+    from ckpt_tools.formats.deepspeed import DeepSpeedReader
+    from ckpt_tools.formats.safetensors import SafetensorsReader
+    from ckpt_tools.formats.torch_file import TorchReader
+
+    found: list[Reader] = [DcpReader(), DeepSpeedReader(), SafetensorsReader(), TorchReader()]
+    return {reader.name: reader for reader in found}
+
+
+@cache
+def writers() -> Mapping[str, Writer]:
+    """Writers by the names that ``--to`` takes."""
+    from ckpt_tools.formats.safetensors import SafetensorsWriter
+    from ckpt_tools.formats.torch_file import TorchWriter
+
+    found: list[Writer] = [SafetensorsWriter(), TorchWriter()]
+    return {writer.name: writer for writer in found}
+
+
+_ABOUT = {
+    "dcp": "PyTorch Distributed Checkpoint: a .metadata file and __R_N.distcp files",
+    "deepspeed": "DeepSpeed ZeRO-1, -2, -3: a tag folder of *_model_states.pt and *_optim_states.pt",
+    "safetensors": "one .safetensors file, or Hugging Face shards with their index",
+    "torch": "a full state dict of torch.save: .pt, .pth, .bin, or .bin shards with their index",
+}
+
+
+def table() -> tuple[FormatInfo, ...]:
+    """Every format, read or written."""
+    names = dict.fromkeys([*readers(), *writers()])
+    return tuple(
+        FormatInfo(
+            name,
+            name in readers(),
+            name in writers(),
+            "weights" if name in writers() and not writers()[name].holds_optimizer else "whole training state",
+            _ABOUT[name],
+        )
+        for name in names
+    )
+
+
+def reader_for(source: Source, name: str | None) -> Reader:
+    """The reader called ``name``, or the one that recognises ``source``.
+
+    Raises:
+        UsageError: no such format; SourceNotFoundError: an empty folder; UnsupportedError: nobody recognises it.
+    """
+    if name is not None:
+        return _named(readers(), name, "read")
+    if not source.files:
+        raise SourceNotFoundError(f"{source.store.url} is an empty folder")
+    for reader in readers().values():
+        if reader.detect(source):
+            return reader
+    known = ", ".join(readers())
+    raise UnsupportedError(
+        f"{source.store.url} is in no format that we know ({known}); if it is one of them, say which with --from"
+    )
+
+
+def writer_for(name: str) -> Writer:
+    """The writer called ``name``. Raises UsageError."""
+    return _named(writers(), name, "written")
+
+
+def _named(known: Mapping[str, Format], name: str, verb: str) -> Format:
+    if name not in known:
+        raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,101 @@
+"""The options of a conversion, parsed and checked against each other before anything is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.formats.base import ReadOptions
+
+DEFAULT_MEMORY = "512MiB"
+
+MAX_DEFAULT_WORKERS = 8
+"""Threads beyond the processors only wait for each other, and beyond eight the disk is the limit."""
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)}
+_UNITS_BY_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
+
+WEIGHT_DTYPES = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of ``512MiB``, ``5GB`` or a plain number. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS_BY_CASE:
+        raise UsageError(f"{text!r} is no size; write for example 512MiB, 5GB or 1048576")
+    size = int(float(match[1]) * _UNITS_BY_CASE[match[2].lower()])
+    if size <= 0:
+        raise UsageError(f"{text!r}: a size must be positive")
+    return size
+
+
+def default_workers() -> int:
+    """As many threads as processors this process may use."""
+    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_WORKERS)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """Everything that decides what is written; the same meaning in every command.
+
+    Raises:
+        UsageError: a value is not among those allowed.
+    """
+
+    state: str | None = None
+    dtype: str | None = None
+    weights: str = "master"
+    max_shard_size: str | int | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    key_map: str | Path | None = None
+    model_key: str | None = None
+    optim_key: str | None = None
+    tag: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        _one_of("--state", self.state, ("model", "all", None))
+        _one_of("--dtype", self.dtype, (*WEIGHT_DTYPES, None))
+        _one_of("--weights", self.weights, ("master", "model"))
+        if self.key_map is not None:
+            object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
+
+    @property
+    def target_dtype(self) -> DType | None:
+        return WEIGHT_DTYPES[self.dtype] if self.dtype else None
+
+    @property
+    def max_shard_bytes(self) -> int | None:
+        return None if self.max_shard_size is None else parse_size(self.max_shard_size)
+
+    @property
+    def reading(self) -> ReadOptions:
+        return ReadOptions(tag=self.tag, model_key=self.model_key, optim_key=self.optim_key)
+
+
+def _one_of(option: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{option} {value!r} is not one of {', '.join(name for name in allowed if name)}")
+
+
+def read_key_map(path: Path) -> Mapping[str, str]:
+    """A JSON object of old names to new ones. Raises SourceNotFoundError, UsageError."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise SourceNotFoundError(f"--key-map {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--key-map {path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UsageError(f"--key-map {path} must be a JSON object that maps old names to new ones")
+    return found

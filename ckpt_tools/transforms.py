@@ -1,0 +1,207 @@
+"""From one manifest to another: select, rename, cast. Arithmetic on names and types; no byte is touched.
+
+Each returns the new manifest with notes on what it changed or left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckpt_tools.casts import check_cast
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UsageError
+from ckpt_tools.ledger import Fate, Note
+from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+
+Transformed = tuple[Manifest, tuple[Note, ...]]
+
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What torch.compile, FSDP1 and activation checkpointing put into a name, anywhere in it."""
+
+
+def model_only(manifest: Manifest, *, weights: str, asked: bool) -> Transformed:
+    """Parameters and buffers alone.
+
+    ``weights`` chooses which copy of a parameter stands for it: ``"master"``, the fp32 one where there is one, or
+    ``"model"``, the one that the model computes with. ``asked`` says that the user wants no more than this.
+    """
+    kept = {
+        key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
+    }
+    if weights == "master":
+        kept = {key: _master(manifest, key, entry) for key, entry in kept.items()}
+    notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept))
+    return replace(manifest, tensors=kept, groups=(), extra={}), notes
+
+
+def _master(manifest: Manifest, key: StateKey, entry: TensorEntry) -> TensorEntry:
+    master = manifest.tensors.get(StateKey(key.fqn, MASTER))
+    return entry if master is None else replace(master, kind=entry.kind)
+
+
+def _dropped_state(manifest: Manifest, kept: Mapping[StateKey, TensorEntry]) -> tuple[Note, ...]:
+    notes = []
+    for slot in dict.fromkeys(key.slot for key, entry in manifest.tensors.items() if key not in kept):
+        entries = [entry for key, entry in manifest.tensors.items() if key.slot == slot and key not in kept]
+        if slot != MASTER:
+            notes.append(_dropped(f"{slot} of {len(entries)} tensors", entries))
+    if manifest.groups:
+        notes.append(Note(Fate.DROPPED, "parameter groups", "only the model is written", len(manifest.groups)))
+    notes += [Note(Fate.DROPPED, name, "only the model is written") for name in manifest.extra]
+    return tuple(notes)
+
+
+def _dropped(what: str, entries: list[TensorEntry]) -> Note:
+    size = sum(entry.shards.num_bytes for entry in entries)
+    return Note(Fate.DROPPED, what, "only the model is written", len(entries), size)
+
+
+def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, ...]) -> Transformed:
+    """The tensors whose fqn matches a glob of ``include`` (none: all) and none of ``exclude``.
+
+    A tied name that is chosen without the one that owns its bytes takes ownership.
+
+    Raises:
+        UsageError: nothing is left, or a glob of ``include`` matches nothing.
+    """
+    if not include and not exclude:
+        return manifest, ()
+    manifest = _reowned(manifest, lambda fqn: _chosen(fqn, include, exclude))
+    names = manifest.fqns | set(manifest.aliases)
+    for glob in include:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(f"--include {glob!r} matches no tensor; see inspect --tensors")
+    kept = {key: entry for key, entry in manifest.tensors.items() if _chosen(key.fqn, include, exclude)}
+    if not kept:
+        raise UsageError("--include and --exclude leave no tensor")
+    left = len(manifest.tensors) - len(kept)
+    aliases = {
+        alias: owner
+        for alias, owner in manifest.aliases.items()
+        if _chosen(alias, include, exclude) and _chosen(owner, include, exclude)
+    }
+    groups = tuple(
+        replace(group, params=tuple(name for name in group.params if _chosen(name, include, exclude)))
+        for group in manifest.groups
+    )
+    notes = (Note(Fate.DROPPED, f"{left} tensors", "not selected", left, asked=True),) if left else ()
+    return replace(manifest, tensors=kept, aliases=aliases, groups=groups), notes
+
+
+def _chosen(fqn: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
+    wanted = not include or any(fnmatchcase(fqn, glob) for glob in include)
+    return wanted and not any(fnmatchcase(fqn, glob) for glob in exclude)
+
+
+def _reowned(manifest: Manifest, chosen: Callable[[str], bool]) -> Manifest:
+    """Names swapped so that of each set of tied ones a chosen one owns the bytes."""
+    heirs: dict[str, str] = {}
+    for alias, owner in manifest.aliases.items():
+        if chosen(alias) and not chosen(owner):
+            heirs.setdefault(owner, alias)
+    if not heirs:
+        return manifest
+    tensors = {StateKey(heirs.get(key.fqn, key.fqn), key.slot): entry for key, entry in manifest.tensors.items()}
+    aliases = {alias: heirs.get(owner, owner) for alias, owner in manifest.aliases.items() if heirs.get(owner) != alias}
+    aliases |= heirs
+    groups = tuple(replace(group, params=tuple(heirs.get(n, n) for n in group.params)) for group in manifest.groups)
+    return replace(manifest, tensors=tensors, aliases=aliases, groups=groups)
+
+
+def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
+    """Every fqn through ``new_name``: weights, optimizer state, ties and groups alike.
+
+    Raises:
+        UsageError: two names become one, or one becomes empty.
+    """
+    names = {name: new_name(name) for name in sorted(manifest.fqns | set(manifest.aliases))}
+    taken: dict[str, str] = {}
+    for old, new in names.items():
+        if not new or new in taken:
+            other = f" as does {taken[new]!r}" if new in taken else ""
+            raise UsageError(f"renaming makes {old!r} into {new!r}{other}; names must stay distinct")
+        taken[new] = old
+    renamed = replace(
+        manifest,
+        tensors={StateKey(names[key.fqn], key.slot): entry for key, entry in manifest.tensors.items()},
+        aliases={names[alias]: names[owner] for alias, owner in manifest.aliases.items()},
+        groups=tuple(replace(g, params=tuple(names.get(n, n) for n in g.params)) for g in manifest.groups),
+    )
+    return renamed, ()
+
+
+def substitutions(rules: Iterable[str], key_map: Mapping[str, str]) -> Callable[[str], str]:
+    """The renaming that ``--key-map`` and then each ``--rename REGEX=REPL`` describe.
+
+    Raises:
+        UsageError: a rule is no ``REGEX=REPL``, or its regular expression is not valid.
+    """
+    parsed = [_rule(rule) for rule in rules]
+
+    def new_name(name: str) -> str:
+        name = key_map.get(name, name)
+        for pattern, replacement in parsed:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return new_name
+
+
+def _rule(rule: str) -> tuple[re.Pattern[str], str]:
+    regex, separator, replacement = rule.rpartition("=")
+    if not separator:
+        raise UsageError(f"--rename {rule!r} is not REGEX=REPLACEMENT")
+    try:
+        pattern = re.compile(regex)
+        pattern.sub(replacement, "")
+    except (re.error, IndexError) as error:
+        raise UsageError(f"--rename {rule!r}: {error}") from error
+    return pattern, replacement
+
+
+def without_wrappers(manifest: Manifest) -> Transformed:
+    """Names as the bare model has them: parts that wrappers put in are taken out, and a ``module.`` that all names
+    share."""
+    names = manifest.fqns | set(manifest.aliases)
+    shared = bool(names) and all(name.startswith("module.") for name in names)
+
+    def bare(name: str) -> str:
+        name = name.removeprefix("module.") if shared else name
+        return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+    if not shared and all(bare(name) == name for name in names):
+        return manifest, ()
+    return rename(manifest, bare)
+
+
+def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
+    """Floating-point weights as ``dtype``; optimizer state, buffers and integers as they are.
+
+    8-bit weights are left alone too: they mean nothing without the scales stored beside them.
+    """
+    if dtype is None:
+        return manifest, ()
+    tensors = {key: _cast(entry, dtype) if key.slot == WEIGHT else entry for key, entry in manifest.tensors.items()}
+    changed = {key: entry for key, entry in manifest.tensors.items() if tensors[key].dtype is not entry.dtype}
+    notes = [
+        Note(
+            Fate.CAST,
+            f"{sum(entry.dtype is source for entry in changed.values())} tensors",
+            f"{source.value} to {dtype.value}",
+            sum(entry.dtype is source for entry in changed.values()),
+            sum(entry.num_bytes for entry in changed.values() if entry.dtype is source),
+            asked=True,
+        )
+        for source in dict.fromkeys(entry.dtype for entry in changed.values())
+    ]
+    return replace(manifest, tensors=tensors), tuple(notes)
+
+
+def _cast(entry: TensorEntry, dtype: DType) -> TensorEntry:
+    if entry.kind is not Kind.PARAMETER or not entry.dtype.is_floating or entry.dtype.item_bytes == 1:
+        return entry
+    check_cast(entry.shards.dtype, dtype)
+    return entry.cast(dtype)

@@ -1,0 +1,178 @@
+"""Proof of equality: two manifests, streamed side by side, bit by bit; and one checkpoint against its own checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from isal import isal_zlib
+
+from ckpt_tools.assemble import Assembler
+from ckpt_tools.boxes import Box
+from ckpt_tools.manifest import Manifest, StateKey, TensorEntry
+from ckpt_tools.runners.threads import ThreadRunner
+from ckpt_tools.stores.base import Store
+
+BLOCK_BYTES = 4 << 20
+"""Read, compared and forgotten at a time, on either side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not the same."""
+
+    key: StateKey
+    what: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.key.fqn, "slot": self.key.slot, "difference": self.what}
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was compared. ``num_bytes`` are logical bytes of the tensors on one side."""
+
+    num_tensors: int
+    num_bytes: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    @property
+    def num_equal(self) -> int:
+        return self.num_tensors - len({difference.key for difference in self.differences})
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "equal": self.equal,
+            "tensors": self.num_tensors,
+            "bytes": self.num_bytes,
+            "differences": [difference.to_json() for difference in self.differences],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two checkpoints."""
+
+    store: Store
+    manifest: Manifest
+
+    def named(self) -> dict[StateKey, TensorEntry]:
+        """Every tensor by every name it has, ties included."""
+        found = dict(self.manifest.tensors)
+        for alias, owner in self.manifest.aliases.items():
+            found |= {StateKey(alias, k.slot): e for k, e in self.manifest.tensors.items() if k.fqn == owner}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Elements ``[start, stop)`` of one tensor."""
+
+    key: StateKey
+    start: int
+    stop: int
+
+
+def compare(expected: Side, found: Side, *, num_workers: int, on_bytes: Callable[[int], None]) -> VerifyReport:
+    """Whether ``found`` holds the tensors of ``expected``, bit for bit, and no others.
+
+    Raises:
+        CkptError: one of them cannot be read.
+    """
+    ours, theirs = expected.named(), found.named()
+    differences = list(_by_header(ours, theirs))
+    shared = [key for key in ours if key in theirs and not _header_difference(ours[key], theirs[key])]
+    work = _Compare(ours, theirs, Assembler(expected.store, BLOCK_BYTES), Assembler(found.store, BLOCK_BYTES))
+    blocks = (block for key in shared for block in _blocks(key, ours[key]))
+    differing: dict[StateKey, int] = {}
+    for block, count in ThreadRunner(num_workers).run(work, blocks):
+        if count:
+            differing[block.key] = differing.get(block.key, 0) + count
+        on_bytes((block.stop - block.start) * ours[block.key].dtype.item_bytes)
+    differences += [
+        Difference(key, f"{differing[key]:,} of {ours[key].numel:,} elements differ")
+        for key in shared
+        if key in differing
+    ]
+    return VerifyReport(len(ours), sum(entry.num_bytes for entry in ours.values()), tuple(differences))
+
+
+def _by_header(ours: Mapping[StateKey, TensorEntry], theirs: Mapping[StateKey, TensorEntry]) -> Iterator[Difference]:
+    for key, entry in ours.items():
+        if key not in theirs:
+            yield Difference(key, "missing")
+        elif what := _header_difference(entry, theirs[key]):
+            yield Difference(key, what)
+    for key in theirs:
+        if key not in ours:
+            yield Difference(key, "not in the source")
+
+
+def _header_difference(ours: TensorEntry, theirs: TensorEntry) -> str | None:
+    if ours.shape != theirs.shape:
+        return f"shape {list(theirs.shape)} instead of {list(ours.shape)}"
+    if ours.dtype is not theirs.dtype:
+        return f"{theirs.dtype.value} instead of {ours.dtype.value}"
+    return None
+
+
+def _blocks(key: StateKey, entry: TensorEntry) -> Iterator[_Block]:
+    step = BLOCK_BYTES // entry.dtype.item_bytes
+    for start in range(0, entry.numel, step):
+        yield _Block(key, start, min(start + step, entry.numel))
+
+
+@dataclass(frozen=True, slots=True)
+class _Compare:
+    """Counts the elements of a block that differ in any bit."""
+
+    ours: Mapping[StateKey, TensorEntry]
+    theirs: Mapping[StateKey, TensorEntry]
+    our_side: Assembler
+    their_side: Assembler
+
+    def __call__(self, block: _Block) -> tuple[_Block, int]:
+        item = self.ours[block.key].dtype.item_bytes
+        pair = np.empty((2, (block.stop - block.start) * item), np.uint8)
+        for row, side, entry in ((0, self.our_side, self.ours), (1, self.their_side, self.theirs)):
+            tensor = entry[block.key]
+            side.read(tensor, Box.whole(tensor.shape), tensor.shape, block.start, block.stop, pair[row].data)
+        if np.array_equal(pair[0], pair[1]):
+            return block, 0
+        return block, int((pair[0] != pair[1]).reshape(-1, item).any(axis=1).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The CRC-32 that a container states of bytes ``[start, stop)`` of one of its files."""
+
+    file: str
+    start: int
+    stop: int
+    crc32: int
+    what: str
+
+
+def broken_claims(store: Store, claims: Iterator[Claim], *, num_workers: int) -> list[Claim]:
+    """The claims whose bytes have another checksum. Raises CkptError where they cannot be read."""
+    work = _Check(store)
+    return [claim for claim, holds in ThreadRunner(num_workers).run(work, claims) if not holds]
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    store: Store
+
+    def __call__(self, claim: Claim) -> tuple[Claim, bool]:
+        value = 0
+        for start in range(claim.start, claim.stop, BLOCK_BYTES):
+            buffer = bytearray(min(BLOCK_BYTES, claim.stop - start))
+            self.store.read_into(claim.file, start, memoryview(buffer))
+            value = isal_zlib.crc32(buffer, value)
+        return claim, value == claim.crc32
