@@ -1,0 +1,68 @@
+"""One way from images to answers, used by the batch script and the HTTP service alike.
+
+Both go through :mod:`training.evaluation`, whose forward passes have a fixed shape, so an image gets the same answer
+alone as in a crowd, and the same as the run gave it that made the model.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor, nn
+
+from ckpt_tools.errors import FormatError
+from training.evaluation import all_logits, plain_logits
+from training.models import IMAGE_SIZE
+
+# Far above any sensible picture of one digit; keeps a small file that unpacks to gigabytes from being decoded.
+MAX_PIXELS = 64_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The most probable class, and the probability of each class in order."""
+
+    label: int
+    probabilities: tuple[float, ...]
+
+
+def predict(model: nn.Module, pixels: Tensor) -> list[Prediction]:
+    """A prediction for each of uint8 [n, 28, 28], in order."""
+    logits = all_logits(plain_logits(model), pixels)
+    rows = torch.softmax(logits, dim=1).tolist()
+    return [Prediction(label, tuple(row)) for label, row in zip(logits.argmax(1).tolist(), rows, strict=True)]
+
+
+def decode_image(data: bytes, name: str) -> Tensor:
+    """The pixels of an image file in any format Pillow reads: grey, scaled to 28x28; uint8 [28, 28].
+
+    Raises ``FormatError``, naming the image, where the bytes are no image, are cut short, or unpack to too much.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise FormatError(f"{name} has {image.width}x{image.height} pixels, more than {MAX_PIXELS} in all")
+            return _canonical(image)
+    except UnidentifiedImageError as error:
+        raise FormatError(f"{name} is not an image file that can be read") from error
+    except Image.DecompressionBombError as error:
+        raise FormatError(f"{name} unpacks to too many pixels") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise FormatError(f"{name} is a damaged image file ({error})") from error
+
+
+def read_image(path: Path) -> Tensor:
+    """:func:`decode_image` of a file."""
+    return decode_image(path.read_bytes(), str(path))
+
+
+def _canonical(image: Image.Image) -> Tensor:
+    grey = image.convert("L")
+    if grey.size != (IMAGE_SIZE, IMAGE_SIZE):
+        grey = grey.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(grey, dtype=np.uint8))
