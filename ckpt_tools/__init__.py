@@ -1,1 +1,26 @@
-"""ckpt-tools."""
+"""ckpt-tools: open any sharded training checkpoint and write any other.
+
+The public API is the verbs of the command line, ``inspect``, ``plan``, ``convert``, ``consolidate``, ``verify`` and
+``formats``, and the errors they raise. They are loaded when they are first used, so that importing the package costs
+nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_tools.api import consolidate, convert, formats, inspect, plan, verify
+    from ckpt_tools.errors import CkptError
+
+__version__ = "0.1.0"
+
+__all__ = ["CkptError", "__version__", "consolidate", "convert", "formats", "inspect", "plan", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        module = import_module("ckpt_tools.errors" if name == "CkptError" else "ckpt_tools.api")
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

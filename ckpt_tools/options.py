@@ -12,8 +12,7 @@ from pathlib import Path
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.base import ReadOptions
-
-DEFAULT_MEMORY = "512MiB"
+from ckpt_tools.options_names import DTYPE_NAMES
 
 MAX_DEFAULT_WORKERS = 8
 """Threads beyond the processors only wait for each other, and beyond eight the disk is the limit."""
@@ -23,7 +22,7 @@ _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)}
 _UNITS_BY_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
-WEIGHT_DTYPES = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
+WEIGHT_DTYPES = {name: DType(name) for name in DTYPE_NAMES}
 
 
 def parse_size(text: str | int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.formats.base import Reader, Writer
@@ -26,6 +26,9 @@ class FormatInfo:
     writes: bool
     holds: str
     about: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "read": self.reads, "write": self.writes, "holds": self.holds, "about": self.about}
 
 
 @cache

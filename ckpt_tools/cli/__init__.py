@@ -1,0 +1,5 @@
+"""The command line: parse, one API call, render. ``main`` is the console script's entry point."""
+
+from ckpt_tools.cli.main import main
+
+__all__ = ["main"]

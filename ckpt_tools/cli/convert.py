@@ -1,0 +1,126 @@
+"""``ckpt-tools convert``, ``plan`` and ``consolidate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt_tools.cli import options
+from ckpt_tools.cli.render import print_json, progress, show, size, table
+
+if TYPE_CHECKING:
+    from ckpt_tools.conversion import ConvertReport, PlanReport
+    from ckpt_tools.ledger import Note
+
+_destination = click.argument("dst", metavar="DST")
+_to = click.option("--to", metavar="FORMAT", help="The format to write; see formats. A file's ending implies it.")
+_state = click.option(
+    "--state",
+    type=click.Choice(["model", "all"]),
+    help="Weights alone, or the whole training state; all where the format can hold it if left out.",
+)
+_max_shard_size = click.option("--max-shard-size", metavar="SIZE", help="Cut the output into files of at most this.")
+_strict = click.option("--strict", is_flag=True, help="Fail where something would be dropped.")
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace the destination if it exists.")
+_fsync = click.option("--fsync", is_flag=True, help="Wait until the output would outlive a power failure.")
+
+
+@click.command("convert")
+@options.source
+@_destination
+@_to
+@options.reading
+@_state
+@options.choosing
+@_max_shard_size
+@options.running
+@_strict
+@_overwrite
+@_fsync
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@options.as_json
+@options.talking
+def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Write a checkpoint in another format."""
+    from ckpt_tools import convert, plan
+
+    if dry_run:
+        _show_plan(plan(src, dst, **chosen), as_json)
+        return
+    with progress("converting", quiet=quiet) as on_progress:
+        report = convert(src, dst, on_progress=on_progress, **chosen)
+    _show_done(report, as_json)
+
+
+@click.command("plan")
+@options.source
+@_destination
+@_to
+@options.reading
+@_state
+@options.choosing
+@_max_shard_size
+@options.running
+@_strict
+@options.as_json
+@options.talking
+def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Say what convert would read, write, cast and drop. Writes nothing."""
+    from ckpt_tools import plan
+
+    _show_plan(plan(src, dst, **chosen), as_json)
+
+
+@click.command("consolidate")
+@options.source
+@_destination
+@_to
+@options.reading
+@options.choosing
+@_max_shard_size
+@options.running
+@_strict
+@_overwrite
+@_fsync
+@options.as_json
+@options.talking
+def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Write the model's weights alone: safetensors, or .pt if DST says so."""
+    from ckpt_tools import consolidate
+
+    with progress("consolidating", quiet=quiet) as on_progress:
+        report = consolidate(src, dst, on_progress=on_progress, **chosen)
+    _show_done(report, as_json)
+
+
+def _show_plan(report: PlanReport, as_json: bool) -> None:
+    if as_json:
+        print_json(report.to_json())
+        return
+    click.echo(f"{report.source_format} to {report.target_format}: {report.num_tensors:,} tensors")
+    click.echo(f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {report.num_tasks:,} tasks")
+    click.echo(f"peak memory {size(report.peak_memory_bytes)}")
+    drawn = table(None, "file", "bytes", right=("bytes",))
+    for path, num_bytes in report.files.items():
+        drawn.add_row(path, f"{num_bytes:,}")
+    show(drawn)
+    _show_notes(report.notes)
+
+
+def _show_done(report: ConvertReport, as_json: bool) -> None:
+    if as_json:
+        print_json(report.to_json())
+        return
+    rate = size(report.bytes_written / max(report.seconds, 1e-9))
+    click.echo(
+        f"{report.destination}: {report.plan.num_tensors:,} tensors, {size(report.bytes_written)} in "
+        f"{len(report.plan.files):,} files, {report.seconds:.2f} s ({rate}/s)"
+    )
+    _show_notes(report.plan.notes)
+
+
+def _show_notes(notes: Iterable[Note]) -> None:
+    for note in notes:
+        click.echo(f"{note.fate.value}: {note.what} ({note.why})")

@@ -1,0 +1,68 @@
+"""The group of commands, and the one place where an error becomes a sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from ckpt_tools import __version__
+from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command
+from ckpt_tools.cli.formats import formats_command
+from ckpt_tools.cli.inspect import inspect_command
+from ckpt_tools.cli.verify import verify_command
+from ckpt_tools.errors import CkptError
+
+INTERRUPTED = 130
+"""What shells report for a command ended by Ctrl-C."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="ckpt-tools")
+def group() -> None:
+    """Open any sharded training checkpoint and write any other, without executing a pickle.
+
+    \b
+    Exit codes: 0 done, 1 other failure, 2 usage, 3 source not found, 4 malformed or unsupported checkpoint,
+    5 I/O failure (a retry may help), 6 differences found, 7 refused as unsafe, 8 destination exists,
+    9 over the memory budget.
+    """
+
+
+for _command in (inspect_command, plan_command, convert_command, consolidate_command, verify_command, formats_command):
+    group.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the documented code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    verbose = "--verbose" in words or "-v" in words
+    try:
+        code = group.main(words, prog_name="ckpt-tools", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except CkptError as error:
+        _explain(f"Error: {error}", error.exit_code, verbose)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _explain("Interrupted; nothing was left at the destination.", INTERRUPTED, verbose)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except MemoryError:
+        _explain("Error: the machine is out of memory; lower --memory and --workers.", 1, verbose)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        _explain(f"Error: {reason} (unexpected; run again with --verbose and report it)", 1, verbose)
+
+
+def _explain(sentence: str, code: int, verbose: bool) -> None:
+    """Say it on stderr and exit; with ``--verbose``, after the traceback."""
+    if verbose:
+        traceback.print_exc()
+    click.echo(sentence, err=True)
+    sys.exit(code)

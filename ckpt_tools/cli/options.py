@@ -1,0 +1,62 @@
+"""Options that several commands share, each written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ckpt_tools.options_names import DEFAULT_MEMORY, DTYPE_NAMES
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _all(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    def apply(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+source = click.argument("src", metavar="SRC")
+
+reading = _all(
+    click.option("--from", "from_", metavar="FORMAT", help="The source's format, where it is not detected."),
+    click.option(
+        "--tag", help="Which checkpoint of a DeepSpeed folder; the one that its file latest names if left out."
+    ),
+    click.option("--model-key", help="Where the model lives in a DCP tree, e.g. app.model; found out if left out."),
+    click.option("--optim-key", help="Where the optimizer lives in a DCP tree; found out if left out."),
+)
+
+choosing = _all(
+    click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Cast the weights, and nothing else."),
+    click.option(
+        "--weights",
+        type=click.Choice(["master", "model"]),
+        default="master",
+        show_default=True,
+        help="Which copy of a weight: the fp32 master where there is one, or the model's own.",
+    ),
+    click.option("--include", multiple=True, metavar="GLOB", help="Only tensors of matching names. Repeatable."),
+    click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors of matching names. Repeatable."),
+    click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rewrite names, in this order. Repeatable."),
+    click.option("--key-map", type=click.Path(), metavar="FILE", help="JSON object of old names to new ones."),
+)
+
+running = _all(
+    click.option(
+        "--memory", default=DEFAULT_MEMORY, show_default=True, metavar="SIZE", help="Peak memory of the whole process."
+    ),
+    click.option("--workers", type=click.IntRange(min=1), help="Threads; one a processor if left out."),
+)
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+talking = _all(
+    click.option("--quiet", "-q", is_flag=True, help="No progress."),
+    click.option("--verbose", "-v", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+)

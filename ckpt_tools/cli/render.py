@@ -1,0 +1,86 @@
+"""Results on stdout, progress on stderr. rich is imported only where something is drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+QUIET_LINE_SECONDS = 5.0
+"""Where stderr is no terminal, a line of progress this often: enough to see that it lives, few enough for a log."""
+
+Progress = Callable[[int, int], None]
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people read them: 4.49 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000 or unit == "TB":
+            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.2f} {unit}"
+        num_bytes /= 1000
+    raise AssertionError("the loop returns")
+
+
+def print_json(found: dict[str, Any] | list[dict[str, Any]]) -> None:
+    click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+
+
+def table(title: str | None, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table; the columns named in ``right`` hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        found.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return found
+
+
+def show(drawn: Table) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
+    console.print(drawn)
+
+
+@contextmanager
+def progress(verb: str, *, quiet: bool) -> Iterator[Progress]:
+    """A callback for bytes done and in all: a bar on a terminal, a line now and then elsewhere, nothing if quiet."""
+    if quiet:
+        yield lambda done, total: None
+    elif sys.stderr.isatty():
+        with _bar(verb) as update:
+            yield update
+    else:
+        yield _lines(verb)
+
+
+@contextmanager
+def _bar(verb: str) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
+        task = drawn.add_task(verb, total=None)
+        yield lambda done, total: drawn.update(task, completed=done, total=total)
+
+
+def _lines(verb: str) -> Progress:
+    last = time.monotonic()
+
+    def update(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= QUIET_LINE_SECONDS:
+            last = time.monotonic()
+            click.echo(f"{verb}: {size(done)} of {size(total)} ({100 * done // max(total, 1)} %)", err=True)
+
+    return update

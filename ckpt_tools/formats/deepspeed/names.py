@@ -1,0 +1,168 @@
+"""Where the files of a DeepSpeed checkpoint lie, from their names alone.
+
+A save directory holds a folder for each tag, and ``latest`` names one of them. deepspeed/runtime/engine.py:
+``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name``. Folders of pipeline, expert and tensor parallel runs, and of NVMe
+offload, are recognised so that they can be refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
+from ckpt_tools.stores.base import Source, checked_name
+
+LATEST = "latest"
+
+MAX_LATEST_BYTES = 4096
+"""The longest path a file system takes; ``latest`` holds a name and nothing else."""
+
+_MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+_RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+# The engine still reads names without the last underscore, _get_all_zero_checkpoint_names.
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
+_UNIVERSAL = re.compile(r"(?P<folder>.*?)/?zero/.+/fp32\.pt")
+
+_FOREIGN = {
+    re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*"): "experts (mixture of experts)",
+    re.compile(r"layer_\d+[-_].*"): "pipeline stages",
+    re.compile(r"offloaded_tensors/.*"): "optimizer state offloaded to NVMe",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TagFiles:
+    """The files of one checkpoint. Of the model there is one file, or in stage 3 one a rank; a folder that was
+    written twice may hold both, and the stage decides."""
+
+    prefix: str
+    model: tuple[str, ...]
+    rank_models: tuple[str, ...]
+    optim: tuple[str, ...]
+
+    def models(self, stage: int) -> tuple[str, ...]:
+        """The model's files in this stage. Raises IncompleteError."""
+        found = self.rank_models if stage == 3 else self.model
+        if not found:
+            name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+            raise IncompleteError("this file of the checkpoint is missing", path=self.prefix + name)
+        return found
+
+
+def tag_folders(paths: Iterable[str]) -> list[str]:
+    """The folders that hold native ZeRO files, in the order of their names; ``""`` is the source itself."""
+    native, universal = set(), set()
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        if _MODEL.fullmatch(name) or _RANK_MODEL.fullmatch(name) or _OPTIM.fullmatch(name):
+            native.add(folder)
+        elif match := _UNIVERSAL.fullmatch(path):
+            universal.add(match["folder"])
+    return sorted(native - universal, key=_natural)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that puts ``global_step9`` before ``global_step10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def choose_folder(source: Source, tag: str | None) -> str:
+    """The folder of ``tag``, or of the checkpoint that the source itself points to.
+
+    Raises:
+        SourceNotFoundError: there is no such tag; IncompleteError: ``latest`` names one that is not there;
+        UnsafeError: ``latest`` leads out of the source; UnsupportedError: there are several and nothing chooses.
+    """
+    folders = tag_folders(source.files)
+    if not folders:
+        raise SourceNotFoundError(f"{source.store.url} holds no DeepSpeed checkpoint")
+    if tag is not None:
+        return _tagged(source, folders, tag)
+    if "" in folders:
+        return ""
+    if LATEST in source.files:
+        return _latest(source, folders)
+    if len(folders) > 1:
+        raise UnsupportedError(f"there is no file 'latest', and several tags: name one with --tag ({_listed(folders)})")
+    return folders[0]
+
+
+def _tagged(source: Source, folders: list[str], tag: str) -> str:
+    name = tag.strip("/")
+    if not name or name not in folders:
+        raise SourceNotFoundError(f"{source.store.url} has no tag {tag!r}; it has {_listed(folders)}")
+    return name
+
+
+def _latest(source: Source, folders: list[str]) -> str:
+    try:
+        text = source.read_all(LATEST, limit_bytes=MAX_LATEST_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise MalformedError("it should hold the name of a tag, and it is no text", path=LATEST) from error
+    tag = checked_name(text.strip()).strip("/")
+    if tag not in folders:
+        raise IncompleteError(f"it names the tag {tag!r}, which is not here; there is {_listed(folders)}", path=LATEST)
+    return tag
+
+
+def _listed(folders: list[str], limit: int = 8) -> str:
+    shown = [folder or "the folder itself" for folder in folders[-limit:]]
+    return ("..., " if len(folders) > limit else "") + ", ".join(shown)
+
+
+def tag_files(source: Source, folder: str) -> TagFiles:
+    """The files of the checkpoint in ``folder``.
+
+    Raises:
+        UnsupportedError: it is of a kind of parallelism that is not read; IncompleteError: the file of a rank is
+        missing; MalformedError: two files claim one rank.
+    """
+    prefix = f"{folder}/" if folder else ""
+    names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
+    _refuse_foreign(names, folder)
+    model, rank_models, optim = (_complete(_by_rank(names, kind), prefix) for kind in (_MODEL, _RANK_MODEL, _OPTIM))
+    if not optim:
+        name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        raise IncompleteError(f"{_place(folder)} has no *_optim_states.pt, the optimizer's files", path=prefix + name)
+    return TagFiles(prefix, model, rank_models, optim)
+
+
+def _place(folder: str) -> str:
+    return f"the tag {folder!r}" if folder else "the folder"
+
+
+def _refuse_foreign(names: list[str], folder: str) -> None:
+    for name in names:
+        for pattern, what in _FOREIGN.items():
+            if pattern.fullmatch(name):
+                raise UnsupportedError(f"{_place(folder)} holds {what} ({name}), which are not read")
+        match = _RANK_MODEL.fullmatch(name) or _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)
+        if match and int(match["mp"]):
+            raise UnsupportedError(f"{_place(folder)} is of a tensor-parallel run ({name}), which is not read")
+
+
+def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match:
+            rank = int(match.groupdict().get("rank", 0))
+            if rank in found:
+                raise MalformedError(f"{name} and {found[rank]} both claim to be of rank {rank}")
+            found[rank] = name
+    return found
+
+
+def _complete(found: Mapping[int, str], prefix: str) -> tuple[str, ...]:
+    """The files in the order of their ranks. Raises IncompleteError naming the first that is missing."""
+    for rank in range(len(found)):
+        if rank not in found:
+            raise IncompleteError("the file of this rank is missing", path=prefix + of_rank(found[max(found)], rank))
+    return tuple(prefix + found[rank] for rank in range(len(found)))
+
+
+def of_rank(name: str, rank: int) -> str:
+    """The name that a file of the same kind has on ``rank``."""
+    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", name)
