@@ -1,0 +1,1 @@
+"""What tests share: reading a fixture's truth, and comparing bit patterns."""
