@@ -1,0 +1,1 @@
+"""What several formats share: pickles read without being run, and torch's zip archives."""
