@@ -19,6 +19,14 @@ from math import prod
 from typing import Any
 
 from ckpt_tools.boxes import Box
+from ckpt_tools.containers.hf_index import (
+    check_promises,
+    choose_index,
+    cut,
+    index_layout,
+    parse_json,
+    read_weight_map,
+)
 from ckpt_tools.dtypes import DType, from_safetensors
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import ReadOptions, WriteOptions
@@ -33,13 +41,10 @@ from ckpt_tools.manifest import (
     StateKey,
     TensorEntry,
 )
-from ckpt_tools.stores.base import Source, checked_name
+from ckpt_tools.stores.base import Source
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
-
-MAX_INDEX_BYTES = 256 << 20
-"""A million names of 200 characters; no index is larger."""
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
@@ -82,38 +87,19 @@ def _files(source: Source) -> list[str]:
     """The files that make up the model, in order."""
     indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
     if indexes:
-        return _indexed_files(source, _only(indexes))
+        return _indexed_files(source, choose_index(indexes, f"model{INDEX_SUFFIX}"))
     files = [path for path in source.files if _is_ours(path)]
     if len(files) > 1:
         _check_shards(files)
     return files
 
 
-def _only(indexes: list[str]) -> str:
-    preferred = f"model{INDEX_SUFFIX}"
-    if len(indexes) > 1 and preferred not in indexes:
-        raise UnsupportedError(f"several models lie here ({', '.join(indexes)}); name the index of the one you mean")
-    return preferred if preferred in indexes else indexes[0]
-
-
 def _indexed_files(source: Source, index: str) -> list[str]:
-    found = parse_json(source.read_all(index, limit_bytes=MAX_INDEX_BYTES), index)
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise MalformedError("the index has no weight_map of names to files", path=index)
-    files = list(dict.fromkeys(checked_name(file) for file in weight_map.values()))
+    weight_map = read_weight_map(source, index)
+    files = list(dict.fromkeys(weight_map.values()))
     for file in files:
-        source.size(file)
-    _check_index(source, index, weight_map)
+        check_promises(weight_map, index, file, read_header(source, file).tensors)
     return files
-
-
-def _check_index(source: Source, index: str, weight_map: Mapping[str, str]) -> None:
-    for file in dict.fromkeys(weight_map.values()):
-        stored = read_header(source, file).tensors
-        missing = [name for name, where in weight_map.items() if where == file and name not in stored]
-        if missing:
-            raise IncompleteError(f"{index} says that it holds {missing[0]!r}, and it does not", path=file)
 
 
 def _check_shards(files: list[str]) -> None:
@@ -151,27 +137,6 @@ def read_header(source: Source, path: str) -> _Header:
     tensors = {name: _described(name, info, 8 + length, path) for name, info in found.items()}
     _check_ranges(tensors, 8 + length, size, path)
     return _Header(tensors, metadata)
-
-
-def parse_json(data: bytes, path: str) -> Any:
-    """``data`` as JSON without a duplicate key. Raises MalformedError."""
-    try:
-        return json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"not valid JSON: {error}", path=path) from error
-
-
-def _unique(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise MalformedError(f"the name {twice!r} appears twice", path=path)
-    return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _metadata(found: Any, path: str) -> dict[str, str]:
@@ -248,7 +213,7 @@ class SafetensorsWriter:
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
-        parts = _parts(weights, options.max_shard_bytes)
+        parts = cut(weights, options.max_shard_bytes)
         stem = "model"
         if len(parts) == 1:
             file_name = options.file_name or f"{stem}.safetensors"
@@ -259,20 +224,8 @@ class SafetensorsWriter:
             )
         names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
         files = [_file_layout(name, part, manifest.aliases) for name, part in zip(names, parts, strict=True)]
-        return Layout((*files, _index_layout(f"{stem}{INDEX_SUFFIX}", dict(zip(names, parts, strict=True)))))
-
-
-def _parts(weights: Mapping[str, TensorEntry], max_bytes: int | None) -> list[dict[str, TensorEntry]]:
-    """Consecutive tensors in files of at most ``max_bytes`` of data; a larger tensor has a file of its own."""
-    parts: list[dict[str, TensorEntry]] = [{}]
-    filled = 0
-    for name, entry in weights.items():
-        if max_bytes is not None and parts[-1] and filled + entry.num_bytes > max_bytes:
-            parts.append({})
-            filled = 0
-        parts[-1][name] = entry
-        filled += entry.num_bytes
-    return parts
+        listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
+        return Layout((*files, index_layout(f"{stem}{INDEX_SUFFIX}", listed, {})))
 
 
 def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:
@@ -307,10 +260,3 @@ def _dtype_name(name: str, dtype: DType) -> str:
     if found is None:
         raise UnsupportedError(f"safetensors has no {dtype.value}; write it with --to torch or exclude it", key=name)
     return found
-
-
-def _index_layout(path: str, parts: Mapping[str, Mapping[str, TensorEntry]]) -> FileLayout:
-    total = sum(entry.num_bytes for part in parts.values() for entry in part.values())
-    weight_map = {name: file for file, part in parts.items() for name in part}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return FileLayout(path, (Literal(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"),))

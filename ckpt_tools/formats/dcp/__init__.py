@@ -1,0 +1,5 @@
+"""PyTorch Distributed Checkpoint. ``docs/formats/dcp.md`` says what its files hold."""
+
+from ckpt_tools.formats.dcp.reader import DcpReader
+
+__all__ = ["DcpReader"]

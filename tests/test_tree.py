@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.dcp.tree import Extra, Option, Path, State, Tree, Weight, find_tree, place
+from ckpt_tools.tree import Extra, Option, Path, State, Tree, Weight, find_tree, place
 
 
 def paths(*found: Path) -> dict[str, Path]:

@@ -1,0 +1,302 @@
+"""Where model and optimizer live in a tree of state that somebody saved. Pure: paths in, a manifest out.
+
+A DCP and a file of torch.save are trees of the user's own making; each leaf is a tensor or an object.
+``get_state_dict`` puts optimizer state at ``(..., "state", fqn, slot)`` and options at ``(..., "param_groups",
+number, option)``; torchtitan flattens both into one string, ``state.<fqn>.<slot>``. The model is the mapping whose
+names the optimizer knows, or, without an optimizer, the one with the most elements. What is in neither is the user's
+own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.boxes import Shape
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
+from ckpt_tools.manifest import Kind, Manifest, ParamGroup, ShardTable, StateKey, TensorEntry, TensorRef
+
+Path = tuple[str | int, ...]
+
+MODEL_NAMES = ("model", "module", "state_dict")
+"""What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter or buffer of the model."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Optimizer state of one parameter."""
+
+    fqn: str
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A hyperparameter of a group, named by its number, or of a parameter, where the saver flattened groups away."""
+
+    owner: int | str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """The user's own entry."""
+
+    path: Path
+
+
+Place = Weight | State | Option | Extra
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The prefixes under which model and optimizer live; ``optim`` is None where there is no optimizer."""
+
+    model: Path
+    optim: Path | None
+
+
+def find_tree(
+    paths: Mapping[str, Path], numels: Mapping[str, int], *, model_key: str | None, optim_key: str | None
+) -> Tree:
+    """The tree of a checkpoint whose leaves lie at ``paths``, those with ``numels`` being tensors.
+
+    Raises:
+        UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers.
+    """
+    optim = _optim_prefix(paths.values()) if optim_key is None else _given(optim_key, paths, "--optim-key")
+    if model_key is not None:
+        return Tree(_given(model_key, paths, "--model-key"), optim)
+    known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
+    return Tree(_model_prefix(paths, numels, optim, known), optim)
+
+
+def _given(key: str, paths: Mapping[str, Path], option: str) -> Path:
+    prefixes = {path[:length] for path in paths.values() for length in range(len(path) + 1)}
+    for prefix in prefixes:
+        if ".".join(map(str, prefix)) == key:
+            return prefix
+    raise UsageError(f"{option} {key!r} names nothing in this checkpoint")
+
+
+def _optim_prefix(paths: Iterable[Path]) -> Path | None:
+    found = Counter(prefix for path in paths if (prefix := _optim_part(path)) is not None)
+    if len(found) > 1:
+        names = ", ".join(".".join(map(str, prefix)) for prefix in found)
+        raise UnsupportedError(f"there are several optimizers ({names}); choose one with --optim-key")
+    return next(iter(found), None)
+
+
+def _optim_part(path: Path) -> Path | None:
+    """What stands before the first sign of an optimizer, or None."""
+    for position, part in enumerate(path):
+        if part == "param_groups" and position + 1 < len(path) and isinstance(path[position + 1], int):
+            return path[:position]
+        if isinstance(part, str) and part.startswith("param_groups.") and position + 1 == len(path):
+            return path[:position]
+    return None
+
+
+def _model_prefix(paths: Mapping[str, Path], numels: Mapping[str, int], optim: Path | None, known: set[str]) -> Path:
+    """The parent of the names that the optimizer knows best, then by name, then by size."""
+    sizes: Counter[Path] = Counter()
+    hits: Counter[Path] = Counter()
+    for name, numel in numels.items():
+        path = paths[name]
+        if path and _in_optim(path, optim) is None:
+            sizes[path[:-1]] += numel
+            hits[path[:-1]] += path[-1] in known
+    if not sizes:
+        return ()
+    return max(sizes, key=lambda prefix: (hits[prefix], bool(prefix) and prefix[-1] in MODEL_NAMES, sizes[prefix]))
+
+
+def place(path: Path, tree: Tree, *, is_tensor: bool) -> Place:
+    """What the leaf at ``path`` is."""
+    in_optim = _in_optim(path, tree.optim)
+    if in_optim is not None:
+        return in_optim
+    depth = len(tree.model)
+    in_model = path[:depth] == tree.model and (len(path) == depth + 1 or (depth > 0 and len(path) > depth))
+    return Weight(".".join(map(str, path[depth:]))) if in_model and is_tensor else Extra(path)
+
+
+def _in_optim(path: Path, optim: Path | None) -> State | Option | None:
+    if optim is None or path[: len(optim)] != optim:
+        return None
+    match path[len(optim) :]:
+        case ("state", fqn, *slot) if slot:
+            return State(str(fqn), ".".join(map(str, slot)))
+        case ("param_groups", int(number), *option) if option:
+            return Option(number, ".".join(map(str, option)))
+        case (str(flat),):
+            return _flattened(flat)
+    return None
+
+
+def _flattened(flat: str) -> State | Option | None:
+    kind, _, rest = flat.partition(".")
+    fqn, _, name = rest.rpartition(".")
+    if not fqn or kind not in ("state", "param_groups"):
+        return None
+    return State(fqn, name) if kind == "state" else Option(fqn, name)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor of the tree: its whole shape, and its pieces."""
+
+    shape: Shape
+    dtype: DType
+    shards: ShardTable
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object."""
+
+    paths: Mapping[str, Path]
+    tensors: Mapping[str, TensorLeaf]
+    objects: Mapping[str, Any]
+
+
+def manifest_of(
+    leaves: Leaves,
+    *,
+    format_name: str,
+    model_key: str | None,
+    optim_key: str | None,
+    world_size: int | None = None,
+    ties: Mapping[str, str] | None = None,
+) -> Manifest:
+    """The tree as a manifest. ``ties`` maps names of leaves that are no tensors of their own to the leaf they are.
+
+    Raises:
+        FormatError: a tensor's pieces do not cover it, or there are several optimizers. UsageError: a key leads
+        nowhere.
+    """
+    numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
+    tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
+    places = {name: place(path, tree, is_tensor=name not in leaves.objects) for name, path in leaves.paths.items()}
+    extra = _extras(leaves, places, tree)
+    return Manifest(
+        format_name,
+        _entries(leaves.tensors, places),
+        aliases=_aliases(ties or {}, places),
+        groups=_groups({places[name]: value for name, value in leaves.objects.items()}),
+        extra=extra,
+        step=_step(extra),
+        world_size=world_size,
+    )
+
+
+def _entries(tensors: Mapping[str, TensorLeaf], places: Mapping[str, Place]) -> dict[StateKey, TensorEntry]:
+    found = {}
+    for name, tensor in tensors.items():
+        try:
+            key, kind = _key(places[name], tensor)
+            found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
+        except CkptError as error:
+            raise type(error)(error.message, path=error.path, key=name) from error
+    return found
+
+
+def _key(where: Place, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
+    match where:
+        case Weight(fqn):
+            return StateKey(fqn), Kind.PARAMETER if tensor.dtype.is_floating else Kind.BUFFER
+        case State(fqn, slot):
+            return StateKey(fqn, slot), Kind.STATE
+        case Option(owner, name):
+            return StateKey(f"param_groups.{owner}", name), Kind.EXTRA
+        case Extra(path):
+            return StateKey(_dotted(path), "extra"), Kind.EXTRA
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _aliases(ties: Mapping[str, str], places: Mapping[str, Place]) -> dict[str, str]:
+    pairs = ((places[alias], places[owner]) for alias, owner in ties.items())
+    return {a.fqn: b.fqn for a, b in pairs if isinstance(a, Weight) and isinstance(b, Weight)}
+
+
+def _groups(objects: Mapping[Place, Any]) -> tuple[ParamGroup, ...]:
+    """The optimizer's groups; where options are kept by parameter, parameters with the same options are a group."""
+    by_owner: defaultdict[int | str, dict[str, Any]] = defaultdict(dict)
+    for where, value in objects.items():
+        if isinstance(where, Option):
+            by_owner[where.owner][where.name] = value
+    numbered = {owner: options for owner, options in by_owner.items() if isinstance(owner, int)}
+    if numbered:
+        return tuple(_numbered_group(numbered[number]) for number in sorted(numbered))
+    return _gathered_groups({str(owner): options for owner, options in by_owner.items()})
+
+
+def _numbered_group(options: dict[str, Any]) -> ParamGroup:
+    params = options.pop("params", ())
+    return ParamGroup(tuple(map(str, params if isinstance(params, list | tuple) else ())), options)
+
+
+def _gathered_groups(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
+    members: defaultdict[str, list[str]] = defaultdict(list)
+    for fqn, options in by_param.items():
+        members[repr(sorted(options.items()))].append(fqn)
+    return tuple(ParamGroup(tuple(names), dict(by_param[names[0]])) for names in members.values())
+
+
+def _extras(leaves: Leaves, places: Mapping[str, Place], tree: Tree) -> dict[str, Any]:
+    """The user's own entries as the tree they were, without the levels that model and optimizer share with them."""
+    shared = tree.model[:-1] if tree.optim is None else _common(tree.model, tree.optim)
+    extra: dict[str, Any] = {}
+    for name, where in places.items():
+        if isinstance(where, Extra):
+            inner = where.path[len(shared) :] if where.path[: len(shared)] == shared else where.path
+            tensor = leaves.tensors.get(name)
+            _set(extra, inner, leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0]))
+    return extra
+
+
+def _common(first: Path, second: Path) -> Path:
+    different = (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return first[: next(different, min(len(first), len(second)))]
+
+
+def _set(tree: dict[str, Any], path: Path, value: Any) -> None:
+    """Put ``value`` at ``path``; where an object stands in the way, the rest of the path is its name."""
+    *parents, leaf = map(str, path)
+    for depth, part in enumerate(parents):
+        inner = tree.setdefault(part, {})
+        if type(inner) is not dict:
+            tree[".".join([*parents[depth:], leaf])] = value
+            return
+        tree = inner
+    tree[leaf] = value
+
+
+STEP_NAMES = ("global_step", "global_steps", "step")
+"""What training loops call their count of optimizer steps."""
+
+
+def _step(extra: Mapping[str, Any]) -> int | None:
+    for found in _nested(extra):
+        for name in STEP_NAMES:
+            if type(found.get(name)) is int:
+                return int(found[name])
+    return None
+
+
+def _nested(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield extra
+    yield from (value for name, value in extra.items() if isinstance(value, dict) and "scheduler" not in name)
