@@ -25,12 +25,19 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How an output is cut. ``file_name`` is set where the destination is a single file; sizes are in bytes."""
+    """How an output is cut, for the writers that it concerns.
+
+    ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a DeepSpeed
+    checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None leaves it to the
+    writer.
+    """
 
     file_name: str | None = None
     max_shard_bytes: int | None = None
     world_size: int = 1
     tag: str | None = None
+    model_key: str | None = None
+    optim_key: str | None = None
 
 
 class Reader(Protocol):
@@ -62,6 +69,10 @@ class Writer(Protocol):
     @property
     def holds_optimizer(self) -> bool:
         """Whether optimizer state, groups and extras have a place in it."""
+
+    @property
+    def holds_masters(self) -> bool:
+        """Whether it keeps fp32 masters beside the model's own weights; one that does not is given one copy."""
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         """The files of ``manifest`` in this format.

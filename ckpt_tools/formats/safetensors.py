@@ -210,6 +210,7 @@ class SafetensorsWriter:
 
     name: str = "safetensors"
     holds_optimizer: bool = False
+    holds_masters: bool = False
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
