@@ -1,8 +1,8 @@
 """What the pickles of a checkpoint become: values that hold everything and do nothing.
 
 Scalars, ``str``, ``bytes``, ``bytearray``, ``complex``, ``list``, ``dict``, ``tuple``, ``set`` and ``frozenset`` stand
-for themselves. The rest is here: ``OrderedDict``, ``DefaultDict`` and ``Size`` keep what their builtin bases would lose, a
-``GlobalRef`` is a name that a loader would have imported, an ``Opaque`` is an object that a loader would have made by
+for themselves. The rest is here: ``OrderedDict``, ``DefaultDict`` and ``Size`` keep what their builtin bases would lose,
+a ``GlobalRef`` is a name that a loader would have imported, an ``Opaque`` is an object that a loader would have made by
 calling one, and a ``StoredTensor`` says where a tensor's elements are. None of them imports or calls anything; each
 keeps what is needed to write it back (``containers.pickles.dumps``) and can be pickled by our own code.
 
@@ -243,9 +243,9 @@ class StorageRef(_Inert):
 class StoredTensor(_Inert):
     """A torch tensor in a pickle: a strided view of a storage.
 
-    ``storage_offset`` and ``strides`` are in elements of ``dtype``. ``storage`` is None for a tensor on the meta device,
-    which has no elements. ``wrapper`` is the class around it (``PARAMETER``, a subclass of Tensor), ``state`` that
-    class's own attributes.
+    ``storage_offset`` and ``strides`` are in elements of ``dtype``. ``storage`` is None for a tensor on the meta
+    device, which has no elements. ``wrapper`` is the class around it (``PARAMETER``, a subclass of Tensor), ``state``
+    that class's own attributes.
 
     Raises:
         MalformedError: the view leaves its storage, or a number is no 64-bit extent.

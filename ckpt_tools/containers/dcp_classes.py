@@ -41,7 +41,8 @@ class Record(metaclass=SealedType):
 
     @property
     def fields(self) -> dict[str, Value]:
-        return {name: getattr(self, name) for name in type(self).__slots__}
+        names: tuple[str, ...] = type(self).__slots__
+        return {name: getattr(self, name) for name in names}
 
     def check(self) -> tuple[Value, ...]:
         """The values inside it that could be anything, once the fields that could not are found in order.
@@ -119,7 +120,7 @@ class MetadataIndex(Record):
     def __eq__(self, other: object) -> bool:
         return type(other) is MetadataIndex and self.fqn == other.fqn and self.offset == other.offset
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return hash((self.fqn, self.offset))
 
 
@@ -406,7 +407,7 @@ CLASSES: dict[tuple[str, str], type[Record]] = {
 }
 """What each global becomes."""
 
-GLOBALS: dict[type[Record], GlobalRef] = (
+GLOBALS: dict[type, GlobalRef] = (
     {kind: GlobalRef(module, name) for (module, name), kind in CLASSES.items()}
     | {
         kind: GlobalRef("torch.distributed.checkpoint.metadata", kind.__name__)

@@ -7,19 +7,19 @@
    callback could stop: the extension registry (EXT1, EXT2, EXT4 bypass ``find_class``), out-of-band buffers, a PUT with
    a huge index (the C unpickler would allocate that many memo entries), a length beyond the data, huge integers,
    trailing bytes, and more containers than the bytes justify.
-2. *Load*. The C ``Unpickler`` with a ``find_class`` that imports nothing. A name on the allow-list becomes a builder of
-   ours, any other a placeholder class whose instances record their arguments (``values.Opaque``). No builder calls an
-   argument, copies without a bound, or can be altered by the pickle.
-3. *Settle* (``_Settler``). One walk over the containers bounds their nesting, refuses containers inside themselves, turns
-   classes used as values into ``GlobalRef`` and re-checks what was changed after it was built. It skips lists and dicts
-   that hold only scalars without looking at each.
+2. *Load*. The C ``Unpickler`` with a ``find_class`` that imports nothing. A name on the allow-list becomes a builder
+   of ours, any other a placeholder class whose instances record their arguments (``values.Opaque``). No builder calls
+   an argument, copies without a bound, or can be altered by the pickle.
+3. *Settle* (``_Settler``). One walk over the containers bounds their nesting, refuses containers inside themselves,
+   turns classes used as values into ``GlobalRef`` and re-checks what was changed after it was built. It skips lists and
+   dicts that hold only scalars without looking at each.
 
 Measured on the 2-core reference machine, a DCP ``.metadata`` of one million chunks, 146 MB, protocol 4: scan 1.2 s of
 {total} in all; an opcode loop in Python takes 60 s.
 
 Two traps are not obvious. CPython's hash of a tuple recurses in C without a check, so deep tuples as keys overflow the
-stack: a pickle with many tuples is loaded in a thread whose stack holds the deepest nesting it could express. And a BUILD
-opcode sets attributes on whatever it finds, classes and enum members too: what ``find_class`` returns is sealed.
+stack: a pickle with many tuples is loaded in a thread whose stack holds the deepest nesting it could express. And a
+BUILD opcode sets attributes on whatever it finds, classes and enum members too: what ``find_class`` returns is sealed.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ MAX_STACK_BYTES = 16 << 30
 GC_PAUSE_BYTES = 1 << 20
 """From this size on the cyclic garbage collector pauses: it would scan millions of live objects again and again."""
 
-# -- 1. scan -------------------------------------------------------------------------------------------------------------
+# -- 1. scan ---------------------------------------------------------------------------------------------------------
 
 # Opcodes without arguments: MARK POP POP_MARK DUP BINPERSID REDUCE APPEND BUILD DICT EMPTY_DICT APPENDS LIST OBJ
 # EMPTY_LIST EMPTY_TUPLE SETITEM TUPLE SETITEMS NONE, NEWOBJ TUPLE1-3 NEWTRUE NEWFALSE, EMPTY_SET ADDITEMS FROZENSET
 # NEWOBJ_EX STACK_GLOBAL MEMOIZE.
 _PLAIN = rb"[(012QRabd}elo\])stuN\x81\x85-\x89\x8f-\x94]"
 
-# With arguments of fixed length: BININT1 BINGET BINPUT, BININT2, BININT LONG_BINGET, BINFLOAT, FRAME, PROTO, and LONG1 of
-# at most 8 bytes. LONG_BINPUT is added with its bound.
+# With arguments of fixed length: BININT1 BINGET BINPUT, BININT2, BININT LONG_BINGET, BINFLOAT, FRAME, PROTO, and LONG1
+# of at most 8 bytes. LONG_BINPUT is added with its bound.
 _FIXED = rb"[Khq].|M..|[Jj]....|\x8a(?:\x05.{5}|\x04.{4}|\x06.{6}|\x07.{7}|\x08.{8}|\x00)|G.{8}|\x95.{8}|\x80."
 
 _TUPLES = b"t\x85\x86\x87"
@@ -257,21 +257,22 @@ _STEPS: dict[int, Callable[[_Scan, int], int]] = {
     ord("i"): _two_lines,  # INST
 }
 
-# -- 2. load -------------------------------------------------------------------------------------------------------------
+# -- 2. load ---------------------------------------------------------------------------------------------------------
 
 
 class _Builder:
     """What ``find_class`` returns for a function: calling it builds a value, and nothing can be set on it."""
 
     __slots__ = ("_build", "ref")
+    _build: Callable[..., Value]
+    ref: GlobalRef
 
     def __init__(self, ref: GlobalRef, build: Callable[..., Value]) -> None:
         object.__setattr__(self, "ref", ref)
         object.__setattr__(self, "_build", build)
 
     def __call__(self, *args: Value) -> Value:
-        build: Callable[..., Value] = self._build  # type: ignore[attr-defined]
-        return build(*args)
+        return self._build(*args)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise MalformedError("a pickle changes a function")
@@ -296,7 +297,7 @@ class _PlaceholderType(SealedType):
 
     ref: GlobalRef
 
-    def __call__(cls, *args: Value, **kwargs: Value) -> Value:
+    def __call__(cls, *args: Value, **kwargs: Value) -> Value:  # noqa: N805
         return Opaque(cls.ref, args, kwargs=kwargs or None)
 
 
@@ -377,11 +378,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _named(value: Value) -> Value:
-    """``value``, a class or function among it as its name."""
+    """``value``, or its name if it is a class or function."""
     if isinstance(value, _Builder | _PlaceholderType):
-        ref: GlobalRef = value.ref
-        return ref
-    return GLOBALS[value] if isinstance(value, SealedType) else value
+        return value.ref
+    return GLOBALS.get(value, value) if isinstance(value, SealedType) else value
 
 
 _PY3_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -552,7 +552,7 @@ def _parameter(data: Value, requires_grad: Value, backward_hooks: Value, state: 
 
 
 def _from_type(function: Value, kind: Value, args: Value, state: Value) -> Value:
-    """``torch._tensor._rebuild_from_type_v2``: ``function(*args)``, then as a ``kind`` with the attributes ``state``."""
+    """``torch._tensor._rebuild_from_type_v2``: ``function(*args)`` as a ``kind`` with the attributes ``state``."""
     data = function(*args) if isinstance(function, _Builder) and type(args) is tuple else None
     wrapper = _named(kind)
     if type(data) is not StoredTensor or type(wrapper) is not GlobalRef:
@@ -603,8 +603,11 @@ def _complex(*args: Value) -> Value:
 def _reconstructor(kind: Value, base: Value, state: Value) -> Value:
     """``copyreg._reconstructor``: how protocols 0 and 1 make an object of a class without ``__reduce__``."""
     plain = state is None and _named(base) == GlobalRef("builtins", "object")
-    if plain and isinstance(kind, type):
-        return kind.__new__(kind)
+    if plain and isinstance(kind, _PlaceholderType):
+        return Opaque(kind.ref, form="new")
+    if plain and isinstance(kind, SealedType):
+        blank: Value = object.__new__(kind)  # type: ignore[arg-type]
+        return blank
     return Opaque(GlobalRef("copyreg", "_reconstructor"), (kind, base, state))
 
 
@@ -632,7 +635,7 @@ _COPIERS: dict[tuple[str, str], Callable[[tuple[Value, ...]], Value]] = {
 }
 """Builders that copy what they are given, which is counted against the size of the pickle."""
 
-# -- 3. settle -----------------------------------------------------------------------------------------------------------
+# -- 3. settle -------------------------------------------------------------------------------------------------------
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, StorageRef, GlobalRef})
 _IN_PROGRESS = -1

@@ -1,0 +1,285 @@
+"""Zip archives whose records are stored, not deflated, so that a record is a byte range of the file.
+
+Format facts are from PKWARE's APPNOTE 6.3.10. Only what makes ranges certain is accepted: one disk, a directory that
+ends where the end record starts, records that lie apart, no compression, no encryption, no name twice. The directory at
+the end says what there is; where a record's bytes start only its local header knows, by an extra field of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import NoReturn
+
+from ckpt_tools.errors import MalformedError, UnsafeError, UnsupportedError
+
+ReadRange = Callable[[int, int], bytes]
+"""Bytes ``[start, stop)`` of an archive."""
+
+LOCAL = struct.Struct("<4s5H3I2H")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR64 = struct.Struct("<4sIQI")
+
+LOCAL_MAGIC, CENTRAL_MAGIC, DESCRIPTOR_MAGIC = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+END_MAGIC, END64_MAGIC, LOCATOR64_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+
+ENCRYPTED, DESCRIPTOR_FOLLOWS, UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
+MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
+ZIP64_EXTRA = 0x0001
+
+MAX_DIRECTORY_BYTES = 1 << 28
+"""About four million records."""
+
+MERGE_GAP_BYTES = 4096
+"""Local headers closer than this are read at once; farther ones would drag tensor bytes along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An entry of the directory: ``size`` bytes with checksum ``crc32``, after a local header at ``header_offset``."""
+
+    name: str
+    header_offset: int
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The records of an archive in the order of the file; ``start`` is where the directory itself begins."""
+
+    records: Mapping[str, Record]
+    start: int
+    path: str
+
+    def payload_ranges(self, read: ReadRange, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """The byte ranges of the records ``names``, from their local headers, read in as few pieces as make sense.
+
+        Raises:
+            MalformedError: a local header is not where it should be, or the record runs into the next.
+        """
+        wanted = sorted((self.records[name] for name in names), key=attrgetter("header_offset"))
+        limits = self._limits()
+        ranges = {}
+        for group in _neighbours(wanted):
+            first = group[0].header_offset
+            data = read(first, group[-1].header_offset + _header_bytes(group[-1]))
+            for record in group:
+                start = record.header_offset + self._header_length(record, data, record.header_offset - first)
+                if start + record.size > limits[record.name]:
+                    self._fail(f"record {record.name!r} overlaps what follows it")
+                ranges[record.name] = (start, start + record.size)
+        return ranges
+
+    def read_record(self, read: ReadRange, name: str) -> bytes:
+        """The bytes of a record, whose checksum must be right. Usually one read. Raises MalformedError."""
+        record = self.records[name]
+        # torch pads a header to 64 bytes through its extra field; a longer one costs a second read.
+        guess = min(record.header_offset + _header_bytes(record) + 128 + record.size, self.start)
+        data = read(record.header_offset, guess)
+        offset = self._header_length(record, data, 0)
+        if offset + record.size > self._limits()[name] - record.header_offset:
+            self._fail(f"record {name!r} overlaps what follows it")
+        payload = data[offset : offset + record.size]
+        if len(payload) < record.size:
+            payload = read(record.header_offset + offset, record.header_offset + offset + record.size)
+        if zlib.crc32(payload) != record.crc32:
+            self._fail(f"record {name!r} is damaged: its checksum is wrong")
+        return payload
+
+    def _limits(self) -> dict[str, int]:
+        """Where each record must have ended: at the next header, or at the directory."""
+        records = list(self.records.values())
+        stops = [record.header_offset for record in records[1:]] + [self.start]
+        return {record.name: stop for record, stop in zip(records, stops, strict=True)}
+
+    def _header_length(self, record: Record, data: bytes, at: int) -> int:
+        if len(data) - at < _header_bytes(record):
+            self._fail(f"record {record.name!r} is cut off")
+        magic, _, flags, method, *_, name_bytes, extra_bytes = LOCAL.unpack_from(data, at)
+        name = data[at + LOCAL.size : at + LOCAL.size + name_bytes]
+        if magic != LOCAL_MAGIC or method or flags & ENCRYPTED or name != record.name.encode():
+            self._fail(f"record {record.name!r} does not start where the directory says")
+        return int(LOCAL.size + name_bytes + extra_bytes)
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise MalformedError(f"the zip archive is malformed: {reason}", path=self.path)
+
+
+def _header_bytes(record: Record) -> int:
+    return LOCAL.size + len(record.name.encode())
+
+
+def _neighbours(records: list[Record]) -> list[list[Record]]:
+    groups: list[list[Record]] = []
+    for record in records:
+        if groups and record.header_offset - groups[-1][-1].header_offset <= MERGE_GAP_BYTES:
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+    return groups
+
+
+def read_directory(read: ReadRange, size: int, path: str, *, tail_bytes: int) -> Directory | None:
+    """The directory of the archive of ``size`` bytes; None where it has no end record, so that it is no zip at all.
+
+    One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another.
+
+    Raises:
+        MalformedError: a rule of the format is broken. UnsupportedError: compressed, encrypted, or on several disks.
+        UnsafeError: a name leads out of the archive.
+    """
+    return _DirectoryReader(read, size, path, tail_bytes).run()
+
+
+class _DirectoryReader:
+    def __init__(self, read: ReadRange, size: int, path: str, tail_bytes: int) -> None:
+        self._read = read
+        self._path = path
+        self._size = size
+        self._tail_start = max(0, size - tail_bytes)
+        self._tail = read(self._tail_start, size)
+
+    def run(self) -> Directory | None:
+        end = self._find_end()
+        if end is None:
+            return None
+        start, stop, count = self._extent(end)
+        if stop - start > MAX_DIRECTORY_BYTES or count * CENTRAL.size > stop - start:
+            self._fail(f"a directory of {count:,} records in {stop - start:,} bytes")
+        records = self._records(self._bytes(start, stop), count)
+        self._check_apart(records, start)
+        return Directory(MappingProxyType({record.name: record for record in records}), start, self._path)
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        if not 0 <= start <= stop <= self._size:
+            self._fail("its directory lies outside of the file")
+        if start >= self._tail_start:
+            return self._tail[start - self._tail_start : stop - self._tail_start]
+        return self._read(start, stop)
+
+    def _find_end(self) -> int | None:
+        """Where the end record starts: the last one whose comment reaches exactly to the end of the file."""
+        at = self._tail.rfind(END_MAGIC)
+        while at >= 0:
+            whole = at + END.size <= len(self._tail)
+            if whole and at + END.size + END.unpack_from(self._tail, at)[-1] == len(self._tail):
+                return self._tail_start + at
+            at = self._tail.rfind(END_MAGIC, 0, at + 3)
+        return None
+
+    def _extent(self, end: int) -> tuple[int, int, int]:
+        """Start, stop and number of records of the directory."""
+        _, disk, first_disk, here, count, num_bytes, start, _ = END.unpack(self._bytes(end, end + END.size))
+        if MAX16 in (here, count) or MAX32 in (num_bytes, start):
+            end, (disk, first_disk, here, count, num_bytes, start) = self._end64(end)
+        if disk or first_disk or here != count:
+            raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
+        # torch writes the zip64 records always, also where no field needs them.
+        if start + num_bytes != end and not self._is_end64_at(start + num_bytes, end):
+            self._fail("its directory does not end where its end record starts")
+        return start, start + num_bytes, count
+
+    def _is_end64_at(self, at: int, end: int) -> bool:
+        gap = END64.size + LOCATOR64.size
+        return at + gap == end and self._bytes(at, at + 4) == END64_MAGIC
+
+    def _end64(self, end: int) -> tuple[int, tuple[int, int, int, int, int, int]]:
+        locator = self._bytes(max(0, end - LOCATOR64.size), end)
+        if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
+            self._fail("its zip64 end record is missing")
+        _, _, at, _ = LOCATOR64.unpack(locator)
+        if at + END64.size > end:
+            self._fail("its zip64 end record lies outside of the file")
+        magic, _, _, _, disk, first_disk, here, count, num_bytes, start = END64.unpack(self._bytes(at, at + END64.size))
+        if magic != END64_MAGIC:
+            self._fail("its zip64 end record is missing")
+        return at, (disk, first_disk, here, count, num_bytes, start)
+
+    def _records(self, data: bytes, count: int) -> list[Record]:
+        records, at = [], 0
+        for _ in range(count):
+            if at + CENTRAL.size > len(data):
+                self._fail("its directory ends early")
+            record, at = self._record(data, at)
+            records.append(record)
+        if at != len(data):
+            self._fail("its directory holds more than its records")
+        if len({record.name for record in records}) < len(records):
+            self._fail("two records have one name")
+        return sorted(records, key=attrgetter("header_offset"))
+
+    def _record(self, data: bytes, at: int) -> tuple[Record, int]:
+        fields = CENTRAL.unpack_from(data, at)
+        magic, _, _, flags, method, _, _, crc32, packed, size, name_bytes, extra_bytes, comment_bytes = fields[:13]
+        disk, _, _, offset = fields[13:]
+        name_stop = at + CENTRAL.size + name_bytes
+        extra_stop = name_stop + extra_bytes
+        if magic != CENTRAL_MAGIC or extra_stop + comment_bytes > len(data):
+            self._fail("its directory is damaged")
+        name = self._name(data[at + CENTRAL.size : name_stop])
+        size, packed, offset = self._wide(data[name_stop:extra_stop], size, packed, offset)
+        self._check_plain(name, flags, method, disk)
+        if size != packed:
+            self._fail(f"record {name!r} is stored, yet has two sizes")
+        return Record(name, offset, size, crc32), extra_stop + comment_bytes
+
+    def _check_plain(self, name: str, flags: int, method: int, disk: int) -> None:
+        if flags & ENCRYPTED:
+            raise UnsupportedError(f"record {name!r} of the zip archive is encrypted", path=self._path)
+        if method:
+            raise UnsupportedError(
+                f"record {name!r} of the zip archive is compressed; torch never does this, so unpack and zip it again "
+                "without compression (zip -0)",
+                path=self._path,
+            )
+        if disk:
+            raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
+
+    def _name(self, raw: bytes) -> str:
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            self._fail("a record has a name that is no UTF-8")
+        if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+            raise UnsafeError(f"a record of the zip archive is named {name!r}, outside of it", path=self._path)
+        return name
+
+    def _wide(self, extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
+        """The three numbers; those that are all ones come from the zip64 extra field, in order (APPNOTE 4.5.3)."""
+        values = [size, packed, offset]
+        if MAX32 not in values:
+            return size, packed, offset
+        wide = self._zip64_numbers(extra)
+        for position, value in enumerate(values):
+            if value == MAX32:
+                if not wide:
+                    self._fail("a zip64 field is missing")
+                values[position] = wide.pop(0)
+        return values[0], values[1], values[2]
+
+    def _zip64_numbers(self, extra: bytes) -> list[int]:
+        at = 0
+        while at + 4 <= len(extra):
+            kind, length = struct.unpack_from("<2H", extra, at)
+            body = extra[at + 4 : at + 4 + length]
+            if kind == ZIP64_EXTRA:
+                return list(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
+            at += 4 + length
+        return []
+
+    def _check_apart(self, records: list[Record], directory_start: int) -> None:
+        """Each record, as small as its header can be, ends before the next starts."""
+        stops = [record.header_offset for record in records[1:]] + [directory_start]
+        for record, stop in zip(records, stops, strict=True):
+            if record.header_offset + _header_bytes(record) + record.size > stop:
+                self._fail(f"record {record.name!r} overlaps what follows it")
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise MalformedError(f"the zip archive is malformed: {reason}", path=self._path)
