@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ MASTER = "master"
 """Slot of the fp32 copy of a parameter that the optimizer updates, where a checkpoint holds one."""
 
 Ints = NDArray[np.int64]
+
+INT64_MAX = 2**63 - 1
 
 
 class StateKey(NamedTuple):
@@ -113,7 +116,8 @@ class ShardTable:
     ``files``. ``strides`` are ``[num_shards, ndim]`` in elements, or None where every shard is row-major.
 
     Raises:
-        MalformedError: a box leaves the tensor, or a length disagrees with the elements it should hold.
+        MalformedError: a box leaves the tensor, or a length disagrees with the elements it should hold; a number is
+        larger than any address.
     """
 
     shape: Shape
@@ -129,6 +133,7 @@ class ShardTable:
     _flat: FlatIndex | _Unknown | None = field(default=_Unknown.UNKNOWN, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_addressable(self.shape, self.dtype)
         if (
             (self.starts < 0).any()
             or (self.stops > np.array(self.shape, np.int64)).any()
@@ -137,11 +142,13 @@ class ShardTable:
             raise MalformedError(f"a shard lies outside a tensor of shape {list(self.shape)}")
         if (self.byte_starts < 0).any() or (self.byte_stops < self.byte_starts).any():
             raise MalformedError("a shard has a negative byte range")
-        if self.framing is Framing.RAW and self.strides is None:
+        if self.strides is not None and (self.strides < 0).any():
+            raise MalformedError("a shard has a negative stride")
+        if self.framing is Framing.RAW:
             self._check_lengths()
 
     def _check_lengths(self) -> None:
-        wrong = self.byte_stops - self.byte_starts != self.numels * self.dtype.item_bytes
+        wrong = self.byte_stops - self.byte_starts != self._spans() * self.dtype.item_bytes
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             raise MalformedError(
@@ -149,6 +156,18 @@ class ShardTable:
                 f"{int(self.numels[row])} elements of {self.dtype.value}",
                 path=self.files[int(self.file_ids[row])],
             )
+
+    def _spans(self) -> Ints:
+        """Elements from each shard's first to its last as stored, those between its own included."""
+        if self.strides is None:
+            return self.numels
+        reach = [
+            sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True)) + 1
+            if all(extents)
+            else 0
+            for extents, strides in zip((self.stops - self.starts).tolist(), self.strides.tolist(), strict=True)
+        ]
+        return _int64(reach, (len(self),))
 
     @classmethod
     def build(
@@ -159,7 +178,9 @@ class ShardTable:
         *,
         framing: Framing = Framing.RAW,
     ) -> ShardTable:
-        """The table of a few shards given one by one."""
+        """The table of a few shards given one by one. Raises MalformedError also for a box of other dims."""
+        if any(len(shard.box.start) != len(shape) for shard in shards):
+            raise MalformedError(f"a shard of a tensor of shape {list(shape)} has another number of dims")
         files = list(dict.fromkeys(shard.at.file for shard in shards))
         number = {file: index for index, file in enumerate(files)}
         rows = (len(shards), len(shape))
@@ -167,16 +188,14 @@ class ShardTable:
         return cls(
             shape=tuple(shape),
             dtype=dtype,
-            starts=np.array([s.box.start for s in shards], np.int64).reshape(rows),
-            stops=np.array([s.box.stop for s in shards], np.int64).reshape(rows),
+            starts=_int64([s.box.start for s in shards], rows),
+            stops=_int64([s.box.stop for s in shards], rows),
             files=tuple(files),
             file_ids=np.array([number[s.at.file] for s in shards], np.int64),
-            byte_starts=np.array([s.at.start for s in shards], np.int64),
-            byte_stops=np.array([s.at.stop for s in shards], np.int64),
+            byte_starts=_int64([s.at.start for s in shards], rows[:1]),
+            byte_stops=_int64([s.at.stop for s in shards], rows[:1]),
             framing=framing,
-            strides=np.array([s.strides or contiguous_strides(s.box.shape) for s in shards], np.int64).reshape(rows)
-            if strided
-            else None,
+            strides=_int64([s.strides or contiguous_strides(s.box.shape) for s in shards], rows) if strided else None,
         )
 
     def __len__(self) -> int:
@@ -254,7 +273,7 @@ class TensorEntry:
     shards: ShardTable
 
     def __post_init__(self) -> None:
-        if prod(self.shards.shape) != prod(self.shape):
+        if self.shards.shape not in (self.shape, (prod(self.shape),)):
             raise MalformedError(f"shards of shape {list(self.shards.shape)} for a tensor of shape {list(self.shape)}")
         check_cover(self.shards)
 
@@ -270,6 +289,20 @@ class TensorEntry:
     def cast(self, dtype: DType) -> TensorEntry:
         """The same tensor, read as ``dtype``."""
         return replace(self, dtype=dtype)
+
+
+def _check_addressable(shape: Shape, dtype: DType) -> None:
+    """No position in the tensor, in elements or bytes, exceeds an int64, even where an empty dim makes them all
+    vanish."""
+    if any(extent < 0 for extent in shape) or prod(max(extent, 1) for extent in shape) * dtype.item_bytes > INT64_MAX:
+        raise MalformedError(f"there can be no tensor of shape {list(shape)} of {dtype.value}")
+
+
+def _int64(numbers: Sequence[Any], shape: Shape) -> Ints:
+    try:
+        return np.array(numbers, np.int64).reshape(shape)
+    except OverflowError as error:
+        raise MalformedError("a shard's place is no 64-bit number") from error
 
 
 def _flat_index(table: ShardTable) -> FlatIndex | None:
@@ -405,6 +438,9 @@ class Manifest:
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:
                 raise MalformedError(f"{alias!r} is tied to {owner!r}, which does not own a tensor here")
+        for name in chain.from_iterable(group.params for group in self.groups):
+            if name not in names and name not in self.aliases:
+                raise MalformedError(f"a parameter group names {name!r}, and there is no such tensor")
 
     @property
     def fqns(self) -> frozenset[str]:
