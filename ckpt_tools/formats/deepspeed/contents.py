@@ -22,7 +22,7 @@ from ckpt_tools.formats.deepspeed import zero3, zero12
 from ckpt_tools.formats.deepspeed.extras import Extras
 from ckpt_tools.formats.deepspeed.files import File, ModelStates, OptimGroup, OptimStates
 from ckpt_tools.formats.deepspeed.flat import Flats, Pieces, Vector
-from ckpt_tools.formats.deepspeed.ranks import Partitions, each, is_scalar, vector
+from ckpt_tools.formats.deepspeed.ranks import Partitions, is_scalar, vector
 from ckpt_tools.manifest import (
     MASTER,
     WEIGHT,
@@ -171,7 +171,7 @@ class Contents:
     @cached_property
     def fragments(self) -> list[Mapping[str, Vector]]:
         """Where each rank has its fragments of the frozen parameters."""
-        return [_fragments(self.model), *each(self._read_fragments, self.model_paths[1:])]
+        return [_fragments(self.model), *map(self._read_fragments, self.model_paths[1:])]
 
     def _read_fragments(self, path: str) -> Mapping[str, Vector]:
         model = ModelStates.of(File.open(self.source, path))
@@ -215,11 +215,16 @@ class Contents:
         return ParamGroup(self._members(group), options)
 
     def _members(self, group: OptimGroup) -> tuple[str, ...]:
-        """The parameters of a group in the order in which the optimizer was given them."""
+        """The parameters of a group in the order in which the optimizer was given them.
+
+        A group is one flat in stages 1 and 2, but for Adagrad: DeepSpeed remakes it with a single group of all flats.
+        """
         if self.optim.stage == 3:
             flats = set(group.flats)
             return tuple(name for name, pieces in self.pieces.items() if int(pieces.flats[0]) in flats)
-        (flat,) = group.flats
+        return tuple(name for flat in group.flats for name in self._flat_members(flat))
+
+    def _flat_members(self, flat: int) -> tuple[str, ...]:
         found = tuple(self.model.param_shapes[flat])
         return zero12.original_order(found, self.optim.world_size) if self._is_round_robin else found
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.containers.torch_zip import TorchArchive, open_archive
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.manifest import MASTER, WEIGHT, ByteRange, Shard, ShardTable
 from ckpt_tools.stores.base import Source
 from ckpt_tools.values import Opaque, StoredTensor, Value
@@ -38,14 +38,12 @@ class File:
         return cls(path, archive.value, archive)
 
     def start(self, tensor: StoredTensor) -> int:
-        """The byte at which element 0 of ``tensor`` lies. Raises IncompleteError where its storage is cut short."""
+        """The byte at which element 0 of ``tensor`` lies; opening the archive has checked that it holds them all."""
         if not tensor.numel:
             return 0
         if tensor.storage is None:
             raise MalformedError("a tensor of the meta device has no elements", path=self.path)
-        start, stop = self.archive.storage_range(tensor.storage.key)
-        if start + tensor.stop * tensor.dtype.item_bytes > stop:
-            raise IncompleteError(f"storage {tensor.storage.key} is shorter than a tensor in it", path=self.path)
+        start, _ = self.archive.storage_range(tensor.storage.key)
         return start + tensor.storage_offset * tensor.dtype.item_bytes
 
     def table(self, tensor: StoredTensor) -> ShardTable:
@@ -241,13 +239,12 @@ def _refuse_foreign(own: Mapping[str, Value], path: str) -> None:
 def _world_size(own: Mapping[str, Value], path: str) -> int:
     """``partition_count``: a number, or one a param group."""
     found = own.get("partition_count")
-    counts = found if isinstance(found, list) and found else [found]
+    counts: list[Any] = found if isinstance(found, list) and found else [found]
     if not all(type(count) is int and count > 0 for count in counts):
         raise MalformedError(f"its partition_count is {found!r}", path=path, key="partition_count")
     if len(set(counts)) > 1:
         raise UnsupportedError("its param groups are cut into different numbers of partitions (experts)", path=path)
-    count: int = counts[0]
-    return count
+    return int(counts[0])
 
 
 def _flat_tensors(found: list[Value], name: str, path: str) -> tuple[StoredTensor, ...]:
@@ -289,8 +286,6 @@ def _optimizer(
     if not isinstance(found, dict):
         raise MalformedError(f"it has no {name!r}", path=path, key=name)
     groups = _groups(checked(found, "param_groups", list, path), num_flats, path)
-    if stage < 3 and any(len(group.flats) != 1 for group in groups):
-        raise MalformedError("a param group is not one partition", path=path, key="param_groups")
     state = checked(found, "state", dict, path)
     return tuple(_slots(state.get(flat), path) for flat in range(num_flats)), groups
 
