@@ -108,7 +108,8 @@ class MetadataIndex(Record):
 
     def __setstate__(self, state: dict[str, Value]) -> None:
         self.fqn = state["fqn"]
-        self.offset = state["offset"]
+        # torch leaves the field out of the pickle where it is None.
+        self.offset = state.get("offset")
         self.index = state["index"]
         if len(state) != 3:
             _refuse_rest("MetadataIndex", state, "fqn", "offset", "index")
