@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
@@ -58,7 +58,10 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Crc32:
-    """The little-endian CRC-32 of the bytes ``[start, stop)`` of the same file, which lie before it."""
+    """The little-endian CRC-32 of the bytes ``[start, stop)`` of the same file, which lie before it.
+
+    Several may stand for the same range; different ranges do not overlap, and none holds a checksum.
+    """
 
     start: int
     stop: int
@@ -80,12 +83,20 @@ class FileLayout:
     def __post_init__(self) -> None:
         offsets = tuple(accumulate((segment.num_bytes for segment in self.segments), initial=0))
         object.__setattr__(self, "offsets", offsets)
-        for offset, segment in zip(offsets, self.segments, strict=False):
-            assert not isinstance(segment, Crc32) or segment.stop <= offset, "a checksum precedes what it covers"
+        _check_checksums([(at, s) for at, s in zip(offsets, self.segments, strict=False) if isinstance(s, Crc32)])
 
     @property
     def size_bytes(self) -> int:
         return self.offsets[-1]
+
+
+def _check_checksums(placed: Sequence[tuple[int, Crc32]]) -> None:
+    """Every checksum can be computed from parts of its range as they are written."""
+    assert all(0 <= crc.start <= crc.stop <= at for at, crc in placed), "a checksum lies after what it covers"
+    known_late = [(at, at + crc.num_bytes) for at, crc in placed]
+    covered = {(crc.start, crc.stop) for _, crc in placed if crc.start < crc.stop}
+    ranges = sorted([*covered, *known_late])
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "a checksum covers another, or a part of another's range"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,9 @@ class Layout:
 
     files: Sequence[FileLayout]
     notes: tuple[Note, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len({file.path for file in self.files}) == len(self.files), "two files of one name"
 
     @property
     def size_bytes(self) -> int:
