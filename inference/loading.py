@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -81,7 +81,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _inside(folder: Path, name: str) -> Path:
     """A shard's path. File names in an index come from outside: one with a folder in it is refused."""
-    if PurePosixPath(name).name != name:
+    if "/" in name or name in ("", ".", ".."):
         raise UnsafeError(f"{folder / INDEX_FILE} names the shard {name!r}, which is not a file in its own folder")
     return folder / name
 
@@ -91,7 +91,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except FileNotFoundError as error:
         raise SourceNotFoundError(f"the shard {path} is missing") from error
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise FormatError(f"{path} is not a whole safetensors file ({error})") from error
 
 

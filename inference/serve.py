@@ -76,7 +76,15 @@ def main(model: Path, host: str, port: int) -> None:
     except CkptError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
-    uvicorn.run(app, host=host, port=port)
+    serve(app, host, port)
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Serve until the process is told to stop; the address is printed once it listens, so port 0 is of use."""
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning")
+    with config.bind_socket() as listening:
+        click.echo(f"serving on http://{host}:{listening.getsockname()[1]}")
+        uvicorn.Server(config).run(sockets=[listening])
 
 
 if __name__ == "__main__":

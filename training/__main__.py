@@ -48,7 +48,6 @@ def run(options: dict[str, Any]) -> None:
     config = TrainConfig(**(options | paths))
     if config.launcher == "torchrun" and under_torchrun():
         work(config)
-        return
     result = launch(config)
     click.echo(f"{result.correct} of {result.total} held-out samples right ({result.accuracy:.4f})")
     click.echo(f"checkpoint: {result.checkpoint}")

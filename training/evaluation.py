@@ -68,19 +68,24 @@ def padded(chunk: Tensor) -> Tensor:
 
 
 def evaluate(logits: Logits, images: LabelledImages, device: torch.device) -> Evaluation:
-    """Evaluate over all ranks of the default process group; every sample counts once, on every rank the same result.
-
-    A forward pass of a sharded model is collective: each rank must make as many as the others, so a rank without
-    a chunk left repeats the first one and its answer is not used.
-    """
+    """Evaluate over all ranks of the default process group; every sample counts once, on every rank the same result."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    chunks = images.pixels.split(CHUNK)
-    predicted = torch.zeros(len(images), dtype=torch.int64, device=device)
-    for first in range(0, len(chunks), world_size):
-        mine = first + rank
-        answer = logits(to_input(padded(chunks[mine if mine < len(chunks) else 0])).to(device)).argmax(1)
-        if mine < len(chunks):
-            start = mine * CHUNK
-            predicted[start : start + len(chunks[mine])] = answer[: len(chunks[mine])]
+    predicted = rank_predictions(logits, images.pixels, device, rank=rank, world_size=world_size)
     torch.distributed.all_reduce(predicted)
     return evaluation_of(predicted.cpu(), images.labels)
+
+
+def rank_predictions(logits: Logits, pixels: Tensor, device: torch.device, *, rank: int, world_size: int) -> Tensor:
+    """Predictions of this rank's chunks, int64 [n] with 0 for the samples of other ranks: their sum over ranks is all.
+
+    A forward pass of a sharded model is collective: each rank makes as many as the others, so a rank without a chunk
+    left repeats the first one and its answer is not used.
+    """
+    chunks = pixels.split(CHUNK)
+    predicted = torch.zeros(len(pixels), dtype=torch.int64, device=device)
+    for mine in range(rank, rank + len(chunks), world_size):
+        chunk = chunks[mine if mine < len(chunks) else 0]
+        answer = logits(to_input(padded(chunk)).to(device)).argmax(1)
+        if mine < len(chunks):
+            predicted[mine * CHUNK :][: len(chunk)] = answer[: len(chunk)]
+    return predicted

@@ -69,7 +69,7 @@ class Fsdp2Engine:
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         self._app.model.train()
-        loss = functional.cross_entropy(self._app.model(images), labels)
+        loss = functional.cross_entropy(self._app.model(images).float(), labels)
         loss.backward()
         self._app.optimizer.step()
         self._app.scheduler.step()
@@ -79,7 +79,7 @@ class Fsdp2Engine:
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
         self._app.model.eval()
-        return self._app.model(images)
+        return self._app.model(images).float()
 
     def save(self, folder: Path, progress: Progress) -> None:
         self._app.progress = progress
@@ -107,7 +107,7 @@ def sharded_model(config: TrainConfig, device: torch.device) -> VisionTransforme
 
 
 def precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """bf16 computes in bfloat16 and keeps fp32 parameters, gradients sums and outputs; fp32 does all in float32."""
+    """bf16 computes in bfloat16 and keeps parameters and the sums of gradients in float32; fp32 does all in float32."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

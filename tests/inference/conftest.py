@@ -1,0 +1,75 @@
+"""One model with seeded weights, in every form a consolidated file has; and held-out digits as image files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from training.data import LabelledImages, load_dataset
+from training.models import build_model
+
+Form = str
+FORMS: tuple[Form, ...] = ("model.safetensors", "single", "sharded", "model.pt")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Small products gain nothing from more threads, and lose much where the cores are shared with other tests."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def weights() -> dict[str, Tensor]:
+    """Weights that tell digits apart: torchvision starts the head at zero, which would make all classes equal."""
+    torch.manual_seed(1)
+    model = build_model()
+    torch.nn.init.normal_(model.heads[0].weight)
+    return model.state_dict()
+
+
+@pytest.fixture(scope="session")
+def forms(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same model as each of ``FORMS``."""
+    folder = tmp_path_factory.mktemp("forms")
+    save_file(weights, folder / "model.safetensors")
+    torch.save(weights, folder / "model.pt")
+    (folder / "single").mkdir()
+    save_file(weights, folder / "single" / "model.safetensors")
+    write_sharded(folder / "sharded", weights)
+    return folder
+
+
+def write_sharded(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Two shards and their index, in the Hugging Face layout."""
+    folder.mkdir()
+    names = sorted(weights)
+    shards = {
+        "model-00001-of-00002.safetensors": names[: len(names) // 2],
+        "model-00002-of-00002.safetensors": names[len(names) // 2 :],
+    }
+    for file, held in shards.items():
+        save_file({name: weights[name] for name in held}, folder / file)
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture(scope="session")
+def digits() -> LabelledImages:
+    return load_dataset("digits", "held-out", None)
+
+
+@pytest.fixture(scope="session")
+def image_folder(digits: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 40 held-out digits as ``000.png`` on, and a file that is no image by its name."""
+    folder = tmp_path_factory.mktemp("images")
+    for number, pixels in enumerate(digits.pixels[:40]):
+        Image.fromarray(pixels.numpy()).save(folder / f"{number:03d}.png")
+    (folder / "notes.txt").write_text("not an image")
+    return folder

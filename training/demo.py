@@ -1,0 +1,176 @@
+"""``python -m training.demo``: train, convert, predict, end to end, on real data; what ``make demo`` runs.
+
+FSDP2 and DeepSpeed ZeRO-3 each train on two Ray workers. Each sharded checkpoint is converted to safetensors and to
+``.pt``, verified tensor by tensor, and each file predicts the held-out digits. It fails unless every file gives, sample
+by sample, the predictions of the run that it came from, and these are good.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError
+from inference.batch import held_out_inputs, predict_rows
+from training.config import EngineName, TrainConfig
+from training.launchers import launch
+from training.launchers.ray_train import cluster
+from training.result import RunResult
+
+NUM_WORKERS = 2
+DEMO_ENGINES: tuple[EngineName, ...] = ("fsdp2", "zero3")
+FORMAT_FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
+LEAST_ACCURACY = 0.90
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One converted file beside the run it came from; ``seconds`` is the conversion's wall time."""
+
+    checkpoint: str
+    format: str
+    file: str
+    files: int
+    bytes: int
+    seconds: float
+    tensors: int
+    tensors_equal: int
+    total: int
+    run_correct: int
+    file_correct: int
+    predictions_equal: int
+
+    @property
+    def run_accuracy(self) -> float:
+        return self.run_correct / self.total
+
+    @property
+    def file_accuracy(self) -> float:
+        return self.file_correct / self.total
+
+    def failures(self) -> list[str]:
+        """What is wrong with this file, a sentence each; none where all is well."""
+        checks = {
+            f"{self.tensors - self.tensors_equal} of {self.tensors} tensors differ": self.tensors_equal < self.tensors,
+            f"{self.total - self.predictions_equal} of {self.total} predictions differ from the run's own": (
+                self.predictions_equal < self.total
+            ),
+            f"its accuracy of {self.file_accuracy:.4f} is under {LEAST_ACCURACY}": self.file_accuracy < LEAST_ACCURACY,
+        }
+        return [f"{self.file}: {sentence}" for sentence, failed in checks.items() if failed]
+
+    def to_json(self) -> dict[str, object]:
+        """The row with both accuracies."""
+        return asdict(self) | {"run_accuracy": self.run_accuracy, "file_accuracy": self.file_accuracy}
+
+
+def train_all(out: Path, console: Console) -> list[RunResult]:
+    """Train with each engine, one after the other on the same local Ray."""
+    with cluster(NUM_WORKERS):
+        return [train_one(engine, out, console) for engine in DEMO_ENGINES]
+
+
+def train_one(engine: EngineName, out: Path, console: Console) -> RunResult:
+    """Train into ``out/<engine>``, which a former demo may have left."""
+    console.rule(f"train: {engine}, {NUM_WORKERS} Ray workers", align="left")
+    folder = out / engine
+    shutil.rmtree(folder, ignore_errors=True)
+    config = TrainConfig(out=folder, engine=engine, launcher="ray", num_workers=NUM_WORKERS)
+    return launch(config)
+
+
+def describe(checkpoint: Path) -> str:
+    """What ``inspect`` finds in a checkpoint, in one line."""
+    found = ckpt_tools.inspect(checkpoint)
+    return (
+        f"{checkpoint}: {found.format}, step {found.step}, {found.num_parameters:,} parameters in "
+        f"{found.num_tensors} tensors, {found.num_files} files, {found.num_bytes:,} bytes, "
+        f"optimizer {', '.join(found.optimizer_slots) or 'none'}"
+    )
+
+
+def convert_and_check(run: RunResult, format_name: str, folder: Path) -> Row:
+    """Convert a run's checkpoint into a file of ``folder``, verify it and predict with it."""
+    checkpoint, file = Path(run.checkpoint), folder / FORMAT_FILES[format_name]
+    report = ckpt_tools.convert(checkpoint, file, to=format_name, state="model", overwrite=True)
+    verified = ckpt_tools.verify(checkpoint, file, state="model")
+    predicted = predict_rows(file, held_out_inputs("digits", None))
+    return Row(
+        checkpoint=f"{run.engine}, {run.num_workers} ranks",
+        format=format_name,
+        file=str(file),
+        files=ckpt_tools.inspect(file).num_files,
+        bytes=report.bytes_written,
+        seconds=report.seconds,
+        tensors=verified.num_tensors,
+        tensors_equal=verified.num_equal,
+        total=run.total,
+        run_correct=run.correct,
+        file_correct=sum(row.label == row.truth for row in predicted),
+        predictions_equal=sum(row.label == label for row, label in zip(predicted, run.predicted, strict=True)),
+    )
+
+
+def table_of(rows: list[Row]) -> Table:
+    """The rows for a person."""
+    table = Table(title="from sharded checkpoint to one file")
+    for heading in ("checkpoint", "format"):
+        table.add_column(heading)
+    for heading in ("files", "bytes", "seconds", "tensors equal", "accuracy of the run", "accuracy from the file"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.checkpoint,
+            row.format,
+            str(row.files),
+            f"{row.bytes:,}",
+            f"{row.seconds:.2f}",
+            f"{row.tensors_equal}/{row.tensors}",
+            f"{row.run_accuracy:.4f} ({row.run_correct}/{row.total})",
+            f"{row.file_accuracy:.4f} ({row.file_correct}/{row.total})",
+        )
+    return table
+
+
+def run_demo(out: Path, console: Console) -> list[Row]:
+    """Everything; leaves ``out/results.json``."""
+    # The workers' number of threads: sums are then ordered alike, and logits are the same to the last bit.
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    runs = train_all(out, console)
+    console.rule("inspect, convert, verify, predict", align="left")
+    for run in runs:
+        console.print(describe(Path(run.checkpoint)), soft_wrap=True)
+    rows = [convert_and_check(run, name, out / run.engine) for run in runs for name in FORMAT_FILES]
+    (out / "results.json").write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+    return rows
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--out", type=click.Path(path_type=Path), default="demo", help="The folder to write to.")
+def main(out: Path) -> None:
+    """Train with FSDP2 and ZeRO-3, convert both checkpoints, and check that the files predict as the runs did."""
+    console = Console()
+    try:
+        rows = run_demo(out.absolute(), console)
+    except CkptError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    console.print(table_of(rows))
+    failures = [sentence for row in rows for sentence in row.failures()]
+    for sentence in failures:
+        click.echo(f"error: {sentence}", err=True)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
