@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.comparison import Side, VerifyReport, compare
+from ckpt_tools.comparison import Progress, Side, VerifyReport, compare
 from ckpt_tools.conversion import (
     ConvertReport,
     PlanReport,
-    Progress,
+    Prepared,
     described,
     prepare,
     reduced,
@@ -123,7 +123,7 @@ def _prepared(
     workers: int | None = None,
     strict: bool = False,
     **options: Any,
-) -> Any:
+) -> Prepared:
     return prepare(
         src,
         dst,
@@ -156,12 +156,17 @@ def verify(
     Without ``dst``: whether every byte of ``src`` can be read and agrees with the checksums stored in it.
     """
     chosen = ConvertOptions(**options)
-    store, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
+    source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
     if dst is None:
-        return check_integrity(store, manifest, num_workers=_workers(workers), on_progress=on_progress)
-    other_store, other = read_checkpoint(dst, ConvertOptions().reading)
-    whole = other.format not in writers() or writers()[other.format].holds_optimizer
-    expected, _ = reduced(manifest, chosen, holds_optimizer=whole)
+        return check_integrity(source, manifest, num_workers=_workers(workers), on_progress=on_progress)
+    other_source, other = read_checkpoint(dst, ConvertOptions().reading)
+    target = writers().get(other.format)
+    expected, _ = reduced(
+        manifest,
+        chosen,
+        holds_optimizer=target is None or target.holds_optimizer,
+        holds_masters=target is None or target.holds_masters,
+    )
     total = sum(entry.num_bytes for entry in expected.tensors.values())
     done = 0
 
@@ -170,7 +175,9 @@ def verify(
         done += num_bytes
         on_progress(min(done, total), total)
 
-    return compare(Side(store, expected), Side(other_store, other), num_workers=_workers(workers), on_bytes=on_bytes)
+    return compare(
+        Side(source.store, expected), Side(other_source.store, other), num_workers=_workers(workers), on_bytes=on_bytes
+    )
 
 
 def formats() -> tuple[FormatInfo, ...]:

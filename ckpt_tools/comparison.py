@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from isal import isal_zlib
 
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
 from ckpt_tools.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Store
+
+Progress = Callable[[int, int], None]
+"""Hears of bytes done so far and in all."""
 
 BLOCK_BYTES = 4 << 20
 """Read, compared and forgotten at a time, on either side."""
@@ -146,33 +148,3 @@ class _Compare:
         if np.array_equal(pair[0], pair[1]):
             return block, 0
         return block, int((pair[0] != pair[1]).reshape(-1, item).any(axis=1).sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The CRC-32 that a container states of bytes ``[start, stop)`` of one of its files."""
-
-    file: str
-    start: int
-    stop: int
-    crc32: int
-    what: str
-
-
-def broken_claims(store: Store, claims: Iterator[Claim], *, num_workers: int) -> list[Claim]:
-    """The claims whose bytes have another checksum. Raises CkptError where they cannot be read."""
-    work = _Check(store)
-    return [claim for claim, holds in ThreadRunner(num_workers).run(work, claims) if not holds]
-
-
-@dataclass(frozen=True, slots=True)
-class _Check:
-    store: Store
-
-    def __call__(self, claim: Claim) -> tuple[Claim, bool]:
-        value = 0
-        for start in range(claim.start, claim.stop, BLOCK_BYTES):
-            buffer = bytearray(min(BLOCK_BYTES, claim.stop - start))
-            self.store.read_into(claim.file, start, memoryview(buffer))
-            value = isal_zlib.crc32(buffer, value)
-        return claim, value == claim.crc32

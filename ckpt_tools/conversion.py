@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools import transforms
+from ckpt_tools.comparison import Progress
 from ckpt_tools.errors import LossError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.formats.base import WriteOptions, Writer
@@ -21,9 +22,6 @@ from ckpt_tools.plan import Plan, make_plan
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Store
 from ckpt_tools.stores.staging import staged
-
-Progress = Callable[[int, int], None]
-"""Hears of bytes written so far and in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,9 @@ class ConvertReport:
         return {**self.plan.to_json(), **done}
 
 
-def reduced(manifest: Manifest, options: ConvertOptions, *, holds_optimizer: bool) -> transforms.Transformed:
+def reduced(
+    manifest: Manifest, options: ConvertOptions, *, holds_optimizer: bool, holds_masters: bool
+) -> transforms.Transformed:
     """The manifest as it is to be written, with notes on what was cast or left behind.
 
     Raises:
@@ -99,19 +99,23 @@ def reduced(manifest: Manifest, options: ConvertOptions, *, holds_optimizer: boo
     if options.state == "all" and not holds_optimizer:
         raise UsageError("this format holds weights only; leave --state out, or choose another format")
     notes: tuple[Note, ...] = ()
-    for step in _steps(options, holds_optimizer):
+    for step in _steps(options, holds_optimizer, holds_masters):
         manifest, more = step(manifest)
         notes += more
     return manifest, notes
 
 
-def _steps(options: ConvertOptions, holds_optimizer: bool) -> list[Callable[[Manifest], transforms.Transformed]]:
+def _steps(
+    options: ConvertOptions, holds_optimizer: bool, holds_masters: bool
+) -> list[Callable[[Manifest], transforms.Transformed]]:
     asked = options.state == "model"
     new_name = transforms.substitutions(options.rename, options.names)
     steps: list[Callable[[Manifest], transforms.Transformed]] = []
     if asked or not holds_optimizer:
         steps.append(lambda manifest: transforms.model_only(manifest, weights=options.weights, asked=asked))
         steps.append(transforms.without_wrappers)
+    elif not holds_masters:
+        steps.append(lambda manifest: transforms.one_copy(manifest, weights=options.weights))
     steps.append(
         lambda manifest: transforms.select(manifest, include=tuple(options.include), exclude=tuple(options.exclude))
     )
@@ -139,15 +143,17 @@ def prepare(
     """
     target = local_path(dst)
     writer = _writer(to, target)
-    store, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    source, manifest = read_checkpoint(src, options.reading, format_name=from_)
     source_format = manifest.format
-    manifest, notes = reduced(manifest, options, holds_optimizer=writer.holds_optimizer)
+    manifest, notes = reduced(
+        manifest, options, holds_optimizer=writer.holds_optimizer, holds_masters=writer.holds_masters
+    )
     layout = writer.layout(manifest, _write_options(target, options))
     notes += layout.notes
     if strict:
         _refuse_losses(notes)
     plan = make_plan(manifest, layout, memory_bytes=memory_bytes, num_workers=num_workers)
-    return Prepared(store, plan, notes, source_format, writer.name, target)
+    return Prepared(source.store, plan, notes, source_format, writer.name, target)
 
 
 def _writer(to: str | None, target: Path) -> Writer:

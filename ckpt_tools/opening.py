@@ -56,8 +56,8 @@ def _beside(name: str, index: str) -> bool:
 
 def read_checkpoint(
     url: str | Path, options: ReadOptions, *, format_name: str | None = None
-) -> tuple[Overlay, Manifest]:
-    """The manifest of what is at ``url``, with the store that its shards name files of.
+) -> tuple[Source, Manifest]:
+    """The manifest of what is at ``url``, with the source whose files its shards name.
 
     Raises:
         CkptError: as ``open_source``, ``reader_for`` and the reader say.
@@ -65,7 +65,7 @@ def read_checkpoint(
     source = open_source(url)
     reader = reader_for(source, format_name)
     manifest = reader.read_manifest(source, options)
-    return Overlay(source.store, manifest.literals), manifest
+    return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 
 def implied_format(target: Path) -> str | None:

@@ -37,6 +37,23 @@ def model_only(manifest: Manifest, *, weights: str, asked: bool) -> Transformed:
     return replace(manifest, tensors=kept, groups=(), extra={}), notes
 
 
+def one_copy(manifest: Manifest, *, weights: str) -> Transformed:
+    """The whole state with one copy of each parameter, for formats that keep no fp32 masters beside the weights.
+
+    ``weights`` chooses it, as in ``model_only``.
+    """
+    kept = {key: entry for key, entry in manifest.tensors.items() if key.slot != MASTER}
+    if weights == "model":
+        masters = [entry for key, entry in manifest.tensors.items() if key.slot == MASTER]
+        notes = (replace(_dropped(f"{MASTER} of {len(masters)} tensors", masters), why="--weights model", asked=True),)
+        return replace(manifest, tensors=kept), notes if masters else ()
+    return replace(manifest, tensors={key: _chosen_copy(manifest, key, entry) for key, entry in kept.items()}), ()
+
+
+def _chosen_copy(manifest: Manifest, key: StateKey, entry: TensorEntry) -> TensorEntry:
+    return _master(manifest, key, entry) if key.slot == WEIGHT else entry
+
+
 def _master(manifest: Manifest, key: StateKey, entry: TensorEntry) -> TensorEntry:
     master = manifest.tensors.get(StateKey(key.fqn, MASTER))
     return entry if master is None else replace(master, kind=entry.kind)

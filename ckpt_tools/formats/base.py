@@ -27,9 +27,9 @@ class ReadOptions:
 class WriteOptions:
     """How an output is cut, for the writers that it concerns.
 
-    ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a DeepSpeed
-    checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None leaves it to the
-    writer.
+    ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a
+    DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None
+    leaves it to the writer.
     """
 
     file_name: str | None = None
