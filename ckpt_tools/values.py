@@ -1,9 +1,9 @@
 """What the pickles of a checkpoint become: values that hold everything and do nothing.
 
-Scalars, ``str``, ``bytes``, ``bytearray``, ``complex``, ``list``, ``dict``, ``tuple``, ``set`` and ``frozenset`` stand
-for themselves. The rest is here: ``OrderedDict``, ``DefaultDict`` and ``Size`` keep what their builtin bases would lose,
-a ``GlobalRef`` is a name that a loader would have imported, an ``Opaque`` is an object that a loader would have made by
-calling one, and a ``StoredTensor`` says where a tensor's elements are. None of them imports or calls anything; each
+Scalars, ``str``, ``bytes``, ``bytearray``, ``list``, ``dict``, ``tuple``, ``set`` and ``frozenset`` stand for
+themselves. The rest is here: ``OrderedDict``, ``DefaultDict`` and ``Size`` keep what their builtin bases would lose,
+a ``GlobalRef`` is a name that a loader would have imported, an ``Opaque`` is an object that a loader would have made
+by calling one, and a ``StoredTensor`` says where a tensor's elements are. None of them imports or calls anything; each
 keeps what is needed to write it back (``containers.pickles.dumps``) and can be pickled by our own code.
 
 Every class refuses ``__setstate__`` unless a pickle may rightly use it: a hostile BUILD opcode calls that method on any
@@ -103,7 +103,11 @@ class Opaque:
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
 
-    # What the opcodes BUILD, APPEND(S) and SETITEM(S) call on an object while it is unpickled.
+    # What the opcodes REDUCE, BUILD, APPEND(S) and SETITEM(S) call on an object while it is unpickled.
+    def __call__(self, *args: Value) -> Opaque:
+        """Record a call of what this object is: a class method, for one, is pickled as a ``getattr`` to be called."""
+        return Opaque(self, args)
+
     def __setstate__(self, state: Value) -> None:
         if self.state is not None:
             raise MalformedError(f"a pickle sets the state of one {self.ref} twice")

@@ -35,6 +35,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from ckpt_tools.containers.dcp_classes import CLASSES, GLOBALS, Record, SealedType
+from ckpt_tools.containers.pickle_writer import dumps
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, UnsupportedError
 from ckpt_tools.values import (
@@ -49,6 +50,8 @@ from ckpt_tools.values import (
     StoredTensor,
     Value,
 )
+
+__all__ = ["PersistentLoad", "dumps", "loads"]
 
 MAX_DEPTH = 100
 """Containers inside containers. Training states nest less than 20 deep; walking 100 stays far below Python's recursion
@@ -297,8 +300,8 @@ class _PlaceholderType(SealedType):
 
     ref: GlobalRef
 
-    def __call__(cls, *args: Value, **kwargs: Value) -> Value:  # noqa: N805
-        return Opaque(cls.ref, args, kwargs=kwargs or None)
+    def __call__(cls, *args: Value) -> Value:  # noqa: N805
+        return Opaque(cls.ref, args)
 
 
 def _new(cls: _PlaceholderType, *args: Value, **kwargs: Value) -> Opaque:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 from typing import NoReturn
 
 from ckpt_tools.errors import MalformedError, UnsafeError, UnsupportedError
+from ckpt_tools.layout import Crc32, Literal, Segment
 
 ReadRange = Callable[[int, int], bytes]
 """Bytes ``[start, stop)`` of an archive."""
@@ -32,6 +33,9 @@ END_MAGIC, END64_MAGIC, LOCATOR64_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06
 ENCRYPTED, DESCRIPTOR_FOLLOWS, UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 0x0001
+
+ALIGNMENT = 64
+"""Where payloads start, as torch's writer does it by default, so that tensors can be mapped."""
 
 MAX_DIRECTORY_BYTES = 1 << 28
 """About four million records."""
@@ -181,7 +185,7 @@ class _DirectoryReader:
             end, (disk, first_disk, here, count, num_bytes, start) = self._end64(end)
         if disk or first_disk or here != count:
             raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
-        # torch writes the zip64 records always, also where no field needs them.
+        # Some writers add the zip64 records where no field needs them.
         if start + num_bytes != end and not self._is_end64_at(start + num_bytes, end):
             self._fail("its directory does not end where its end record starts")
         return start, start + num_bytes, count
@@ -283,3 +287,120 @@ class _DirectoryReader:
 
     def _fail(self, reason: str) -> NoReturn:
         raise MalformedError(f"the zip archive is malformed: {reason}", path=self._path)
+
+
+class ArchiveWriter:
+    """The segments of a stored zip as torch's writer (miniz) lays it out; ``base`` is where in its file it starts.
+
+    Payloads start at multiples of 64 bytes from the start of the archive, through an ``FB`` field of padding in the
+    local header. Sizes and checksums follow a record in a descriptor, so that nothing has to be known before the bytes
+    are; the checksum of what is no literal is a ``Crc32`` there and in the directory.
+    """
+
+    def __init__(self, root: str, *, base: int) -> None:
+        self._root = root
+        self._base = base
+        self._position = 0
+        self._segments: list[Segment] = []
+        self._entries: list[_Entry] = []
+
+    def add(self, name: str, content: Sequence[Segment]) -> None:
+        """A record of ``content`` below the root folder."""
+        full_name = f"{self._root}/{name}".encode()
+        size = sum(segment.num_bytes for segment in content)
+        header = _local_header(full_name, self._position, size)
+        start = self._position + len(header)
+        entry = _Entry(full_name, self._position, size, self._checksum(content, start, start + size))
+        for segment in (Literal(header), *content, *_descriptor(entry)):
+            self._append(segment)
+        self._entries.append(entry)
+
+    def finish(self) -> list[Segment]:
+        """All segments, the directory at the end."""
+        start = self._position
+        for entry in self._entries:
+            for segment in _central_header(entry):
+                self._append(segment)
+        self._append(Literal(_end(len(self._entries), start, self._position)))
+        return self._segments
+
+    def _checksum(self, content: Sequence[Segment], start: int, stop: int) -> Segment:
+        if all(isinstance(segment, Literal) for segment in content):
+            crc32 = 0
+            for segment in content:
+                assert isinstance(segment, Literal)
+                crc32 = zlib.crc32(segment.data, crc32)
+            return Literal(struct.pack("<I", crc32))
+        return Crc32(self._base + start, self._base + stop)
+
+    def _append(self, segment: Segment) -> None:
+        """Literals in a row become one, as a writer takes a step for each segment."""
+        self._position += segment.num_bytes
+        last = self._segments[-1] if self._segments else None
+        if isinstance(segment, Literal) and isinstance(last, Literal):
+            self._segments[-1] = Literal(last.data + segment.data)
+        elif segment.num_bytes:
+            self._segments.append(segment)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: bytes
+    offset: int
+    size: int
+    checksum: Segment
+
+    @property
+    def flags(self) -> int:
+        """An empty record has no descriptor."""
+        return UTF8_NAME | (DESCRIPTOR_FOLLOWS if self.size else 0)
+
+    @property
+    def is_wide(self) -> bool:
+        """Where a number does not fit 32 bits the local header has a zip64 field, and the descriptor 64-bit sizes."""
+        return self.size >= MAX32 or self.offset >= MAX32
+
+
+def _zip64_field(*numbers: int) -> bytes:
+    return struct.pack(f"<2H{len(numbers)}Q", ZIP64_EXTRA, 8 * len(numbers), *numbers) if numbers else b""
+
+
+def _local_header(name: bytes, offset: int, size: int) -> bytes:
+    """The header of a record at ``offset``, padded so that what follows is aligned; torch's writer (miniz) puts the
+    offset into the local zip64 field too, and leaves the packed size 0."""
+    wide = _zip64_field(*((size, 0) if size >= MAX32 else ()), *((offset,) if offset >= MAX32 else ()))
+    padding = -(offset + LOCAL.size + len(name) + len(wide) + 4) % ALIGNMENT
+    extra = wide + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    flags = UTF8_NAME | (DESCRIPTOR_FOLLOWS if size else 0)
+    return LOCAL.pack(LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+
+def _descriptor(entry: _Entry) -> list[Segment]:
+    if not entry.size:
+        return []
+    sizes = struct.pack("<2Q" if entry.is_wide else "<2I", entry.size, entry.size)
+    return [Literal(DESCRIPTOR_MAGIC), entry.checksum, Literal(sizes)]
+
+
+def _central_header(entry: _Entry) -> list[Segment]:
+    big, far = entry.size >= MAX32, entry.offset >= MAX32
+    extra = _zip64_field(*((entry.size, entry.size) if big else ()), *((entry.offset,) if far else ()))
+    size, offset = min(entry.size, MAX32), min(entry.offset, MAX32)
+    fields = CENTRAL.pack(
+        CENTRAL_MAGIC, 0, 0, entry.flags, 0, 0, 0, 0, size, size, len(entry.name), len(extra), 0, 0, 0, 0, offset
+    )
+    return [Literal(fields[:_CRC_AT]), entry.checksum, Literal(fields[_CRC_AT + 4 :] + entry.name + extra)]
+
+
+_CRC_AT = struct.calcsize("<4s6H")
+
+
+def _end(count: int, start: int, stop: int) -> bytes:
+    end = END.pack(
+        END_MAGIC, 0, 0, min(count, MAX16), min(count, MAX16), min(stop - start, MAX32), min(start, MAX32), 0
+    )
+    if count < MAX16 and start < MAX32 and stop - start < MAX32:
+        return end
+    # Made on UNIX by version 3.0, needs version 4.5: what miniz says of itself.
+    end64 = END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, stop - start, start)
+    return end64 + LOCATOR64.pack(LOCATOR64_MAGIC, 0, stop, 1) + end

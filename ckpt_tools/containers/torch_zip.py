@@ -8,16 +8,19 @@ checksums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from ckpt_tools.boxes import Shape
+from ckpt_tools.containers.pickle_writer import dumps_with_storages
 from ckpt_tools.containers.pickles import loads
-from ckpt_tools.containers.stored_zip import Directory, ReadRange, Record, read_directory
+from ckpt_tools.containers.stored_zip import ALIGNMENT, ArchiveWriter, Directory, ReadRange, Record, read_directory
 from ckpt_tools.dtypes import DType, from_torch_storage
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.layout import Literal, Segment
 from ckpt_tools.values import GlobalRef, StorageRef, StoredTensor, Value
 
 TAIL_BYTES: Final = 1 << 16
@@ -259,3 +262,40 @@ def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -
     location = ItemLocation(first, last, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides)
     pickle = archive.records["data.pkl"]
     return _Item(location, pickle.header_offset + pickle.size)
+
+
+def archive_segments(
+    value: Value, storages: Mapping[str, Sequence[Segment]], *, root: str = "archive", base: int = 0
+) -> list[Segment]:
+    """The torch file that holds ``value``, as segments; ``storages`` gives the segments of each storage by its key.
+
+    Storages are written in the order of ``storages``; torch numbers them ``"0"``, ``"1"``, ... in the order in which
+    the pickle meets them. ``root`` is the folder in the zip (torch takes the file's name without its ending, or
+    ``archive``), ``base`` the offset in its file at which the archive starts (a DCP item): checksums cover ranges of
+    the file.
+    """
+    pickle, used = dumps_with_storages(value)
+    sizes = {key: sum(segment.num_bytes for segment in segments) for key, segments in storages.items()}
+    assert sizes == {key: ref.num_bytes for key, ref in used.items()}, "the storages are those of the value"
+    writer = ArchiveWriter(root, base=base)
+    for name, content in _HEAD_RECORDS.items():
+        writer.add(name, [Literal(content or pickle)])
+    for key, segments in storages.items():
+        writer.add(f"data/{key}", segments)
+    writer.add("version", [Literal(b"3\n")])
+    writer.add(".data/serialization_id", [Literal(_serialization_id(pickle))])
+    return writer.finish()
+
+
+_HEAD_RECORDS = {
+    "data.pkl": b"",
+    ".format_version": b"1",
+    ".storage_alignment": str(ALIGNMENT).encode(),
+    "byteorder": b"little",
+}
+"""The records before the storages, in torch's order; the first is the pickle."""
+
+
+def _serialization_id(pickle: bytes) -> bytes:
+    """Forty digits. torch hashes the checksums of the records, which are not known yet; nothing reads them."""
+    return b"%040d" % (int.from_bytes(hashlib.sha256(pickle).digest()) % 10**40)
