@@ -122,5 +122,9 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
 
 
 def _show_notes(notes: Iterable[Note]) -> None:
+    """The ledger, a line for each fate and reason."""
+    lines: dict[tuple[str, str], list[str]] = {}
     for note in notes:
-        click.echo(f"{note.fate.value}: {note.what} ({note.why})")
+        lines.setdefault((note.fate.value, note.why), []).append(note.what)
+    for (fate, why), what in lines.items():
+        click.echo(f"{fate}: {', '.join(what)} ({why})")

@@ -1,0 +1,100 @@
+"""What commands cost: start-up, memory, and what they import."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+PROBE = """
+import runpy, sys
+sys.argv = ["ckpt-tools", *sys.argv[1:]]
+try:
+    runpy.run_module("ckpt_tools", run_name="__main__")
+except SystemExit as done:
+    assert not done.code, done.code
+heavy = {"torch", "deepspeed", "ray", "safetensors", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def used(*words: str | Path) -> resource.struct_rusage:
+    """What the command itself used; waited for alone, so that no other child is counted."""
+    process = subprocess.Popen([sys.executable, "-m", "ckpt_tools", *map(str, words)], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage
+
+
+def processor_seconds(*words: str | Path) -> float:
+    """Of the best of three: the machine may be busy, the command's own work is the same."""
+    return min(usage.ru_utime + usage.ru_stime for usage in (used(*words) for _ in range(3)))
+
+
+def sparse_safetensors(path: Path, num_tensors: int, num_elements: int) -> Path:
+    """A file of zeros that takes no room."""
+    size = 4 * num_elements
+    header = {
+        f"layers.{n}.weight": {"dtype": "F32", "shape": [num_elements], "data_offsets": [n * size, (n + 1) * size]}
+        for n in range(num_tensors)
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + num_tensors * size)
+    return path
+
+
+def test_help_starts_at_once() -> None:
+    assert processor_seconds("--help") < 0.3
+
+
+def test_inspecting_a_thousand_tensors_takes_half_a_second(tmp_path: Path) -> None:
+    assert processor_seconds("inspect", sparse_safetensors(tmp_path / "m.safetensors", 1000, 64)) < 0.5
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3-bf16"])
+def test_inspecting_what_frameworks_wrote_is_as_quick(kind: str, checkpoint: Any) -> None:
+    assert processor_seconds("inspect", checkpoint(kind, "awkward", 4).checkpoint) < 0.5
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan", "convert", "verify"])
+def test_no_framework_is_imported(command: str, tmp_path: Path, checkpoint: Any) -> None:
+    source = str(checkpoint("zero3-bf16", "awkward", 2).checkpoint)
+    words = {
+        "inspect": [source],
+        "plan": [source, str(tmp_path / "m.pt")],
+        "convert": [source, str(tmp_path / "m.safetensors")],
+        "verify": [source],
+    }
+    subprocess.run([sys.executable, "-c", PROBE, command, *words[command]], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("options", [[], ["--dtype", "bfloat16"], ["--memory", "100MiB"]], ids=" ".join)
+def test_memory_is_what_the_plan_says_and_not_the_checkpoints_size(options: list[str], tmp_path: Path) -> None:
+    source = sparse_safetensors(tmp_path / "big.safetensors", 6, 32 << 20)
+    words = [source, tmp_path / "out", "--to", "safetensors", *options]
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", "plan", *map(str, words), "--json"], capture_output=True, check=True
+    )
+    projected = json.loads(done.stdout)["peak_memory_bytes"]
+    measured = used("convert", *words).ru_maxrss * 1024
+    assert measured <= projected <= 300_000_000
+
+
+def test_no_tensor_is_read_twice(tmp_path: Path) -> None:
+    import ckpt_tools
+
+    tensors = {f"t{n}": np.arange(n * 1000, dtype=np.float32) for n in range(1, 40)}
+    safetensors.numpy.save_file(tensors, tmp_path / "a.safetensors")
+    report = ckpt_tools.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert report.bytes_read == report.plan.bytes_read == sum(tensor.nbytes for tensor in tensors.values())

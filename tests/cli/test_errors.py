@@ -1,0 +1,171 @@
+"""Bad input: one clear sentence, the documented exit code, no traceback, and no output that looks whole."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "ckpt_tools"]
+
+
+def run(*words: str | Path, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limited() -> None:
+        import signal
+
+        if limit_bytes is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=60, preexec_fn=limited, check=False
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """One sentence on stderr with ``words`` in it, and the exit code."""
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.fixture
+def zero3(tmp_path: Path, checkpoint: Any) -> Path:
+    return Path(shutil.copytree(checkpoint("zero3-fp32", "awkward", 3).checkpoint, tmp_path / "zero3"))
+
+
+@pytest.fixture
+def dcp(tmp_path: Path, checkpoint: Any) -> Path:
+    return Path(shutil.copytree(checkpoint("fsdp2", "awkward", 3).checkpoint, tmp_path / "dcp"))
+
+
+def truncate(path: Path, num_bytes: int) -> None:
+    os.truncate(path, num_bytes)
+
+
+def first(folder: Path, pattern: str) -> Path:
+    return sorted(folder.rglob(pattern))[0]
+
+
+def test_nothing_at_the_source(tmp_path: Path) -> None:
+    refused(run("convert", tmp_path / "no", tmp_path / "m.pt"), 3, "no file or folder")
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(run("inspect", tmp_path / "empty"), 3, "empty folder")
+
+
+def test_a_format_nobody_knows(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "notes.txt").write_text("hello")
+    refused(run("inspect", tmp_path / "x"), 4, "no format that we know", "--from")
+
+
+def test_no_such_format_to_write(dcp: Path, tmp_path: Path) -> None:
+    refused(run("convert", dcp, tmp_path / "out", "--to", "onnx"), 2, "'onnx'")
+
+
+def test_no_format_said(dcp: Path, tmp_path: Path) -> None:
+    refused(run("convert", dcp, tmp_path / "out"), 2, "--to")
+
+
+def test_a_wrong_tag_names_the_right_ones(zero3: Path, tmp_path: Path) -> None:
+    refused(run("convert", zero3, tmp_path / "m.pt", "--tag", "global_step999"), 3, "global_step999", "global_step4")
+
+
+def _missing_rank(zero3: Path) -> None:
+    first(zero3, "*zero_pp_rank_1_*optim_states.pt").unlink()
+
+
+def _truncated_optimizer(zero3: Path) -> None:
+    truncate(first(zero3, "*zero_pp_rank_2_*optim_states.pt"), 2000)
+
+
+@pytest.mark.parametrize("harm", [_missing_rank, _truncated_optimizer])
+def test_a_harmed_zero_checkpoint(harm: Callable[[Path], None], zero3: Path, tmp_path: Path) -> None:
+    harm(zero3)
+    refused(run("convert", zero3, tmp_path / "m.safetensors"), 4, "zero_pp_rank_")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def _truncated_shard(dcp: Path) -> None:
+    path = first(dcp, "*.distcp")
+    truncate(path, path.stat().st_size // 2)
+
+
+def _missing_shard(dcp: Path) -> None:
+    first(dcp, "__2_*.distcp").unlink()
+
+
+def _cut_metadata(dcp: Path) -> None:
+    truncate(dcp / ".metadata", 500)
+
+
+def _garbage_metadata(dcp: Path) -> None:
+    (dcp / ".metadata").write_bytes(os.urandom(4096))
+
+
+@pytest.mark.parametrize("harm", [_truncated_shard, _missing_shard, _cut_metadata, _garbage_metadata])
+def test_a_harmed_dcp(harm: Callable[[Path], None], dcp: Path, tmp_path: Path) -> None:
+    harm(dcp)
+    refused(run("convert", dcp, tmp_path / "m.safetensors"), 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp"]
+
+
+def test_an_existing_destination(dcp: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.pt").write_text("mine")
+    refused(run("convert", dcp, tmp_path / "m.pt"), 8, "--overwrite")
+    assert (tmp_path / "m.pt").read_text() == "mine"
+    assert run("convert", dcp, tmp_path / "m.pt", "--overwrite").returncode == 0
+
+
+def test_a_budget_that_nothing_fits_in(dcp: Path, tmp_path: Path) -> None:
+    refused(run("convert", dcp, tmp_path / "m.pt", "--memory", "1MiB"), 9, "--memory")
+
+
+def test_a_size_that_is_none(dcp: Path, tmp_path: Path) -> None:
+    refused(run("convert", dcp, tmp_path / "m.pt", "--memory", "lots"), 2, "512MiB")
+
+
+def test_a_loss_that_strict_forbids(zero3: Path, tmp_path: Path) -> None:
+    refused(run("convert", zero3, tmp_path / "m.pt", "--strict"), 1, "exp_avg")
+    assert run("consolidate", zero3, tmp_path / "m.pt", "--strict").returncode == 0
+
+
+def test_a_file_size_limit_stands_for_a_full_disk(dcp: Path, tmp_path: Path) -> None:
+    refused(run("convert", dcp, tmp_path / "out", "--to", "safetensors", limit_bytes=1000), 5, "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp"]
+
+
+def test_a_difference_has_its_own_code(dcp: Path, zero3: Path, tmp_path: Path) -> None:
+    assert run("convert", dcp, tmp_path / "m.safetensors").returncode == 0
+    path = tmp_path / "m.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    refused(run("verify", dcp, path), 6, "1 of", "differ")
+
+
+def test_a_flipped_bit_breaks_a_stored_checksum(zero3: Path) -> None:
+    path = first(zero3, "*optim_states.pt")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"/data/0") + 200] ^= 4
+    path.write_bytes(data)
+    done = run("verify", zero3)
+    assert done.returncode in (4, 6), done.stderr
+
+
+def test_a_link_out_of_the_checkpoint_is_not_followed(dcp: Path, tmp_path: Path) -> None:
+    shard = first(dcp, "*.distcp")
+    shutil.move(shard, tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    refused(run("convert", dcp, tmp_path / "m.pt"), 7, "outside")
