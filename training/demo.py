@@ -23,7 +23,6 @@ from ckpt_tools.errors import CkptError
 from inference.batch import held_out_inputs, predict_rows
 from training.config import EngineName, TrainConfig
 from training.launchers import launch
-from training.launchers.ray_train import cluster
 from training.result import RunResult
 
 NUM_WORKERS = 2
@@ -75,6 +74,8 @@ class Row:
 
 def train_all(out: Path, console: Console) -> list[RunResult]:
     """Train with each engine, one after the other on the same local Ray."""
+    from training.launchers.ray_train import cluster
+
     with cluster(NUM_WORKERS):
         return [train_one(engine, out, console) for engine in DEMO_ENGINES]
 

@@ -53,14 +53,15 @@ def test_each_engine_leaves_the_shards_of_both_ranks(whole_run: WholeRun) -> Non
 
 
 def test_bf16_trains_near_fp32(whole_run: WholeRun, tmp_path: Path) -> None:
-    halved = small_run("fsdp2", tmp_path / "bf16", "--precision=bf16", "--until=1")
+    halved = small_run("fsdp2", tmp_path / "bf16", "--precision=bf16", "--until=1", "--num-workers=1")
     assert losses(halved) != losses(whole_run("fsdp2"))[: NUM_SAMPLES // 64]
     assert losses(halved) == pytest.approx(losses(whole_run("fsdp2"))[: NUM_SAMPLES // 64], rel=0.02)
 
 
 def test_a_rank_that_cannot_resume_says_why_in_one_sentence(whole_run: WholeRun, tmp_path: Path) -> None:
     of_zero = whole_run("zero3").checkpoint
-    done = run_training("--engine=fsdp2", "--launcher=torchrun", f"--out={tmp_path / 'run'}", f"--resume={of_zero}")
+    chosen = ["--engine=fsdp2", "--launcher=torchrun", "--num-workers=1"]
+    done = run_training(*chosen, f"--out={tmp_path / 'run'}", f"--resume={of_zero}")
     assert done.returncode == 4
     assert done.stderr.startswith(f"error: {of_zero} holds no .metadata")
     assert done.stderr.count("\n") == 1

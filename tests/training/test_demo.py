@@ -1,0 +1,83 @@
+"""The demo's steps on the small runs, and what it takes for the demo to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from training.config import EngineName
+from training.demo import FORMAT_FILES, Row, convert_and_check, describe, table_of
+from training.result import RunResult
+
+GOOD = Row(
+    checkpoint="fsdp2, 2 ranks",
+    format="safetensors",
+    file="model.safetensors",
+    files=1,
+    bytes=4_000_000,
+    seconds=0.25,
+    tensors=128,
+    tensors_equal=128,
+    total=360,
+    run_correct=342,
+    file_correct=342,
+    predictions_equal=360,
+)
+
+
+@pytest.mark.parametrize("format_name", FORMAT_FILES)
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_a_file_predicts_as_its_run_did(
+    engine: EngineName, format_name: str, whole_run: Callable[[EngineName], RunResult], tmp_path: Path
+) -> None:
+    run = whole_run(engine)
+    row = convert_and_check(run, format_name, tmp_path)
+    assert (row.tensors, row.tensors_equal) == (128, 128)
+    assert (row.total, row.predictions_equal) == (360, 360)
+    assert row.file_correct == row.run_correct == run.correct
+    assert row.files == 1
+    assert row.bytes == (tmp_path / FORMAT_FILES[format_name]).stat().st_size
+
+
+def test_a_file_of_another_epoch_is_found_out(whole_run: Callable[[EngineName], RunResult], tmp_path: Path) -> None:
+    """The predictions of a run are its last epoch's: a file of the first has to differ, or the demo proves nothing."""
+    run = whole_run("fsdp2")
+    earlier = replace(run, checkpoint=str(Path(run.checkpoint).with_name("epoch_0001")))
+    row = convert_and_check(earlier, "safetensors", tmp_path)
+    assert row.predictions_equal < row.total
+    assert any("predictions differ" in sentence for sentence in row.failures())
+
+
+def test_inspection_fits_a_line(whole_run: Callable[[EngineName], RunResult]) -> None:
+    line = describe(Path(whole_run("zero3").checkpoint))
+    assert "zero3, step 8, 1,006,090 parameters" in line
+    assert "optimizer " in line
+    assert "\n" not in line
+
+
+def test_all_well_has_no_failures() -> None:
+    assert GOOD.failures() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tensors_equal": 127}, "1 of 128 tensors differ"),
+        ({"predictions_equal": 359}, "1 of 360 predictions differ from the run's own"),
+        ({"file_correct": 323}, "its accuracy of 0.8972 is under 0.9"),
+    ],
+)
+def test_each_fault_is_a_failure(change: dict[str, int], sentence: str) -> None:
+    assert replace(GOOD, **change).failures() == [f"model.safetensors: {sentence}"]
+
+
+def test_the_table_has_every_figure() -> None:
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(table_of([GOOD]))
+    for cell in ("fsdp2, 2 ranks", "safetensors", "4,000,000", "0.25", "128/128", "0.9500 (342/360)"):
+        assert cell in captured.get()
