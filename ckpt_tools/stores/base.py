@@ -6,6 +6,7 @@ whoever gave it. It knows nothing of formats, staging or retries.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -52,7 +53,8 @@ def checked_name(path: str) -> str:
     """``path`` if it is a plain relative name that stays inside a store.
 
     Raises:
-        UnsafeError: it is absolute, climbs out, is a URL, names a drive, or holds a NUL or a backslash.
+        UnsafeError: it is absolute, climbs out, is a URL, names a drive, holds a NUL or a backslash, or cannot be
+        encoded as a file name.
     """
     parts = PurePosixPath(path).parts
     unsafe = (
@@ -62,10 +64,20 @@ def checked_name(path: str) -> str:
         or any(character in path for character in "\0\\")
         or "://" in path
         or (len(path) > 1 and path[1] == ":")
+        or not _is_encodable(path)
     )
     if unsafe:
         raise UnsafeError(f"the checkpoint names a file {path!r} outside of itself; it was not opened")
     return path
+
+
+def _is_encodable(path: str) -> bool:
+    """False for lone surrogates, which JSON and pickles can hold and a file name cannot."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

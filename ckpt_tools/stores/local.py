@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,10 @@ class _Descriptor:
     __slots__ = ("number",)
 
     def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Raises OSError, FileNotFoundError also for what is no regular file: opening a pipe would wait forever."""
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(self.number).st_mode):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
@@ -49,16 +53,20 @@ class LocalStore:
         return str(self.root / self.only if self.only else self.root)
 
     def list(self) -> Mapping[str, int]:
-        if self.only is not None:
-            path = self.root / self.only
-            if not path.is_file():
-                raise SourceNotFoundError(f"there is no file {path}")
-            return {self.only: path.stat().st_size}
-        if not self.root.is_dir():
-            raise SourceNotFoundError(f"there is no file or folder {self.root}")
-        return dict(self._walk())
+        try:
+            return dict(self._walk() if self.only is None else self._single(self.only))
+        except OSError as error:
+            raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
+
+    def _single(self, name: str) -> Iterator[tuple[str, int]]:
+        path = self.root / name
+        if not path.is_file():
+            raise SourceNotFoundError(f"there is no file {path}")
+        yield name, path.stat().st_size
 
     def _walk(self) -> Iterator[tuple[str, int]]:
+        if not self.root.is_dir():
+            raise SourceNotFoundError(f"there is no folder {self.root}")
         for folder, folders, names in os.walk(self.root, onerror=_raise):
             folders[:] = [name for name in folders if not name.startswith(".")]
             for name in names:
@@ -91,7 +99,7 @@ class LocalStore:
 
     def _opened(self, path: str) -> _Descriptor:
         inside = self.root / checked_name(path)
-        if not inside.resolve().is_relative_to(self._confines(path)):
+        if not _resolved(inside).is_relative_to(self._confines(path)):
             raise UnsafeError(f"{inside} is a link to a file outside of the checkpoint; it was not opened")
         try:
             return _Descriptor(inside)
@@ -106,8 +114,8 @@ class LocalStore:
         A file that the user named may itself be a link.
         """
         if path == self.only:
-            return (self.root / path).resolve().parent
-        root = self.root.resolve()
+            return _resolved(self.root / path).parent
+        root = _resolved(self.root)
         return root.parent.parent if root.parent.name == "snapshots" else root
 
     def create(self, path: str, size_bytes: int) -> LocalWriter:
@@ -123,7 +131,12 @@ class LocalStore:
 
 
 def _raise(error: OSError) -> None:
-    raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
+    raise error
+
+
+def _resolved(path: Path) -> Path:
+    """The path without links. ``Path.resolve`` raises RuntimeError for links in a circle; opening them, an OSError."""
+    return Path(os.path.realpath(path))
 
 
 @dataclass(slots=True)
@@ -134,14 +147,19 @@ class LocalWriter:
     number: int
 
     def allocate(self, size_bytes: int) -> None:
-        """Reserve the whole file; where the file system cannot, only set its size."""
+        """Reserve the whole file; where the file system cannot, only set its size.
+
+        Raises:
+            StoreError: there is no room; the file is closed. ext4 would take all that is left before it says so, and
+            others who write there would fail meanwhile, so that the room is looked up first.
+        """
         try:
+            room = os.fstatvfs(self.number)
+            if room.f_blocks and size_bytes > room.f_bavail * room.f_frsize:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if size_bytes:
-                os.posix_fallocate(self.number, 0, size_bytes)
+                _reserve(self.number, size_bytes)
         except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
-                os.ftruncate(self.number, size_bytes)
-                return
             os.close(self.number)
             raise StoreError(
                 f"no room for {size_bytes:,} bytes: {error.strerror}; free some or write elsewhere", path=str(self.path)
@@ -157,10 +175,23 @@ class LocalWriter:
             view, offset = view[count:], offset + count
 
     def close(self, *, fsync: bool) -> None:
+        """Raises StoreError: what was written did not reach the disk, which network file systems say only here."""
         try:
             if fsync:
                 os.fsync(self.number)
         except OSError as error:
-            raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
-        finally:
             os.close(self.number)
+            raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
+        try:
+            os.close(self.number)
+        except OSError as error:
+            raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
+
+
+def _reserve(number: int, size_bytes: int) -> None:
+    try:
+        os.posix_fallocate(number, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
+            raise
+        os.ftruncate(number, size_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ckpt_tools.errors import IncompleteError
 from ckpt_tools.stores.base import FileWriter, Store
 
 
@@ -23,10 +24,13 @@ class Overlay:
         return {**self.store.list(), **{name: len(data) for name, data in self.literals.items()}}
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        if path in self.literals:
-            buffer[:] = memoryview(self.literals[path])[start : start + len(buffer)]
-        else:
+        data = self.literals.get(path)
+        if data is None:
             self.store.read_into(path, start, buffer)
+        elif start + len(buffer) > len(data):
+            raise IncompleteError(f"it ends at byte {len(data):,}, before byte {start + len(buffer):,}", path=path)
+        else:
+            buffer[:] = memoryview(data)[start : start + len(buffer)]
 
     def create(self, path: str, size_bytes: int) -> FileWriter:
         return self.store.create(path, size_bytes)

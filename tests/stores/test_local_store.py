@@ -1,0 +1,289 @@
+"""The local store: what it opens, what it refuses, and what it says when the disk does not help."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
+from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.local import MAX_OPEN_FILES, LocalStore, LocalWriter
+from ckpt_tools.testing.stores import StoreTests
+
+
+def read(store: Store, path: str, size: int, start: int = 0) -> bytes:
+    buffer = bytearray(size)
+    store.read_into(path, start, memoryview(buffer))
+    return bytes(buffer)
+
+
+class TestLocalStore(StoreTests):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def make(self, files: Mapping[str, bytes]) -> Store:
+        root = self.folder / f"store-{len(list(self.folder.iterdir()))}"
+        root.mkdir()
+        for name, data in files.items():
+            root.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+            root.joinpath(name).write_bytes(data)
+        return LocalStore(root)
+
+    def get(self, store: Store, path: str) -> bytes:
+        assert isinstance(store, LocalStore)
+        return store.root.joinpath(path).read_bytes()
+
+
+class TestListing:
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(SourceNotFoundError, match="there is no folder"):
+            LocalStore(tmp_path / "nowhere").list()
+
+    def test_hidden_folders_and_what_is_no_file_are_not_listed(self, tmp_path: Path) -> None:
+        (tmp_path / ".cache").mkdir()
+        (tmp_path / ".cache/f").write_bytes(b"1")
+        (tmp_path / "broken").symlink_to("nowhere")
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "f").write_bytes(b"12")
+        assert dict(LocalStore(tmp_path).list()) == {"f": 2}
+
+    def test_a_single_file_is_all_there_is(self, tmp_path: Path) -> None:
+        (tmp_path / "a").write_bytes(b"12")
+        (tmp_path / "b").write_bytes(b"1")
+        store = LocalStore(tmp_path, only="a")
+        assert (dict(store.list()), store.url) == ({"a": 2}, f"{tmp_path}/a")
+        with pytest.raises(SourceNotFoundError, match="there is no file"):
+            LocalStore(tmp_path, only="c").list()
+
+    def test_a_folder_that_may_not_be_read_is_a_store_error(self, tmp_path: Path) -> None:
+        """As another user, where this runs as root, whom no mode stops."""
+        (tmp_path / "closed").mkdir()
+        tmp_path.joinpath("closed/f").write_bytes(b"1")
+        tmp_path.joinpath("closed").chmod(0o444)
+        tmp_path.chmod(0o755)
+        outcome = in_child(
+            f"""
+            os.chdir({str(tmp_path)!r})
+            if os.geteuid() == 0:
+                os.seteuid(65534)
+            LocalStore(Path("closed")).list()
+            """
+        )
+        tmp_path.joinpath("closed").chmod(0o755)
+        assert outcome == "StoreError: closed/f: listing failed: Permission denied"
+
+
+class TestLinks:
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        (tmp_path / "secret").write_bytes(b"secret")
+        (tmp_path / "store/sub").mkdir(parents=True)
+        (tmp_path / "store/inside").write_bytes(b"inside")
+        return tmp_path / "store"
+
+    @pytest.mark.parametrize("target", ["../secret", "sub/../../secret", "{}/secret"])
+    def test_one_that_leads_out_is_refused(self, root: Path, target: str) -> None:
+        (root / "link").symlink_to(target.format(root.parent))
+        with pytest.raises(UnsafeError, match="link to a file outside"):
+            read(LocalStore(root), "link", 1)
+
+    def test_a_folder_that_leads_out_is_refused(self, root: Path) -> None:
+        (root / "folder").symlink_to("..")
+        with pytest.raises(UnsafeError):
+            read(LocalStore(root), "folder/secret", 1)
+
+    def test_one_to_a_neighbour_whose_name_begins_alike_is_refused(self, root: Path) -> None:
+        root.with_name("store2").mkdir()
+        root.with_name("store2").joinpath("f").write_bytes(b"1")
+        (root / "link").symlink_to("../store2/f")
+        with pytest.raises(UnsafeError):
+            read(LocalStore(root), "link", 1)
+
+    def test_one_that_stays_inside_is_followed(self, root: Path) -> None:
+        (root / "sub/link").symlink_to("../inside")
+        assert read(LocalStore(root), "sub/link", 6) == b"inside"
+
+    def test_a_store_reached_through_a_link_is_as_good(self, root: Path) -> None:
+        root.with_name("alias").symlink_to("store")
+        assert read(LocalStore(root.with_name("alias")), "inside", 6) == b"inside"
+
+    def test_the_file_that_the_user_named_may_be_a_link(self, root: Path) -> None:
+        (root / "named").symlink_to("../secret")
+        assert read(LocalStore(root, only="named"), "named", 6) == b"secret"
+        (root / "other").symlink_to("../secret")
+        with pytest.raises(UnsafeError):
+            read(LocalStore(root, only="named"), "other", 1)
+
+    def test_a_snapshot_of_the_hub_cache_may_link_to_its_blobs_and_no_further(self, tmp_path: Path) -> None:
+        model = tmp_path / "models--x"
+        (model / "blobs").mkdir(parents=True)
+        (model / "blobs/abc").write_bytes(b"blob")
+        (model / "snapshots/main").mkdir(parents=True)
+        (model / "snapshots/main/f").symlink_to("../../blobs/abc")
+        (tmp_path / "secret").write_bytes(b"secret")
+        (model / "snapshots/main/g").symlink_to("../../../secret")
+        store = LocalStore(model / "snapshots/main")
+        assert read(store, "f", 4) == b"blob"
+        with pytest.raises(UnsafeError):
+            read(store, "g", 1)
+
+    def test_links_in_a_circle_are_a_store_error(self, root: Path) -> None:
+        (root / "a").symlink_to("b")
+        (root / "b").symlink_to("a")
+        assert dict(LocalStore(root).list()) == {"inside": 6}
+        with pytest.raises(StoreError, match="opening failed: Too many levels of symbolic links"):
+            read(LocalStore(root), "a", 1)
+
+
+class TestReading:
+    @pytest.mark.timeout(20)
+    def test_a_pipe_is_no_file_and_does_not_make_it_wait(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(IncompleteError, match="missing"):
+            read(LocalStore(tmp_path), "pipe", 1)
+
+    def test_no_more_descriptors_stay_open_than_said(self, tmp_path: Path) -> None:
+        for number in range(MAX_OPEN_FILES + 40):
+            (tmp_path / f"{number}").write_bytes(b"%d" % number)
+        store, before = LocalStore(tmp_path), num_descriptors()
+        for number in range(MAX_OPEN_FILES + 40):
+            assert read(store, f"{number}", 1) == str(number).encode()[:1]
+        assert num_descriptors() - before == MAX_OPEN_FILES
+        assert read(store, "0", 1) == b"0"
+        del store
+        assert num_descriptors() == before
+
+    def test_a_file_too_long_for_one_system_call_is_read_whole(self, tmp_path: Path) -> None:
+        size = (1 << 31) + 4096
+        with (tmp_path / "sparse").open("wb") as file:
+            file.truncate(size)
+            file.seek(size - 3)
+            file.write(b"end")
+        assert read(LocalStore(tmp_path), "sparse", 4099, size - 4099)[-3:] == b"end"
+
+    def test_an_error_of_the_disk_is_a_store_error(self, tmp_path: Path) -> None:
+        """/proc/self/mem has no bytes at address 0, and says so as a failing disk does."""
+        with pytest.raises(StoreError, match="reading failed: Input/output error") as caught:
+            read(LocalStore(Path("/proc/self"), only="mem"), "mem", 8)
+        assert caught.value.exit_code == 5
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+class TestWriting:
+    def test_a_file_is_not_written_over(self, tmp_path: Path) -> None:
+        (tmp_path / "f").write_bytes(b"old")
+        with pytest.raises(StoreError, match="creating failed: File exists"):
+            LocalStore(tmp_path).create("f", 3)
+        assert (tmp_path / "f").read_bytes() == b"old"
+
+    def test_it_has_its_size_and_its_room_from_the_start(self, tmp_path: Path) -> None:
+        writer = LocalStore(tmp_path).create("f", 1 << 20)
+        found = (tmp_path / "f").stat()
+        writer.close(fsync=False)
+        assert (found.st_size, found.st_blocks * 512) == (1 << 20, 1 << 20)
+
+    @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600), (0, 0o666)])
+    def test_its_mode_follows_the_umask(self, tmp_path: Path, umask: int, mode: int) -> None:
+        with umask_of(umask):
+            LocalStore(tmp_path).create("folder/f", 0).close(fsync=False)
+        assert stat.S_IMODE((tmp_path / "folder/f").stat().st_mode) == mode
+        assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o777 & ~umask
+
+    def test_a_file_larger_than_the_disk_is_refused_before_it_takes_any_of_it(self, tmp_path: Path) -> None:
+        free = shutil.disk_usage(tmp_path)
+        with pytest.raises(StoreError, match=r"no room for [\d,]+ bytes: No space left on device") as caught:
+            LocalStore(tmp_path).create("f", free.total + 1)
+        assert caught.value.path == str(tmp_path / "f")
+        assert (tmp_path / "f").stat().st_blocks == 0
+
+    def test_a_file_larger_than_the_process_may_write_is_refused(self, tmp_path: Path) -> None:
+        """The limit on file sizes is a real refusal by the kernel to reserve room."""
+        outcome = in_child(f"LocalStore(Path({str(tmp_path)!r})).create('f', 1 << 20)", file_size_limit=1 << 16)
+        assert (
+            outcome
+            == f"StoreError: {tmp_path}/f: no room for 1,048,576 bytes: File too large; free some or write elsewhere"
+        )
+
+    def test_a_disk_that_fills_up_is_a_store_error(self) -> None:
+        """/dev/full takes no byte, as a disk on which somebody else took the room."""
+        writer = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY))
+        with pytest.raises(StoreError, match="writing failed: No space left on device") as caught:
+            writer.write_at(0, b"1")
+        writer.close(fsync=False)
+        assert (caught.value.path, caught.value.exit_code) == ("/dev/full", 5)
+
+    def test_a_write_that_the_kernel_cuts_short_is_continued_until_it_is_refused(self, tmp_path: Path) -> None:
+        """At the limit on file sizes a write first takes less than was given, and then fails."""
+        outcome = in_child(
+            f"""
+            path = {str(tmp_path / "f")!r}
+            writer = LocalWriter(Path(path), os.open(path, os.O_WRONLY | os.O_CREAT))
+            writer.write_at(0, b"x" * 1000)
+            """,
+            file_size_limit=600,
+        )
+        assert outcome == f"StoreError: {tmp_path}/f: writing failed: File too large"
+        assert (tmp_path / "f").read_bytes() == b"x" * 600
+
+    def test_a_folder_that_cannot_be_made_is_a_store_error(self, tmp_path: Path) -> None:
+        (tmp_path / "f").write_bytes(b"")
+        with pytest.raises(StoreError, match=r"creating failed: (Not a directory|File exists)"):
+            LocalStore(tmp_path).create("f/g", 1)
+
+    def test_closing_what_the_disk_refused_is_a_store_error(self) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with pytest.raises(StoreError, match="writing failed: Invalid argument"):
+            LocalWriter(Path("pipe"), writer).close(fsync=True)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(writer)
+
+
+class umask_of:  # noqa: N801
+    """A umask for a while."""
+
+    def __init__(self, umask: int) -> None:
+        self.umask = umask
+
+    def __enter__(self) -> None:
+        self.before = os.umask(self.umask)
+
+    def __exit__(self, *_: object) -> None:
+        os.umask(self.before)
+
+
+def in_child(code: str, *, file_size_limit: int | None = None) -> str:
+    """Run ``code`` in a process of its own; the CkptError that it ends with, as text."""
+    program = """
+import os
+from pathlib import Path
+from ckpt_tools.errors import CkptError
+from ckpt_tools.stores.local import LocalStore, LocalWriter
+try:
+    {}
+except CkptError as error:
+    print(f"{{type(error).__name__}}: {{error}}")
+""".format(textwrap.indent(textwrap.dedent(code), "    ").strip())
+
+    def limit() -> None:
+        if file_size_limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, preexec_fn=limit, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

@@ -1,0 +1,18 @@
+"""The store in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.testing.stores import StoreTests
+
+
+class TestMemoryStore(StoreTests):
+    def make(self, files: Mapping[str, bytes]) -> Store:
+        return MemoryStore({name: bytearray(data) for name, data in files.items()})
+
+    def get(self, store: Store, path: str) -> bytes:
+        assert isinstance(store, MemoryStore)
+        return bytes(store.files[path])

@@ -1,0 +1,37 @@
+"""Literals in front of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from ckpt_tools.errors import IncompleteError
+from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.testing.stores import StoreTests
+
+
+class TestOverlay(StoreTests):
+    """Every second file is a literal."""
+
+    def make(self, files: Mapping[str, bytes]) -> Store:
+        behind = {name: bytearray(data) for name, data in list(files.items())[::2]}
+        return Overlay(MemoryStore(behind), dict(list(files.items())[1::2]))
+
+    def get(self, store: Store, path: str) -> bytes:
+        assert isinstance(store, Overlay) and isinstance(store.store, MemoryStore)
+        return bytes(store.store.files[path])
+
+
+def test_a_literal_hides_a_file_of_its_name() -> None:
+    store = Overlay(MemoryStore({"a": bytearray(b"behind")}), {"a": b"front"})
+    buffer = bytearray(3)
+    store.read_into("a", 2, memoryview(buffer))
+    assert (buffer, dict(store.list())) == (b"ont", {"a": 5})
+
+
+def test_a_literal_ends_where_it_ends() -> None:
+    with pytest.raises(IncompleteError, match="it ends at byte 3"):
+        Overlay(MemoryStore(), {"a": b"abc"}).read_into("a", 2, memoryview(bytearray(2)))
