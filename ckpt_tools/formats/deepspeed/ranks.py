@@ -1,9 +1,11 @@
 """The optimizer files of all ranks, reduced to where each of their vectors lies.
 
 Of a rank only numbers are kept: a thousand files of values would be gigabytes. Files are opened one after the other:
-parsing holds the interpreter, and eight threads took 1.7 times as long for 256 files on two cores. What a slot of the optimizer is, its
-value tells: as long as the masters it is cut with them, a number or a 0-d tensor belongs to every parameter of the
-partition, and anything else (the block scales of an 8-bit optimizer) is kept under its rank, as it is.
+parsing holds the interpreter, and eight threads took 1.7 times as long for 256 files on two cores.
+
+What a slot of the optimizer is, its value tells: as long as the masters it is cut with them, a number or a 0-d tensor
+belongs to every parameter of the partition, and anything else (the block scales of an 8-bit optimizer) is kept under
+its rank, as it is.
 """
 
 from __future__ import annotations

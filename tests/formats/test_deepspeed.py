@@ -1,0 +1,179 @@
+"""DeepSpeed's own checkpoints, by 1 to 4 real processes: every tensor against what DeepSpeed itself gathers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fixtures
+from ckpt_tools.assemble import Assembler
+from ckpt_tools.boxes import Box
+from ckpt_tools.formats.base import ReadOptions
+from ckpt_tools.formats.deepspeed import DeepSpeedReader
+from ckpt_tools.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.stores.base import Source, Store
+from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.values import to_json
+from fixtures import launch, recipe, zero
+from fixtures.store import Fixture
+from tests.support.truth import Truth, assert_same_bits, dtype_of
+
+OTHER_OPTIMIZERS = [
+    Fixture("zero2-fp32", "rmsprop", 3),
+    Fixture("zero3-bf16", "amsgrad", 2),
+    Fixture("zero2-bf16", "adagrad", 2),
+    Fixture("zero3-fp32", "adagrad", 2),
+    Fixture("zero1-fp32", "adafactor", 3),
+    Fixture("zero3-fp16", "lion", 3),
+    Fixture("zero1-bf16acc", "lone", 4),
+]
+WANTED = [f for f in fixtures.CORE if f.kind.startswith("zero")] + OTHER_OPTIMIZERS
+
+
+def read(folder: Path, tag: str | None = None) -> Manifest:
+    return DeepSpeedReader().read_manifest(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
+
+
+def elements(store: Store, entry: TensorEntry) -> np.ndarray:
+    out = bytearray(entry.num_bytes)
+    reader = Assembler(store, scratch_bytes=1 << 20)
+    reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
+    return np.frombuffer(bytes(out), dtype_of(entry.dtype.value)).reshape(entry.shape)
+
+
+def gathered(folder: Path, manifest: Manifest) -> dict[tuple[str, str], np.ndarray]:
+    """Every tensor of the model and the optimizer, weights under their aliases too."""
+    store = Overlay(LocalStore(folder), manifest.literals)
+    entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
+    entries |= {StateKey(alias): manifest.tensors[StateKey(owner)] for alias, owner in manifest.aliases.items()}
+    return {tuple(key): elements(store, entry) for key, entry in entries.items()}
+
+
+def groups_of(manifest: Manifest) -> list[dict[str, Any]]:
+    return as_json([{"fqns": group.params, "options": group.options} for group in manifest.groups])
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=lambda f: f"{f.kind}-{f.case}-{f.world_size}")
+def test_reads_what_deepspeed_holds(wanted: Fixture, checkpoint: Callable[[str, str, int], Fixture]) -> None:
+    made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
+    assert_read(made.checkpoint, Truth.load(made.root), stage=int(wanted.kind[4]))
+
+
+def assert_read(folder: Path, truth: Truth, *, stage: int) -> None:
+    """Tensors bit for bit, kinds, ties, groups and everything that is no tensor."""
+    manifest = read(folder)
+    assert_same_bits(truth.tensors, gathered(folder, manifest))
+    assert manifest.format == f"zero{stage}"
+    assert manifest.aliases == truth.facts["ties"]
+    kinds = {key.fqn: entry.kind.value for key, entry in manifest.tensors.items() if entry.kind is not Kind.STATE}
+    assert kinds == {fqn: kind for fqn, kind in truth.kinds.items() if fqn not in truth.facts["ties"]}
+    assert groups_of(manifest) == truth.facts["groups"]
+    assert_facts(manifest, truth.facts)
+
+
+def assert_facts(manifest: Manifest, facts: Mapping[str, Any]) -> None:
+    extra = manifest.extra
+    assert (manifest.step, manifest.world_size) == (facts["global_step"], facts["world_size"])
+    assert extra["global_step"] == facts["global_step"]
+    assert as_json(extra["lr_scheduler"]) == facts["scheduler"]
+    assert as_json(extra["client_state"]) == facts["client_state"]
+    assert extra["deepspeed"]["skipped_steps"] == facts["skipped_steps"]
+    scaler = {k: v for k, v in to_json(extra.get("loss_scaler", {})).items() if k != "dtype"}
+    assert scaler == facts["loss_scaler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(zero.Flavour):
+    """A flavour with other settings of ``zero_optimization``."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        config = zero.Flavour.config(self)
+        return config | {"zero_optimization": config["zero_optimization"] | self.changes}
+
+
+CHANGED = {
+    "elastic": Changed(2, "bf16", changes={"elastic_checkpoint": True}),
+    "round-robin": Changed(1, "fp32", changes={"round_robin_gradients": True}),
+    "aligned": Changed(2, "bf16", changes={"parameter_alignment": True}),
+}
+
+
+def produce_changed(name: str, folder: str) -> None:
+    """Runs on every rank."""
+    run = zero.Run(recipe.CASES["awkward"], CHANGED[name], seed=1)
+    run.train(recipe.STEPS_BEFORE)
+    run.engine.save_checkpoint(f"{folder}/checkpoint", client_state=dict(recipe.CLIENT_STATE))
+    truth = run.gather()
+    truth.facts |= {"client_state": recipe.CLIENT_STATE}
+    if run.engine.global_rank == 0:
+        truth.write(Path(folder))
+    run.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reads_groups_with_padding_after_each_parameter(world_size: int, tmp_path: Path) -> None:
+    launch.pool(world_size).run(produce_changed, "aligned", str(tmp_path))
+    assert_read(tmp_path / "checkpoint", Truth.load(tmp_path), stage=2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reads_groups_dealt_out_to_the_ranks(world_size: int, tmp_path: Path) -> None:
+    """The fp32 weights judge the masters here: DeepSpeed's own gather takes the undealt order and returns other
+    parameters' elements (0.19.8, ``_link_all_hp_params``)."""
+    launch.pool(world_size).run(produce_changed, "round-robin", str(tmp_path))
+    manifest, truth = read(tmp_path / "checkpoint"), Truth.load(tmp_path)
+    got = gathered(tmp_path / "checkpoint", manifest)
+    assert_same_bits(truth.slot("weight"), in_slot(got, "weight"))
+    assert_same_bits({fqn: got[fqn, "weight"] for fqn in truth.slot("master")}, in_slot(got, "master"))
+    assert groups_of(manifest) == truth.facts["groups"]
+
+
+def in_slot(tensors: Mapping[tuple[str, str], np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {fqn: tensor for (fqn, slot), tensor in tensors.items() if slot == name}
+
+
+def test_reads_elastic_checkpoints_which_keep_no_hyperparameters(tmp_path: Path) -> None:
+    launch.pool(3).run(produce_changed, "elastic", str(tmp_path))
+    manifest, truth = read(tmp_path / "checkpoint"), Truth.load(tmp_path)
+    assert_same_bits(truth.tensors, gathered(tmp_path / "checkpoint", manifest))
+    assert groups_of(manifest) == [group | {"options": {}} for group in truth.facts["groups"]]
+
+
+@pytest.fixture
+def saved(checkpoint: Callable[[str, str, int], Fixture], tmp_path: Path) -> Path:
+    """A save directory with two tags, of which ``latest`` names the second."""
+    shutil.copytree(checkpoint("zero3-bf16", "awkward", 2).checkpoint, tmp_path / "saved")
+    other = checkpoint("zero2-fp16", "awkward", 3).checkpoint / "global_step4"
+    shutil.copytree(other, tmp_path / "saved" / "before")
+    return tmp_path / "saved"
+
+
+def test_latest_chooses_and_a_tag_overrides(saved: Path) -> None:
+    assert read(saved).format == "zero3"
+    assert (read(saved, "before").format, read(saved, "before").world_size) == ("zero2", 3)
+
+
+def test_a_tag_folder_and_a_folder_around_them_are_read_as_well(saved: Path, tmp_path: Path) -> None:
+    assert read(saved / "before").format == "zero2"
+    assert read(tmp_path, "saved/before").format == "zero2"
+
+
+def test_universal_folders_are_of_another_format(checkpoint: Callable[[str, str, int], Fixture]) -> None:
+    universal = checkpoint("universal-zero2-bf16", "awkward", 2).checkpoint
+    assert not DeepSpeedReader().detect(Source.open(LocalStore(universal)))
+    native = checkpoint("zero2-bf16", "awkward", 2).checkpoint
+    assert DeepSpeedReader().detect(Source.open(LocalStore(native)))
