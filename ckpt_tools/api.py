@@ -23,6 +23,7 @@ from ckpt_tools.conversion import (
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.registry import FormatInfo, table, writers
 from ckpt_tools.integrity import check_integrity
+from ckpt_tools.lazy import Checkpoint
 from ckpt_tools.opening import read_checkpoint
 from ckpt_tools.options import ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
@@ -45,6 +46,20 @@ def inspect(
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     _, manifest = read_checkpoint(src, options.reading, format_name=from_)
     return summarize(manifest, str(src))
+
+
+def open(
+    src: str | Path,
+    *,
+    from_: str | None = None,
+    tag: str | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+) -> Checkpoint:
+    """The checkpoint at ``src`` as a mapping of names to tensors that are read when indexed, and only where."""
+    options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
+    source, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    return Checkpoint.of(source.store, manifest)
 
 
 def plan(src: str | Path, dst: str | Path, **options: Any) -> PlanReport:
