@@ -404,6 +404,25 @@ class TensorRef:
     key: StateKey
 
 
+Path = tuple[str | int, ...]
+"""From the root of a tree of state to one of its leaves: keys of dicts, and positions in lists as int."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTree:
+    """Where a source that is a tree of state kept things, so that it can be written back as it was.
+
+    ``optim`` is None where there was no optimizer. ``is_flattened`` says that optimizer state had one key each,
+    ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<option>``. ``extras`` maps the names at the top of
+    ``Manifest.extra`` to their paths.
+    """
+
+    model: Path
+    optim: Path | None
+    is_flattened: bool = False
+    extras: Mapping[str, Path] = field(default_factory=dict)
+
+
 def _frozen(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return MappingProxyType(dict(values))
 
@@ -414,7 +433,7 @@ class Manifest:
 
     ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is no tensor:
     global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
-    itself.
+    itself. ``tree`` is None where the source is no tree of the user's making.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there.
@@ -428,6 +447,7 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
     world_size: int | None = None
+    tree: StateTree | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -9,17 +9,28 @@ own.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.boxes import Shape
+from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
-from ckpt_tools.manifest import Kind, Manifest, ParamGroup, ShardTable, StateKey, TensorEntry, TensorRef
-
-Path = tuple[str | int, ...]
+from ckpt_tools.manifest import (
+    ByteRange,
+    Kind,
+    Manifest,
+    ParamGroup,
+    Shard,
+    ShardTable,
+    StateKey,
+    StateTree,
+    TensorEntry,
+    TensorRef,
+)
+from ckpt_tools.manifest import Path as Path
 
 MODEL_NAMES = ("model", "module", "state_dict")
 """What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
@@ -187,17 +198,69 @@ def manifest_of(
     """
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
     tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
-    places = {name: place(path, tree, is_tensor=name not in leaves.objects) for name, path in leaves.paths.items()}
-    extra = _extras(leaves, places, tree)
+    places = {name: _place(name, leaves, tree) for name in leaves.paths}
+    aliases, twins = _aliases(ties or {}, places)
+    numbers = {name: leaves.objects[name] for name in leaves.objects if isinstance(places[name], State)}
+    tensors = {**leaves.tensors, **{name: leaves.tensors[owner] for name, owner in twins.items()}}
+    leaves = replace(leaves, tensors=tensors | {name: _number_leaf(name, number) for name, number in numbers.items()})
+    extra, homes = _extras(leaves, places, tree)
     return Manifest(
         format_name,
         _entries(leaves.tensors, places),
-        aliases=_aliases(ties or {}, places),
-        groups=_groups({places[name]: value for name, value in leaves.objects.items()}),
+        aliases=aliases,
+        groups=_groups(_options(leaves, places)),
+        literals={_literal(name): _number_bytes(number)[1] for name, number in numbers.items()},
         extra=extra,
         step=_step(extra),
         world_size=world_size,
+        tree=StateTree(tree.model, tree.optim, _is_flattened(leaves.paths.values(), tree.optim), homes),
     )
+
+
+def _place(name: str, leaves: Leaves, tree: Tree) -> Place:
+    """What a leaf is. Optimizer state that is neither a tensor nor a number has no slot, and stays the user's own."""
+    where = place(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
+    is_value = isinstance(where, State) and name in leaves.objects and not _is_number(leaves.objects[name])
+    return Extra(leaves.paths[name]) if is_value else where
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, float) or (type(value) is int and -(1 << 63) <= value < 1 << 63)
+
+
+def _number_leaf(name: str, number: float) -> TensorLeaf:
+    """State that is kept as a plain number, as a 0-d tensor in a literal file."""
+    dtype, data = _number_bytes(number)
+    at = ByteRange(_literal(name), 0, len(data))
+    return TensorLeaf((), dtype, ShardTable.build((), dtype, [Shard(Box.whole(()), at)]))
+
+
+def _literal(name: str) -> str:
+    return f"literal:{name}"
+
+
+def _number_bytes(number: float) -> tuple[DType, bytes]:
+    """A number in its own width, from which its Python type can be told."""
+    if isinstance(number, bool):
+        return DType.BOOL, struct.pack("<?", number)
+    return (
+        (DType.INT64, struct.pack("<q", number))
+        if isinstance(number, int)
+        else (DType.FLOAT64, struct.pack("<d", number))
+    )
+
+
+def _options(leaves: Leaves, places: Mapping[str, Place]) -> dict[Option, Any]:
+    """The hyperparameters; one that is a tensor, such as the ``lr`` of a captured graph, as a reference to it."""
+    return {
+        where: leaves.objects[name] if name in leaves.objects else TensorRef(_key(where, leaves.tensors[name])[0])
+        for name, where in places.items()
+        if isinstance(where, Option)
+    }
+
+
+def _is_flattened(paths: Iterable[Path], optim: Path | None) -> bool:
+    return optim is not None and any(path[:-1] == optim and _flattened(str(path[-1])) for path in paths if path)
 
 
 def _entries(tensors: Mapping[str, TensorLeaf], places: Mapping[str, Place]) -> dict[StateKey, TensorEntry]:
@@ -227,17 +290,23 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _aliases(ties: Mapping[str, str], places: Mapping[str, Place]) -> dict[str, str]:
-    pairs = ((places[alias], places[owner]) for alias, owner in ties.items())
-    return {a.fqn: b.fqn for a, b in pairs if isinstance(a, Weight) and isinstance(b, Weight)}
+def _aliases(ties: Mapping[str, str], places: Mapping[str, Place]) -> tuple[dict[str, str], dict[str, str]]:
+    """Ties between weights, by fqn, and the others, by leaf: what is no weight has no aliases and stands for itself."""
+    aliases, twins = {}, {}
+    for alias, owner in ties.items():
+        ends = places[alias], places[owner]
+        if isinstance(ends[0], Weight) and isinstance(ends[1], Weight):
+            aliases[ends[0].fqn] = ends[1].fqn
+        else:
+            twins[alias] = owner
+    return aliases, twins
 
 
-def _groups(objects: Mapping[Place, Any]) -> tuple[ParamGroup, ...]:
+def _groups(options: Mapping[Option, Any]) -> tuple[ParamGroup, ...]:
     """The optimizer's groups; where options are kept by parameter, parameters with the same options are a group."""
     by_owner: defaultdict[int | str, dict[str, Any]] = defaultdict(dict)
-    for where, value in objects.items():
-        if isinstance(where, Option):
-            by_owner[where.owner][where.name] = value
+    for option, value in options.items():
+        by_owner[option.owner][option.name] = value
     numbered = {owner: options for owner, options in by_owner.items() if isinstance(owner, int)}
     if numbered:
         return tuple(_numbered_group(numbered[number]) for number in sorted(numbered))
@@ -256,16 +325,29 @@ def _gathered_groups(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGr
     return tuple(ParamGroup(tuple(names), dict(by_param[names[0]])) for names in members.values())
 
 
-def _extras(leaves: Leaves, places: Mapping[str, Place], tree: Tree) -> dict[str, Any]:
-    """The user's own entries as the tree they were, without the levels that model and optimizer share with them."""
+def _extras(leaves: Leaves, places: Mapping[str, Place], tree: Tree) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The user's own entries as the tree they were, without the levels that model and optimizer share with them; and
+    the path of each name at its top."""
     shared = tree.model[:-1] if tree.optim is None else _common(tree.model, tree.optim)
     extra: dict[str, Any] = {}
+    homes: dict[str, Path] = {}
     for name, where in places.items():
         if isinstance(where, Extra):
-            inner = where.path[len(shared) :] if where.path[: len(shared)] == shared else where.path
+            depth = len(shared) if where.path[: len(shared)] == shared and len(where.path) > len(shared) else 0
+            home = where.path[: depth + 1]
+            inner = where.path[depth:]
+            if homes.setdefault(str(inner[0]), home) != home:
+                inner = (_unused(_dotted(where.path), homes),)
+                homes[inner[0]] = where.path
             tensor = leaves.tensors.get(name)
             _set(extra, inner, leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0]))
-    return extra
+    return {name: _with_lists(value) for name, value in extra.items()}, homes
+
+
+def _unused(name: str, names: Mapping[str, Path]) -> str:
+    while name in names:
+        name += "'"
+    return name
 
 
 def _common(first: Path, second: Path) -> Path:
@@ -273,16 +355,30 @@ def _common(first: Path, second: Path) -> Path:
     return first[: next(different, min(len(first), len(second)))]
 
 
-def _set(tree: dict[str, Any], path: Path, value: Any) -> None:
+class _Node(dict[str | int, Any]):
+    """A level of a tree under construction, apart from the dicts that are values of leaves."""
+
+
+def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:
     """Put ``value`` at ``path``; where an object stands in the way, the rest of the path is its name."""
-    *parents, leaf = map(str, path)
+    *parents, leaf = path
     for depth, part in enumerate(parents):
-        inner = tree.setdefault(part, {})
-        if type(inner) is not dict:
-            tree[".".join([*parents[depth:], leaf])] = value
+        inner = tree.setdefault(part, _Node())
+        if not isinstance(inner, _Node):
+            tree[_dotted((*parents[depth:], leaf))] = value
             return
         tree = inner
     tree[leaf] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """Levels whose keys are all the positions from 0 on were lists."""
+    if not isinstance(value, _Node):
+        return value
+    inner = {part: _with_lists(item) for part, item in value.items()}
+    if set(inner) == set(range(len(inner))):
+        return [inner[position] for position in range(len(inner))]
+    return {str(part): item for part, item in inner.items()}
 
 
 STEP_NAMES = ("global_step", "global_steps", "step")

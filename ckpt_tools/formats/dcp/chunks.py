@@ -1,0 +1,30 @@
+"""How FSDP2 cuts a tensor over ranks. Pure geometry.
+
+``fully_shard`` places ``Shard(0)``, which cuts dim 0 as ``torch.chunk`` does: ceil(rows / ranks) rows each, fewer for
+the last, none for the ranks behind it. DCP lists the empty pieces of these too. All of them start where the tensor
+ends, and an item is known by its name and its start, so only one of them is kept.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.boxes import Box, Shape
+
+
+def row_chunks(shape: Shape, world_size: int) -> list[Box]:
+    """The chunks of a tensor of at least one row, chunk r being rank r's; where ranks are left over, the last one is
+    empty."""
+    rows = shape[0]
+    step = -(-rows // world_size)
+    starts = list(range(0, rows, step))
+    if len(starts) < world_size:
+        starts.append(rows)
+    return [_rows(shape, start, min(start + step, rows)) for start in starts]
+
+
+def _rows(shape: Shape, start: int, stop: int) -> Box:
+    return Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))
+
+
+def is_cut(shape: Shape) -> bool:
+    """Whether FSDP2 can cut a parameter of ``shape``: it refuses 0-d ones and cannot train empty ones."""
+    return bool(shape) and 0 not in shape
