@@ -6,6 +6,7 @@ takes each epoch's metrics with a function that writes this rank's shards where 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -61,8 +62,7 @@ Report = Callable[[EpochMetrics, Save | None], None]
 
 def train(config: TrainConfig, device: torch.device, resume_from: Path | None, report: Report) -> Trained:
     """Train to ``config.last_epoch`` on this rank, from the start or from a checkpoint folder with all shards."""
-    samples = load_dataset(config.dataset, "train", config.data_root).first(config.num_samples)
-    held_out = load_dataset(config.dataset, "held-out", config.data_root)
+    samples, held_out = load_parts(config)
     total_steps = config.epochs * config.steps_per_epoch(len(samples))
     with closing(create_engine(config, schedule_for(total_steps, config.warmup_fraction), device)) as engine:
         progress = engine.resume(resume_from) if resume_from else Progress()
@@ -74,6 +74,18 @@ def train(config: TrainConfig, device: torch.device, resume_from: Path | None, r
             report(metrics, partial(engine.save, progress=progress) if config.saves_after(epoch) else None)
             history.append(metrics)
         return Trained(tuple(history), evaluate(engine.logits, held_out, device))
+
+
+def load_parts(config: TrainConfig) -> tuple[LabelledImages, LabelledImages]:
+    """The training and the held-out samples; the first rank of each machine goes ahead, so one downloads for all."""
+    leads = int(os.environ["LOCAL_RANK"]) == 0
+    if not leads:
+        torch.distributed.barrier()
+    samples = load_dataset(config.dataset, "train", config.data_root).first(config.num_samples)
+    held_out = load_dataset(config.dataset, "held-out", config.data_root)
+    if leads:
+        torch.distributed.barrier()
+    return samples, held_out
 
 
 def _check_epochs_left(config: TrainConfig, progress: Progress) -> None:

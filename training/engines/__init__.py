@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from training.config import TrainConfig
@@ -17,6 +19,8 @@ def create_engine(config: TrainConfig, schedule: WarmupCosine, device: torch.dev
         from training.engines.fsdp2 import Fsdp2Engine
 
         return Fsdp2Engine(config, schedule, device)
+    # Read when DeepSpeed is imported: left to find out, it warns on a machine without a GPU.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     from training.engines.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, schedule, device)
