@@ -1,24 +1,30 @@
 """A destination that is absent, old, or complete, never half.
 
-A conversion writes into a hidden folder beside its destination. Publishing renames that folder, or the one file in
-it, into place; any failure removes it. The folder is locked while a process writes, so that a second writer is told,
-and what a killed one left is known to be nobody's.
+A conversion writes into a hidden folder beside its destination. Publishing renames that folder, or the one file in it,
+into place in one step; any failure removes it. The folder is locked while a process writes, so that a second writer is
+told, and what a killed one left is known to be nobody's.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools.errors import DestinationExistsError, StoreError
+from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores.local import LocalStore
 
 STAGING_SUFFIX = ".ckpt-tools-partial"
+REPLACED_SUFFIX = ".ckpt-tools-replaced"
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""fcntl.h and linux/fs.h."""
 
 
 @dataclass(slots=True)
@@ -28,80 +34,165 @@ class Staging:
     store: LocalStore
     target: Path
     is_file: bool
-    published: bool = False
+    overwrite: bool
+    moved: bool = False
+    """Whether the hidden folder has itself become the target, so that nothing of it is left to remove."""
 
     def publish(self, *, fsync: bool) -> None:
-        """Put the finished output in its place, in one rename. Raises StoreError."""
-        finished = self.store.root / self.target.name if self.is_file else self.store.root
-        try:
+        """Put the finished output in its place, in one step.
+
+        Raises:
+            DestinationExistsError: somebody else put something there meanwhile. StoreError: renaming failed.
+        """
+        folder = self.store.root
+        with _reporting("publishing failed", self.target):
             if fsync:
-                _sync_folders(self.store.root)
-            _replace(finished, self.target)
+                _sync_folders(folder)
+            _check_free(self.target, is_file=self.is_file, overwrite=self.overwrite)
+            if self.is_file:
+                folder.joinpath(self.target.name).rename(self.target)
+            elif _is_full_folder(self.target):
+                _replace(folder, self.target)
+            else:
+                folder.rename(self.target)
+            self.moved = not self.is_file
             if fsync:
                 _sync_folder(self.target.parent)
-        except OSError as error:
-            raise StoreError(f"publishing failed: {error.strerror}", path=str(self.target)) from error
-        self.published = True
 
 
 @contextmanager
 def staged(target: Path, *, is_file: bool, overwrite: bool) -> Iterator[Staging]:
     """A staging folder for ``target``; on leaving, it is gone unless it was published.
 
+    A target that is a link to a folder stands for that folder; one that is a link to a file is replaced itself.
+
     Raises:
         DestinationExistsError: the target exists and ``overwrite`` is False, or another process is writing it.
-        StoreError: the folder cannot be made.
+        UsageError: the target is a mount point. StoreError: the folder cannot be made.
     """
-    if not overwrite and _occupied(target):
-        raise DestinationExistsError(f"{target} exists; choose another destination, or replace it with --overwrite")
-    if target.exists() and target.is_dir() == is_file:
-        kind = "folder" if is_file else "file"
-        raise DestinationExistsError(f"{target} is a {kind}, which this output cannot replace; remove it first")
-    folder = target.parent / f".{target.name}{STAGING_SUFFIX}"
-    lock = _claim(folder)
-    staging = Staging(LocalStore(folder), target, is_file)
+    place = Path(os.path.realpath(target.parent), target.name) if is_file else Path(os.path.realpath(target))
+    folder = place.with_name(f".{place.name}{STAGING_SUFFIX}")
+    with _reporting("cannot write there", place.parent):
+        _check_free(place, is_file=is_file, overwrite=overwrite)
+        lock = _claim(folder)
+    staging = Staging(LocalStore(folder), place, is_file, overwrite)
     try:
+        with _reporting("cannot write there", place.parent):
+            _empty(folder)
+            _recover(place)
+            _check_free(place, is_file=is_file, overwrite=overwrite)
         yield staging
     finally:
-        if not staging.published or is_file:
+        if not staging.moved:
             shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
-def _occupied(target: Path) -> bool:
-    return target.exists() and not (target.is_dir() and not any(target.iterdir()))
+@contextmanager
+def _reporting(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what}: {error.strerror}", path=str(path)) from error
+
+
+def _check_free(place: Path, *, is_file: bool, overwrite: bool) -> None:
+    """Raises DestinationExistsError or UsageError where ``place`` may not, or cannot, be taken."""
+    if os.path.ismount(place):
+        raise UsageError(f"{place} is a mount point and cannot be replaced as a whole; name a folder inside it")
+    if not overwrite and os.path.lexists(place) and (place.is_file() or _is_full_folder(place)):
+        raise DestinationExistsError(f"{place} exists; choose another destination, or replace it with --overwrite")
+    if place.exists() and place.is_dir() == is_file:
+        kind = "folder" if is_file else "file"
+        raise DestinationExistsError(f"{place} is a {kind}, which this output cannot replace; remove it first")
+
+
+def _is_full_folder(place: Path) -> bool:
+    return place.is_dir() and any(place.iterdir())
 
 
 def _claim(folder: Path) -> int:
-    """An empty, locked folder; the lock goes with the process that holds it."""
+    """A descriptor that locks ``folder``, which is made; the lock goes with the process that holds it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        # Until we hold the lock, whoever does may publish the folder, or remove it, at any moment; then we start again.
+        with suppress(FileExistsError):
+            folder.mkdir()
+        with suppress(FileNotFoundError), _descriptor(folder, os.O_NOFOLLOW) as number:
+            _lock(number, folder)
+            if os.path.samestat(os.fstat(number), folder.stat()):
+                return os.dup(number)
+
+
+def _lock(number: int, folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"cannot write there: {error.strerror}", path=str(folder.parent)) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         raise DestinationExistsError(f"another process is writing into {folder}; wait for it to end") from error
+
+
+@contextmanager
+def _descriptor(folder: Path, flags: int = 0) -> Iterator[int]:
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
+    try:
+        yield number
+    finally:
+        os.close(number)
+
+
+def _empty(folder: Path) -> None:
     for left in folder.iterdir():
         shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-    return lock
+
+
+def _recover(place: Path) -> None:
+    """Put back, or remove, what ``_replace_in_two_steps`` moved aside before its process was killed."""
+    aside = _aside(place)
+    if aside.is_dir() and not os.path.lexists(place):
+        aside.rename(place)
+    elif aside.is_dir():
+        shutil.rmtree(aside)
 
 
 def _replace(finished: Path, target: Path) -> None:
-    """Rename over a file or an empty folder at once; a full folder is first moved aside, then removed."""
-    aside = target.parent / f".{target.name}.ckpt-tools-replaced"
-    if target.is_dir() and any(target.iterdir()):
-        target.rename(aside)
-        try:
-            finished.rename(target)
-        except OSError:
-            aside.rename(target)
-            raise
-        shutil.rmtree(aside)
-    else:
+    """Put a folder in the place of a full one, which is removed.
+
+    While it is being removed, the old one bears the name of the staging folder, and is locked like one.
+    """
+    with _descriptor(target) as old:
+        fcntl.flock(old, fcntl.LOCK_EX)
+        if _exchange(finished, target):
+            shutil.rmtree(finished, ignore_errors=True)
+        else:
+            _replace_in_two_steps(finished, target)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step, or False where the system cannot (NFS, Lustre)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def _replace_in_two_steps(finished: Path, target: Path) -> None:
+    aside = _aside(target)
+    target.rename(aside)
+    try:
         finished.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}{REPLACED_SUFFIX}")
 
 
 def _sync_folders(root: Path) -> None:
@@ -110,8 +201,5 @@ def _sync_folders(root: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with _descriptor(folder) as number:
         os.fsync(number)
-    finally:
-        os.close(number)
