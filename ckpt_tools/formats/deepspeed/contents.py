@@ -117,7 +117,14 @@ class Contents:
             raise IncompleteError(
                 "param_shapes has it, and module has not", path=self.model.file.path, key=min(missing)
             )
-        return [name for name in self.model.module if name not in self.aliases]
+        return [name for name in self.model.module if name not in self.aliases and not self._is_left_out(name)]
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether ``exclude_frozen_parameters`` took the owner of a tie and left its alias, empty, behind."""
+        value, owner = self.model.module[name], self.model.ties.get(name)
+        return (
+            owner is not None and owner not in self.model.module and isinstance(value, StoredTensor) and not value.numel
+        )
 
     def _of(self, name: str) -> Entries:
         """The tensors of one name: the weight or buffer, and the optimizer's."""

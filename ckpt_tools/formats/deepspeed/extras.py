@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.deepspeed.files import File, plain
 from ckpt_tools.manifest import Kind, StateKey, TensorEntry, TensorRef
 from ckpt_tools.values import DefaultDict, Opaque, OrderedDict, StoredTensor, Value
@@ -71,15 +70,8 @@ class Extras:
             self.values.setdefault(section, {}).update(found)
 
     def inert(self, value: Value, name: str, file: File) -> Value:
-        """``value`` with a reference in the place of each tensor; itself where there is none.
-
-        Raises:
-            MalformedError: it is nested too deeply.
-        """
-        try:
-            return _Replacing(self, file).replaced(value, name) if _has_tensor(value) else value
-        except RecursionError as error:
-            raise MalformedError("its values are nested too deeply", path=file.path, key=name) from error
+        """``value`` with a reference in the place of each tensor; itself where there is none."""
+        return _Replacing(self, file).replaced(value, name) if _has_tensor(value) else value
 
     def refer(self, tensor: StoredTensor, name: str, file: File) -> TensorRef:
         key = self._unused(name)

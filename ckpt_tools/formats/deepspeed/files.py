@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeVar
 
 from ckpt_tools.boxes import Box, Shape
@@ -19,6 +20,9 @@ from ckpt_tools.stores.base import Source
 from ckpt_tools.values import Opaque, StoredTensor, Value
 
 Kind = TypeVar("Kind")
+
+INT64_MAX = (1 << 63) - 1
+"""No tensor has more elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,7 @@ def _shapes(found: Value, path: str) -> Mapping[str, Shape]:
 
 
 def _shape(name: str, found: Value, path: str) -> Shape:
-    if not isinstance(found, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
+    if not _naturals(found) or prod(found) > INT64_MAX:
         raise MalformedError(f"its shape is {found!r}", path=path, key=name)
     return tuple(found)
 
@@ -256,7 +260,7 @@ def _flat_tensors(found: list[Value], name: str, path: str) -> tuple[StoredTenso
 
 def _paddings(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
     found = own.get("group_paddings") or [0] * num_flats
-    if not isinstance(found, list) or len(found) != num_flats or not all(type(n) is int and n >= 0 for n in found):
+    if not _naturals(found) or len(found) != num_flats:
         raise MalformedError(f"its group_paddings are no {num_flats} numbers", path=path, key="group_paddings")
     return tuple(found)
 
@@ -272,7 +276,7 @@ def _alignment_paddings(own: Mapping[str, Value], num_flats: int, path: str) -> 
 
 
 def _naturals(found: Value) -> bool:
-    return isinstance(found, list) and all(type(n) is int and n >= 0 for n in found)
+    return isinstance(found, list | tuple) and all(type(n) is int and 0 <= n <= INT64_MAX for n in found)
 
 
 def _optimizer(

@@ -43,11 +43,17 @@ def locate(
     found: dict[str, Pieces] = {}
     for group, shapes in enumerate(param_shapes):
         gaps = _gaps(shapes, alignment_paddings, group, masters.files[0])
-        partition = int((masters.numels[:, group] + paddings[:, group]).max())
+        partition = _most_common(masters.numels[:, group] + paddings[:, group])
         spans = list(_spans(shapes, gaps))
         _check_sizes(masters, group, partition, spans[-1][2] if spans else 0)
         found |= {name: _pieces(start, stop, partition, group) for name, start, stop in spans if stop > start}
     return found
+
+
+def _most_common(numels: Ints) -> int:
+    """What most ranks say, so that a message names the rank that differs."""
+    found, counts = np.unique(numels, return_counts=True)
+    return int(found[np.argmax(counts)])
 
 
 def _gaps(

@@ -1,0 +1,584 @@
+"""DeepSpeed checkpoints by hand: partitions of any shape, and one test for each rule that a damaged one breaks."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_tools.assemble import Assembler
+from ckpt_tools.boxes import Box
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import (
+    CkptError,
+    IncompleteError,
+    MalformedError,
+    SourceNotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.base import ReadOptions
+from ckpt_tools.formats.deepspeed import DeepSpeedReader
+from ckpt_tools.formats.deepspeed.zero12 import original_order
+from ckpt_tools.manifest import MASTER, Kind, Manifest, StateKey, TensorEntry, TensorRef
+from ckpt_tools.stores.base import Source
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.overlay import Overlay
+from tests.formats.zero_files import (
+    MODEL,
+    TAG,
+    Files,
+    build,
+    moments_of,
+    optim,
+    own,
+    rank_model,
+    store_of,
+    values_of,
+)
+
+GROUPS = [{"a.weight": (5, 3), "a.bias": (5,)}, {"b": (1,)}]
+FROZEN = {"f": (2, 3)}
+
+
+def read(files: Files, tag: str | None = None) -> Manifest:
+    return read_store(store_of(files), tag)
+
+
+def read_store(store: MemoryStore, tag: str | None = None) -> Manifest:
+    return DeepSpeedReader().read_manifest(Source.open(store), ReadOptions(tag=tag))
+
+
+def value(store: MemoryStore, manifest: Manifest, entry: TensorEntry) -> np.ndarray:
+    """The elements of a tensor; bf16 as fp32."""
+    out = bytearray(entry.numel * DType.FLOAT32.item_bytes if entry.dtype is DType.BFLOAT16 else entry.num_bytes)
+    entry = entry.cast(DType.FLOAT32) if entry.dtype is DType.BFLOAT16 else entry
+    reader = Assembler(Overlay(store, manifest.literals), scratch_bytes=1 << 16)
+    reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
+    return np.frombuffer(bytes(out), entry.dtype.value).reshape(entry.shape)
+
+
+def assert_counts(files: Files, groups: list[Any], frozen: Any) -> None:
+    """Every element is where it was put."""
+    store = store_of(files)
+    manifest = read_store(store)
+    for name, tensor in values_of(groups).items():
+        assert np.array_equal(value(store, manifest, manifest.tensors[StateKey(name, MASTER)]), tensor.numpy())
+    for name, tensor in moments_of(groups).items():
+        assert np.array_equal(value(store, manifest, manifest.tensors[StateKey(name, "exp_avg")]), tensor.numpy())
+    for name, tensor in values_of([*groups, frozen]).items():
+        weight = value(store, manifest, manifest.tensors[StateKey(name)])
+        assert np.array_equal(weight, tensor.bfloat16().float().numpy())
+
+
+SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+
+
+@given(
+    stage=st.sampled_from([1, 2, 3]),
+    world_size=st.integers(1, 6),
+    sizes=st.lists(st.lists(SHAPES, min_size=1, max_size=4), min_size=1, max_size=3),
+    frozen=st.lists(SHAPES, max_size=2),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_element_is_found_whatever_the_shapes(
+    stage: int, world_size: int, sizes: list[list[tuple[int, ...]]], frozen: list[tuple[int, ...]]
+) -> None:
+    groups = [{f"g{i}.p{j}": shape for j, shape in enumerate(group)} for i, group in enumerate(sizes)]
+    fixed = {f"f{i}": shape for i, shape in enumerate(frozen)}
+    assert_counts(build(stage, world_size, groups, fixed), groups, fixed)
+
+
+def test_a_stage_3_parameter_may_straddle_sub_groups() -> None:
+    files = build(3, 2, GROUPS)
+    for rank in range(2):
+        state = own(files, rank)
+        inner = state["optimizer_state_dict"]
+        whole = [torch.cat(state["fp32_flat_groups"]), torch.cat([s["exp_avg"] for s in inner["state"].values()])]
+        state["fp32_flat_groups"] = list(whole[0].split(3))
+        inner["state"] = {i: {"exp_avg": m, "step": torch.tensor(7.0)} for i, m in enumerate(whole[1].split(3))}
+        inner["param_groups"] = [{"params": list(range(len(inner["state"])))}]
+    assert_counts(files, GROUPS, {})
+
+
+def test_columns_hold_as_many_rows_as_ranks_hold_elements() -> None:
+    tensors = read(build(3, 4, [{"five": (5,), "one": (1,)}])).tensors
+    assert [len(tensors[StateKey(name, MASTER)].shards) for name in ("five", "one")] == [3, 1]
+    assert tensors[StateKey("five", MASTER)].shards.shape == (5,)
+
+
+def test_stage_3_weights_are_the_masters_read_as_the_models_type() -> None:
+    tensors = read(build(3, 2, GROUPS)).tensors
+    weight = tensors[StateKey("a.weight")]
+    assert (weight.dtype, weight.shards.dtype, weight.kind) == (DType.BFLOAT16, DType.FLOAT32, Kind.PARAMETER)
+    assert list(weight.shards) == list(tensors[StateKey("a.weight", MASTER)].shards)
+
+
+def test_empty_parameters_have_a_weight_and_nothing_else() -> None:
+    for stage in (2, 3):
+        files = build(stage, 2, [{"a": (3,)}], {"empty": (0, 4)})
+        found = {key: entry.shape for key, entry in read(files).tensors.items() if key.fqn == "empty"}
+        assert found == {StateKey("empty"): (0, 4)}
+
+
+def test_empty_parameters_of_older_versions_lie_in_the_groups() -> None:
+    for stage in (2, 3):
+        files = build(stage, 2, [{"a": (3,), "empty": (0, 4)}, {"none": (0,)}])
+        found = {key: entry.shape for key, entry in read(files).tensors.items() if key.fqn in ("empty", "none")}
+        assert found == {StateKey("empty"): (0, 4), StateKey("none"): (0,)}
+
+
+def test_a_single_dictionary_of_shapes_is_one_group() -> None:
+    files = build(2, 2, GROUPS[:1])
+    (files[MODEL]["param_shapes"],) = files[MODEL]["param_shapes"]
+    assert_counts(files, GROUPS[:1], {})
+
+
+def test_python_steps_become_literals_of_their_own_width() -> None:
+    files = build(2, 2, GROUPS)
+    own(files)["base_optimizer_state"]["state"][0]["step"] = 12
+    own(files)["base_optimizer_state"]["state"][1]["step"] = 12.5
+    store = store_of(files)
+    manifest = read_store(store)
+    step, other = (manifest.tensors[StateKey(name, "step")] for name in ("a.bias", "b"))
+    assert (step.shape, step.dtype, other.dtype) == ((), DType.INT64, DType.FLOAT64)
+    assert (value(store, manifest, step), value(store, manifest, other)) == (12, 12.5)
+
+
+def test_a_step_among_the_hyperparameters_is_every_members_step() -> None:
+    files = build(3, 2, GROUPS)
+    for rank in range(2):
+        for state in own(files, rank)["optimizer_state_dict"]["state"].values():
+            del state["step"]
+    own(files)["optimizer_state_dict"]["param_groups"][0]["step"] = 4
+    store = store_of(files)
+    manifest = read_store(store)
+    assert value(store, manifest, manifest.tensors[StateKey("a.weight", "step")]) == 4
+    assert StateKey("b", "step") not in manifest.tensors
+    assert manifest.groups[0].options["step"] == 4
+
+
+def test_state_that_is_not_cut_like_the_masters_stays_with_its_rank() -> None:
+    files = build(2, 2, GROUPS)
+    for rank in range(2):
+        own(files, rank)["base_optimizer_state"]["state"][0] |= {"absmax": torch.tensor([rank + 0.5]), "kind": "blocks"}
+    store = store_of(files)
+    manifest = read_store(store)
+    kept = manifest.extra["deepspeed"]["partition_state"]
+    assert [kept[rank][0]["kind"] for rank in (0, 1)] == ["blocks", "blocks"]
+    refs = [kept[rank][0]["absmax"] for rank in (0, 1)]
+    assert [value(store, manifest, manifest.tensors[ref.key]).tolist() for ref in refs] == [[0.5], [1.5]]
+    assert all(manifest.tensors[ref.key].kind is Kind.EXTRA for ref in refs)
+
+
+def test_slots_of_some_groups_only() -> None:
+    files = build(2, 2, GROUPS)
+    for rank in range(2):
+        own(files, rank)["base_optimizer_state"]["state"][1] = {"momentum_buffer": None}
+    slots = {key.slot for key in read(files).tensors if key.fqn == "b"}
+    assert slots == {"weight", "master"}
+
+
+def test_adagrads_one_group_of_all_partitions() -> None:
+    files = build(1, 2, GROUPS)
+    for rank in range(2):
+        own(files, rank)["base_optimizer_state"]["param_groups"] = [{"lr": 0.5, "params": [0, 1]}]
+    (group,) = read(files).groups
+    assert (group.params, group.options) == (("a.weight", "a.bias", "b"), {"lr": 0.5})
+
+
+def test_names_given_to_the_optimizer_are_no_hyperparameters() -> None:
+    files = build(1, 1, GROUPS)
+    own(files)["base_optimizer_state"]["param_groups"][0]["param_names"] = ["a.weight", "a.bias"]
+    assert read(files).groups[0].options == {"lr": 0.0}
+
+
+def test_dealt_out_parameters_are_put_back_in_order() -> None:
+    # What stage_1_and_2.py _round_robin_reorder gives for five tensors on two ranks: 0, 2, 4, 1, 3.
+    assert original_order(["p0", "p2", "p4", "p1", "p3"], 2) == ("p0", "p1", "p2", "p3", "p4")
+
+
+def tied(stage: int) -> Files:
+    files = build(stage, 2, [{"embed": (4, 3)}, {"b": (2,)}])
+    for path in [path for path in files if path.endswith("model_states.pt")]:
+        files[path]["module"]["head"] = files[path]["module"]["embed"]
+    return files
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ties_that_deepspeed_saw(stage: int) -> None:
+    files = tied(stage)
+    files[MODEL if stage < 3 else rank_model(0)]["shared_params"] = {"head": "embed"}
+    manifest = read(files)
+    assert manifest.aliases == {"head": "embed"}
+    assert StateKey("head") not in manifest.tensors
+
+
+def test_views_of_the_same_elements_are_tied() -> None:
+    assert read(tied(2)).aliases == {"head": "embed"}
+
+
+def test_an_alias_before_its_owner_in_the_model_is_still_the_alias() -> None:
+    files = tied(2)
+    files[MODEL]["module"].move_to_end("embed")
+    assert read(files).aliases == {"head": "embed"}
+
+
+def test_tensors_at_one_address_are_not_tied_by_that_alone() -> None:
+    """Two empty ones, or a view of another shape: DeepSpeed takes them for ties."""
+    files = build(1, 2, [{"a": (4,)}], {"empty": (0, 2), "none": (0, 2)})
+    module = files[MODEL]["module"]
+    module["part"] = module["a"][:2]
+    files[MODEL]["shared_params"] = {"none": "empty", "part": "a"}
+    assert not read(files).aliases
+
+
+def test_buffers_that_share_elements_stay_apart() -> None:
+    files = build(1, 1, GROUPS)
+    files[MODEL]["module"]["again"] = files[MODEL]["module"]["count"]
+    files[MODEL]["buffer_names"].append("again")
+    manifest = read(files)
+    assert not manifest.aliases
+    assert manifest.tensors[StateKey("again")].kind is Kind.BUFFER
+
+
+def test_frozen_parameters_left_out_of_the_checkpoint_are_not_missed() -> None:
+    """``exclude_frozen_parameters``; a stage 3 alias of such a parameter stays behind in ``module``, empty."""
+    files = build(3, 1, GROUPS)
+    files[rank_model(0)]["module"]["gone.alias"] = torch.empty(0)
+    files[rank_model(0)]["shared_params"] = {"gone.alias": "gone"}
+    assert "gone.alias" not in read(files).fqns
+
+
+def test_module_state_that_is_no_tensor_is_kept() -> None:
+    files = build(1, 1, GROUPS)
+    files[MODEL]["module"]["norm._extra_state"] = {"amax": torch.tensor([2.5])}
+    store = store_of(files)
+    manifest = read_store(store)
+    ref = manifest.extra["deepspeed"]["module"]["norm._extra_state"]["amax"]
+    assert value(store, manifest, manifest.tensors[ref.key]) == 2.5
+
+
+def test_strided_weights_keep_their_strides() -> None:
+    files = build(1, 1, [{"a": (3, 4)}], {"f": (3, 4)})
+    turned = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3).T
+    files[MODEL]["module"]["f"] = turned
+    store = store_of(files)
+    manifest = read_store(store)
+    assert np.array_equal(value(store, manifest, manifest.tensors[StateKey("f")]), turned.float().numpy())
+
+
+def test_tensors_of_the_client_state_become_tensors_of_the_manifest() -> None:
+    shared = [torch.tensor([1.5])]
+    files = build(1, 1, GROUPS)
+    files[MODEL] |= {"rng": {"cpu": torch.arange(3), 1: shared, "1": shared}, "epoch": 3}
+    store = store_of(files)
+    manifest = read_store(store)
+    state = manifest.extra["client_state"]
+    assert state["epoch"] == 3
+    assert isinstance(state["rng"]["cpu"], TensorRef) and state["rng"][1] is state["rng"]["1"]
+    entry = manifest.tensors[state["rng"]["cpu"].key]
+    assert (entry.kind, value(store, manifest, entry).tolist()) == (Kind.EXTRA, [0, 1, 2])
+
+
+def test_objects_of_the_client_state_may_contain_themselves() -> None:
+    settings = Namespace(tensor=torch.tensor(1.0))
+    settings.itself = settings
+    files = build(1, 1, GROUPS)
+    files[MODEL]["args"] = settings
+    found = read(files).extra["client_state"]["args"]
+    assert found.attributes["itself"] is found and isinstance(found.attributes["tensor"], TensorRef)
+
+
+def test_deepspeeds_own_scalars_are_kept_together() -> None:
+    extra = read(build(2, 2, GROUPS)).extra
+    assert extra["deepspeed"] == {
+        "skipped_steps": 0,
+        "dp_world_size": 2,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": "0.19.8",
+    }
+    assert extra["global_step"] == 7
+    assert "client_state" not in extra and "lr_scheduler" not in extra
+
+
+def test_old_names_of_optimizer_files() -> None:
+    files = build(2, 2, GROUPS)
+    for rank in range(2):
+        files[optim(rank).replace("_optim", "optim")] = files.pop(optim(rank))
+    assert_counts(files, GROUPS, {})
+
+
+def test_a_tag_chosen_where_latest_is_missing() -> None:
+    files = build(2, 1, GROUPS)
+    del files["latest"]
+    assert read(files).step == 7
+    files |= {path.replace(TAG, "global_step10"): content for path, content in files.items()}
+    with pytest.raises(UnsupportedError, match=r"--tag \(global_step7, global_step10\)"):
+        read(files)
+    assert read(files, "global_step10").step == 7
+
+
+def test_detection_never_fails() -> None:
+    for names in ((), ("latest",), ("a/b/c.pt",), (optim(0),), ("mp_rank_00_model_states.pt",)):
+        found = DeepSpeedReader().detect(Source.open(MemoryStore({name: bytearray() for name in names})))
+        assert found == any(name.endswith("_states.pt") for name in names)
+
+
+Change = Callable[[Files], Any]
+
+
+def changed(files: Files, path: str, **values: Any) -> None:
+    files[path].update(values)
+
+
+def drop(*paths: str) -> Change:
+    return lambda files: [files.pop(path) for path in paths]
+
+
+def add(path: str, content: Any = b"") -> Change:
+    return lambda files: files.update({path: content})
+
+
+def in_model(**values: Any) -> Change:
+    return lambda files: [content.update(values) for path, content in files.items() if path.endswith("model_states.pt")]
+
+
+def in_optim(rank: int = 0, **values: Any) -> Change:
+    return lambda files: own(files, rank).update(values)
+
+
+def of_module(change: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda files: [
+        change(content["module"]) for path, content in files.items() if path.endswith("model_states.pt")
+    ]
+
+
+def of_state(change: Callable[[dict[str, Any]], Any], rank: int = 0) -> Change:
+    return lambda files: change(own(files, rank)["base_optimizer_state"]["state"][0])
+
+
+def masters(rank: int, change: Callable[[list[torch.Tensor]], Any]) -> Change:
+    def apply(files: Files) -> None:
+        state = own(files, rank)
+        change(state["fp32_flat_groups" if state["zero_stage"] == 3 else "single_partition_of_fp32_groups"])
+
+    return apply
+
+
+def fragment(rank: int, change: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda files: change(files[rank_model(rank)]["frozen_param_fragments"])
+
+
+def cut_short(path: str) -> Change:
+    def apply(files: Files) -> None:
+        whole = store_of({path: files[path]}).files[path]
+        files[path] = bytes(whole[: len(whole) // 2])
+
+    return apply
+
+
+def reshaped(shape: tuple[int, ...]) -> Change:
+    """``a.weight`` of another shape, in param_shapes and in module."""
+
+    def apply(files: Files) -> None:
+        for path, content in files.items():
+            if path.endswith("model_states.pt"):
+                content["param_shapes"][0]["a.weight"] = torch.Size(shape)
+                if content["module"]["a.weight"].numel():
+                    content["module"]["a.weight"] = torch.ones(shape)
+
+    return apply
+
+
+def shorter(tensors: list[torch.Tensor]) -> None:
+    tensors[0] = tensors[0][:-1].clone()
+
+
+def longer(tensors: list[torch.Tensor]) -> None:
+    tensors[0] = torch.cat([tensors[0], tensors[0][:1]])
+
+
+def half(tensors: list[torch.Tensor]) -> None:
+    tensors[0] = tensors[0].half()
+
+
+RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
+    # Where files are.
+    "no optimizer files": (2, drop(*map(optim, range(3))), IncompleteError, "no .*_optim_states"),
+    "first rank missing": (2, drop(optim(0)), IncompleteError, optim(0)),
+    "middle rank missing": (2, drop(optim(1)), IncompleteError, optim(1)),
+    "last rank missing": (2, drop(optim(2)), IncompleteError, optim(2)),
+    "a rank too many": (2, add(optim(3)), MalformedError, "of 3 ranks.*another"),
+    "no model file": (2, drop(MODEL), IncompleteError, MODEL),
+    "no model file of a stage 3 rank": (3, drop(rank_model(1)), IncompleteError, rank_model(1)),
+    "no model file of the last stage 3 rank": (3, drop(rank_model(2)), IncompleteError, rank_model(2)),
+    "two files of one rank": (2, add(f"{TAG}/bf16_" + optim(1).split("/")[1]), MalformedError, "both claim"),
+    "a file cut short": (2, cut_short(optim(2)), CkptError, optim(2)),
+    "no dictionary": (2, add(optim(1), [1, 2]), MalformedError, "no dictionary"),
+    "latest names no tag": (2, add("latest", "global_step8"), IncompleteError, "'global_step8'.*global_step7"),
+    "latest leads outside": (2, add("latest", "../other"), UnsafeError, "outside"),
+    "latest is empty": (2, add("latest", ""), UnsafeError, "outside"),
+    "latest is no text": (2, add("latest", b"\xff\xfe"), MalformedError, "no text"),
+    "latest is too long": (2, add("latest", "x" * 5000), MalformedError, "5,000 bytes"),
+    # Kinds of parallelism.
+    "tensor-parallel names": (2, add(f"{TAG}/mp_rank_01_model_states.pt"), UnsupportedError, "tensor-parallel"),
+    "pipeline names": (2, add(f"{TAG}/layer_00-model_states.pt"), UnsupportedError, "pipeline"),
+    "expert names": (2, add(f"{TAG}/layer_0_expert_1_mp_rank_00_model_states.pt"), UnsupportedError, "experts"),
+    "expert optimizer": (2, add(f"{TAG}/expp_rank_0_mp_rank_00_optim_states.pt"), UnsupportedError, "experts"),
+    "NVMe": (3, add(f"{TAG}/offloaded_tensors/rank0/1.tensor.swp"), UnsupportedError, "NVMe"),
+    "mp_world_size": (2, in_model(mp_world_size=2), UnsupportedError, "tensor- or pipeline-parallel"),
+    "pp_degree": (2, in_model(checkpoint_parallel_dimensions={"pp_degree": 2}), UnsupportedError, "pipeline"),
+    "AutoEP layers": (2, in_model(ds_autoep_layers=[{}]), UnsupportedError, "AutoEP"),
+    "AutoEP partitions": (3, in_optim(ds_zero_partition_groups=[{}]), UnsupportedError, "AutoEP"),
+    "expert partitions": (2, in_optim(partition_count=[3, 1]), UnsupportedError, "experts"),
+    # What ranks say of themselves.
+    "no zero state": (2, lambda f: own(f).clear(), UnsupportedError, "no ZeRO"),
+    "stage 0": (2, in_optim(zero_stage=0), UnsupportedError, "stage is 0"),
+    "saved without ZeRO": (2, in_model(param_shapes=None), UnsupportedError, "stage 0"),
+    "older than param_shapes": (2, lambda f: f[MODEL].pop("param_shapes"), UnsupportedError, "older than"),
+    "another stage on a rank": (2, in_optim(1, zero_stage=1), MalformedError, "stage is 1.*rank 0 2"),
+    "another world size on a rank": (2, in_optim(1, partition_count=[2, 2]), MalformedError, "world_size is 2"),
+    "dp_world_size": (2, in_model(dp_world_size=4), MalformedError, "dp_world_size is 4"),
+    "no partition_count": (2, in_optim(partition_count=None), MalformedError, "partition_count"),
+    "no optimizer dictionary": (2, in_optim(base_optimizer_state=None), MalformedError, "base_optimizer_state"),
+    "no masters": (2, lambda f: own(f).pop("single_partition_of_fp32_groups"), MalformedError, "single_partition"),
+    "paddings": (2, in_optim(group_paddings=[1]), MalformedError, "group_paddings"),
+    "alignment paddings": (2, in_optim(param_alignment_paddings=[[0]]), MalformedError, "param_alignment_paddings"),
+    # Shapes against partitions.
+    "fewer groups than shapes": (2, in_model(param_shapes=[{"a.weight": (5, 3)}]), MalformedError, "2 groups"),
+    "shapes too large": (2, reshaped((9, 9)), MalformedError, "3 partitions of 8 elements.*86"),
+    "shapes too small": (2, reshaped((2, 3)), MalformedError, "3 partitions of 8 elements.*11"),
+    "stage 3 shapes": (3, reshaped((9, 9)), MalformedError, "8 elements.*promise 30"),
+    "a master too short": (2, masters(1, shorter), MalformedError, "7 elements instead of 8"),
+    "the first master too short": (2, masters(0, shorter), MalformedError, "7 elements instead of 8"),
+    "a master too long": (2, masters(2, longer), MalformedError, "5 elements instead of 4"),
+    "a master of another type": (2, masters(1, half), MalformedError, "float16.*float32"),
+    "a master of two dims": (2, masters(1, lambda m: m.append(torch.ones(2, 2))), MalformedError, "flat"),
+    "a master too many": (2, masters(1, lambda m: m.append(torch.ones(2))), MalformedError, "partitions"),
+    "a stage 3 master too short": (3, masters(1, shorter), MalformedError, r"\[6, 1\].*\[7, 1\]"),
+    "a stage 3 master missing": (3, masters(0, lambda m: m.pop()), MalformedError, "partitions"),
+    # Slots.
+    "a slot of one rank missing": (2, of_state(lambda s: s.pop("exp_avg"), 1), IncompleteError, "exp_avg is missing"),
+    "a slot of one rank too short": (
+        2,
+        of_state(lambda s: s.update(exp_avg=s["exp_avg"][:3].clone()), 1),
+        IncompleteError,
+        "exp_avg is missing",
+    ),
+    "a slot of another type": (
+        2,
+        of_state(lambda s: s.update(exp_avg=s["exp_avg"].half()), 1),
+        MalformedError,
+        "its exp_avg is float16",
+    ),
+    "a slot called master": (2, of_state(lambda s: s.update(master=s["exp_avg"])), UnsupportedError, "'master'"),
+    "a step of 65 bits": (2, of_state(lambda s: s.update(step=1 << 64)), MalformedError, "65 bits"),
+    "state that is no dictionary": (
+        2,
+        lambda f: own(f)["base_optimizer_state"]["state"].update({0: [1]}),
+        MalformedError,
+        "no dictionary",
+    ),
+    "groups without params": (
+        2,
+        lambda f: own(f)["base_optimizer_state"].update(param_groups=[{"lr": 1.0}]),
+        MalformedError,
+        "no params",
+    ),
+    "a partition in no group": (
+        2,
+        lambda f: own(f)["base_optimizer_state"]["param_groups"].pop(),
+        MalformedError,
+        r"partitions \[0\] of 2",
+    ),
+    # The model.
+    "no module": (2, in_model(module=None), MalformedError, "'module' is a NoneType"),
+    "a weight missing": (2, of_module(lambda m: m.pop("a.bias")), IncompleteError, "a.bias.*module has not"),
+    "a weight of another shape": (
+        2,
+        of_module(lambda m: m.update({"a.bias": torch.ones(4)})),
+        MalformedError,
+        r"\[4\] in module and \[5\]",
+    ),
+    "a parameter in two groups": (
+        2,
+        in_model(param_shapes=[{"b": (1,)}, {"b": (1,)}]),
+        MalformedError,
+        "b: .*two groups",
+    ),
+    "a shape that is none": (2, in_model(param_shapes=[{"b": (-1,)}]), MalformedError, r"\(-1,\)"),
+    "a shape of too many elements": (3, reshaped((1 << 40, 1 << 40)), MalformedError, "1099511627776"),
+    "shapes that are none": (2, in_model(param_shapes=[3]), MalformedError, "no dictionary"),
+    "names that are none": (2, in_model(buffer_names=[3]), MalformedError, "int stands where a name"),
+    "ties that are none": (2, in_model(shared_params=[3]), MalformedError, "shared_params"),
+    "a stage 3 weight without elements": (
+        3,
+        of_module(lambda m: m.update(lost=torch.empty(0))),
+        IncompleteError,
+        "lost: no file",
+    ),
+    # Frozen parameters of stage 3.
+    "a fragment missing": (3, fragment(1, lambda f: f.pop("f")), IncompleteError, "frozen f is missing"),
+    "a fragment too short": (3, fragment(1, lambda f: f.update(f=f["f"][:1].clone())), MalformedError, "frozen f has"),
+    "a fragment of another type": (3, fragment(1, lambda f: f.update(f=f["f"].half())), MalformedError, "float16"),
+    "a fragment that is no tensor": (3, fragment(1, lambda f: f.update(f=3)), MalformedError, "no tensor"),
+    "ranks of different steps": (
+        3,
+        lambda f: f[rank_model(1)].update(global_steps=8),
+        MalformedError,
+        "global_steps is 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_broken_rule_is_one_clear_sentence(name: str) -> None:
+    stage, change, error, words = RULES[name]
+    files = build(stage, 3, GROUPS, FROZEN)
+    assert_counts(files, GROUPS, FROZEN)
+    change(files)
+    with pytest.raises(error, match=words) as caught:
+        read(files)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_tag_lists_those_that_are_there() -> None:
+    with pytest.raises(SourceNotFoundError, match="no tag 'global_step9'; it has global_step7"):
+        read(build(2, 1, GROUPS), "global_step9")
+
+
+def test_nothing_at_the_source() -> None:
+    with pytest.raises(SourceNotFoundError, match="no DeepSpeed checkpoint"):
+        read({"latest": TAG})
+
+
+ODD_VALUES = (None, -1, 1 << 70, 0.5, "x", [], [3], {}, {"x": 3}, torch.ones(2, 2), torch.empty(0))
+
+
+def places(content: Any, depth: int = 5) -> list[tuple[Any, Any]]:
+    """Every item of every dictionary and list in ``content``: its container and its key."""
+    if not depth or not isinstance(content, dict | list):
+        return []
+    keys = list(content) if isinstance(content, dict) else range(len(content))
+    return [(content, key) for key in keys] + [place for key in keys for place in places(content[key], depth - 1)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_odd_values_anywhere_are_refused_or_read_but_never_crash(stage: int) -> None:
+    files = build(stage, 2, GROUPS, FROZEN)
+    odd = [(place, wrong) for content in files.values() for place in places(content) for wrong in ODD_VALUES]
+    for (container, key), wrong in random.Random(stage).sample(odd, 300):
+        kept, container[key] = container[key], wrong
+        with suppress(CkptError):
+            read(files)
+        container[key] = kept
