@@ -92,6 +92,13 @@ def test_shards_of_a_folder_are_one_model(to: str, tmp_path: Path, checkpoint: A
     assert ckpt_tools.verify(made.checkpoint, tmp_path / "m").equal
 
 
+def halved(tensor: torch.Tensor) -> torch.Tensor:
+    """torch's own cast; of the two NaNs that its kernels make, the scalar one's (see ``casts``)."""
+    half = tensor.bfloat16()
+    half.view(torch.int16)[half.isnan()] = 0x7FC0
+    return half
+
+
 def test_the_cast_is_that_of_torch(tmp_path: Path, checkpoint: Any) -> None:
     made = checkpoint("zero3-fp32", "awkward", 2)
     ckpt_tools.convert(made.checkpoint, tmp_path / "whole.pt")
@@ -99,7 +106,7 @@ def test_the_cast_is_that_of_torch(tmp_path: Path, checkpoint: Any) -> None:
     whole, half = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "half.pt"))
     kinds = Truth.load(made.root).kinds
     wanted = {
-        name: tensor.bfloat16() if kinds[name] == "parameter" and tensor.is_floating_point() else tensor
+        name: halved(tensor) if kinds[name] == "parameter" and tensor.is_floating_point() else tensor
         for name, tensor in whole.items()
     }
     assert_same_bits({k: bits(v) for k, v in wanted.items()}, {k: bits(v) for k, v in half.items()})
