@@ -18,15 +18,20 @@ from ckpt_tools.runners.base import Item, Result
 
 @dataclass(frozen=True, slots=True)
 class ThreadRunner:
-    """``num_workers`` threads, each taking the next item when it is free."""
+    """``num_workers`` threads, at least one, each taking the next item when it is free."""
 
     num_workers: int
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f"{self.num_workers} workers would do nothing")
 
     def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         shared = _Shared(iter(items), threading.Lock(), threading.Event())
         results: SimpleQueue[_Outcome[Result]] = SimpleQueue()
         threads = [
-            threading.Thread(target=_work, args=(work, shared, results), daemon=True) for _ in range(self.num_workers)
+            threading.Thread(target=_work, args=(work, shared, results), name=f"ckpt-tools-{number}", daemon=True)
+            for number in range(self.num_workers)
         ]
         for thread in threads:
             thread.start()
