@@ -1,0 +1,164 @@
+"""Where the files of a universal checkpoint lie, from their names alone.
+
+A tag folder holds ``zero/<fqn>/<slot>.pt`` for each parameter, ``zero/optimizer_state.pt``, and the model's files;
+``latest_universal`` beside it names the tag. deepspeed/checkpoint/ds_to_universal.py and engine.py ``load_checkpoint``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
+from ckpt_tools.stores.base import Source, checked_name
+
+LATEST = "latest_universal"
+
+MODEL_NAME = "mp_rank_00_model_states.pt"
+"""What stages 1 and 2 open, engine.py ``_get_ckpt_name``."""
+
+STAGE3_MODEL_NAME = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+"""What stage 3 opens on every rank."""
+
+OPTIMIZER_NAME = "zero/optimizer_state.pt"
+
+MASTER_FILE = "fp32"
+"""The file of a parameter's fp32 master, and the one that every parameter has; without its suffix."""
+
+MAX_LATEST_BYTES = 4096
+"""The longest path a file system takes; the file holds a name and nothing else."""
+
+_STATE = re.compile(r"(?:(?P<folder>.+?)/)??zero/(?P<fqn>.+)/(?P<slot>[^/]+)\.pt", re.DOTALL)
+_MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+_RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+_NATIVE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|.*optim_states\.pt")
+_FOREIGN = {
+    re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*"): "experts (mixture of experts)",
+    re.compile(r"layer_\d+[-_].*"): "pipeline stages",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalFiles:
+    """The files of one checkpoint: ``states`` by fqn and slot, and the model's, one or in stage 3 one a rank."""
+
+    states: Mapping[str, Mapping[str, str]]
+    model: tuple[str, ...]
+    optimizer: str
+
+
+def universal_folders(paths: Iterable[str]) -> list[str]:
+    """The folders that hold universal checkpoints, in the order of their names; ``""`` is the source itself."""
+    found = {match["folder"] or "" for path in paths if (match := _state(path)) and match["slot"] == MASTER_FILE}
+    return sorted(found, key=_natural)
+
+
+def _state(path: str) -> re.Match[str] | None:
+    return _STATE.fullmatch(path) if path.endswith(".pt") else None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that puts ``global_step9`` before ``global_step10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def is_universal(paths: Iterable[str]) -> bool:
+    """Whether there are universal checkpoints and no native ones.
+
+    ``ds_to_universal`` writes beside the checkpoint that it converts; the folder is then a native one.
+    """
+    paths = list(paths)
+    folders = set(universal_folders(paths))
+    return bool(folders) and not any(_is_native(path, folders) for path in paths)
+
+
+def _is_native(path: str, universal: set[str]) -> bool:
+    folder, _, name = path.rpartition("/")
+    return folder not in universal and _NATIVE.fullmatch(name) is not None
+
+
+def choose_folder(source: Source, tag: str | None) -> str:
+    """The folder of ``tag``, or of the checkpoint that the source itself points to.
+
+    Raises:
+        SourceNotFoundError: there is no such tag; IncompleteError: ``latest_universal`` names one that is not there;
+        UnsafeError: it leads out of the source; UnsupportedError: there are several and nothing chooses.
+    """
+    folders = universal_folders(source.files)
+    if not folders:
+        raise SourceNotFoundError(f"{source.store.url} holds no universal checkpoint")
+    if tag is not None:
+        return _tagged(source, folders, tag)
+    if "" in folders:
+        return ""
+    if LATEST in source.files:
+        return _latest(source, folders)
+    if len(folders) > 1:
+        raise UnsupportedError(f"there is no file {LATEST!r}, and several tags: name one with --tag ({_some(folders)})")
+    return folders[0]
+
+
+def _tagged(source: Source, folders: list[str], tag: str) -> str:
+    name = tag.strip("/")
+    if not name or name not in folders:
+        raise SourceNotFoundError(f"{source.store.url} has no universal checkpoint {tag!r}; it has {_some(folders)}")
+    return name
+
+
+def _latest(source: Source, folders: list[str]) -> str:
+    try:
+        text = source.read_all(LATEST, limit_bytes=MAX_LATEST_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise MalformedError("it should hold the name of a tag, and it is no text", path=LATEST) from error
+    tag = checked_name(text.strip()).strip("/")
+    if tag not in folders:
+        raise IncompleteError(f"it names the tag {tag!r}, which is not here; there is {_some(folders)}", path=LATEST)
+    return tag
+
+
+def _some(folders: list[str], limit: int = 8) -> str:
+    shown = [folder or "the folder itself" for folder in folders[-limit:]]
+    return ("..., " if len(folders) > limit else "") + ", ".join(shown)
+
+
+def universal_files(source: Source, folder: str) -> UniversalFiles:
+    """The files of the checkpoint in ``folder``.
+
+    Raises:
+        UnsupportedError: it is of a kind of parallelism that is not read; IncompleteError: the model's file, or that of
+        a rank, is missing.
+    """
+    prefix = f"{folder}/" if folder else ""
+    inside = [path for path in source.files if path.startswith(prefix)]
+    names = [path.removeprefix(prefix) for path in inside]
+    _refuse_foreign(names, folder)
+    states: dict[str, dict[str, str]] = {}
+    for path in inside:
+        match = _state(path)
+        if match and (match["folder"] or "") == folder:
+            states.setdefault(match["fqn"], {})[match["slot"]] = path
+    return UniversalFiles(states, _models(names, prefix), prefix + OPTIMIZER_NAME)
+
+
+def _refuse_foreign(names: list[str], folder: str) -> None:
+    place = f"the tag {folder!r}" if folder else "the folder"
+    for name in names:
+        for pattern, what in _FOREIGN.items():
+            if pattern.fullmatch(name):
+                raise UnsupportedError(f"{place} holds {what} ({name}), which are not read")
+        match = _MODEL.fullmatch(name) or _RANK_MODEL.fullmatch(name)
+        if match and int(match["mp"]):
+            raise UnsupportedError(f"{place} is of a tensor-parallel run ({name}), which is not read")
+
+
+def _models(names: list[str], prefix: str) -> tuple[str, ...]:
+    """The file of all ranks if there is one, for it has the weights; else that of each rank."""
+    if MODEL_NAME in names:
+        return (prefix + MODEL_NAME,)
+    ranks = {int(match["rank"]): name for name in names if (match := _RANK_MODEL.fullmatch(name))}
+    for rank in range(max(1, len(ranks))):
+        if rank not in ranks:
+            missing = STAGE3_MODEL_NAME.replace("rank_0", f"rank_{rank}", 1) if ranks else MODEL_NAME
+            raise IncompleteError("this file of the checkpoint is missing", path=prefix + missing)
+    return tuple(prefix + ranks[rank] for rank in range(len(ranks)))
