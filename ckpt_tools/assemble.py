@@ -21,7 +21,7 @@ from ckpt_tools.casts import cast_into
 from ckpt_tools.containers.torch_zip import ItemLocation, locate_item
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.manifest import ByteRange, Framing, TensorEntry
-from ckpt_tools.plan import Hit, hits
+from ckpt_tools.planning import Hit, hits
 from ckpt_tools.stores.base import Store
 
 MAX_READ_AMPLIFICATION = 2

@@ -18,7 +18,7 @@ from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import implied_format, local_path, read_checkpoint
 from ckpt_tools.options import ConvertOptions
-from ckpt_tools.plan import Plan, make_plan
+from ckpt_tools.planning import Plan, make_plan
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Store
 from ckpt_tools.stores.staging import staged

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.layout import Crc32, FileLayout, Layout
-from ckpt_tools.plan import Fill, Gather, Plan, Task, Zeros, steps
+from ckpt_tools.planning import Fill, Gather, Plan, Task, Zeros, steps
 from ckpt_tools.runners.base import Runner
 from ckpt_tools.stores.base import FileWriter, Store
 

@@ -16,7 +16,7 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.layout import Crc32, FileLayout, Layout, Literal, Padding, Payload, Segment
 from ckpt_tools.manifest import ByteRange, Kind, Manifest, Shard, ShardTable, StateKey, TensorEntry
-from ckpt_tools.plan import (
+from ckpt_tools.planning import (
     BUFFERS_PER_TASK,
     MAX_TASK_BYTES,
     MIN_TASK_BYTES,
