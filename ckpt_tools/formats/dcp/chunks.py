@@ -10,21 +10,17 @@ from __future__ import annotations
 from ckpt_tools.boxes import Box, Shape
 
 
+def is_cut(shape: Shape) -> bool:
+    """Whether FSDP2 can cut a parameter of ``shape``: it refuses 0-d ones and cannot train empty ones."""
+    return bool(shape) and 0 not in shape
+
+
 def row_chunks(shape: Shape, world_size: int) -> list[Box]:
-    """The chunks of a tensor of at least one row, chunk r being rank r's; where ranks are left over, the last one is
-    empty."""
+    """The chunks of a tensor that is cut, chunk r being rank r's; where ranks are left over, the last one is empty."""
     rows = shape[0]
     step = -(-rows // world_size)
     starts = list(range(0, rows, step))
     if len(starts) < world_size:
         starts.append(rows)
-    return [_rows(shape, start, min(start + step, rows)) for start in starts]
-
-
-def _rows(shape: Shape, start: int, stop: int) -> Box:
-    return Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))
-
-
-def is_cut(shape: Shape) -> bool:
-    """Whether FSDP2 can cut a parameter of ``shape``: it refuses 0-d ones and cannot train empty ones."""
-    return bool(shape) and 0 not in shape
+    inner, origin = shape[1:], (0,) * (len(shape) - 1)
+    return [Box((start, *origin), (min(start + step, rows), *inner)) for start in starts]

@@ -1,0 +1,85 @@
+"""Items of a DCP, each a torch zip of its own.
+
+The bytes of a tensor item but for its elements and their checksums follow from shape and dtype, so that the items of a
+shape share one template: a checkpoint of a million chunks has a few hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tools.boxes import Box, Shape, contiguous_strides
+from ckpt_tools.containers.pickles import dumps
+from ckpt_tools.containers.torch_zip import archive_segments
+from ckpt_tools.dtypes import DType
+from ckpt_tools.layout import Crc32, Payload, Segment
+from ckpt_tools.manifest import StateKey, TensorEntry, TensorRef
+from ckpt_tools.references import replaced
+from ckpt_tools.values import StorageRef, StoredTensor
+
+_ANY = StateKey("")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Segments of an item as if its file began with it."""
+
+    segments: tuple[Segment, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, segments: list[Segment]) -> Item:
+        return cls(tuple(segments), sum(segment.num_bytes for segment in segments))
+
+    def at(self, base: int) -> Iterator[Segment]:
+        """The segments where the item starts at byte ``base``."""
+        for segment in self.segments:
+            yield Crc32(base + segment.start, base + segment.stop) if isinstance(segment, Crc32) else segment
+
+    def holding(self, payload: Payload, base: int) -> Iterator[Segment]:
+        """The segments at ``base``, with ``payload`` in the place of the only one in them."""
+        for segment in self.at(base):
+            yield payload if isinstance(segment, Payload) else segment
+
+
+@dataclass(slots=True)
+class Items:
+    """Makes items of the tensors of a manifest, and of objects; equal ones are the same."""
+
+    tensors: Mapping[StateKey, TensorEntry]
+    _templates: dict[tuple[Shape, DType], Item] = field(default_factory=dict)
+    _objects: dict[bytes, Item] = field(default_factory=dict)
+
+    def tensor(self, shape: Shape, dtype: DType) -> Item:
+        """The template of a chunk."""
+        found = self._templates.get((shape, dtype))
+        if found is None:
+            chunk = [Payload(_ANY, Box.whole(shape), shape, dtype)]
+            found = Item.of(archive_segments(_stored("0", shape, dtype), {"0": chunk}))
+            self._templates[shape, dtype] = found
+        return found
+
+    def object(self, value: Any) -> Item:
+        """The item of an object; tensors inside it are stored with it."""
+        storages: dict[str, list[Segment]] = {}
+
+        def stored(ref: TensorRef) -> StoredTensor:
+            entry = self.tensors[ref.key]
+            key = str(len(storages))
+            storages[key] = [Payload(ref.key, Box.whole(entry.shape), entry.shape, entry.dtype)]
+            return _stored(key, entry.shape, entry.dtype)
+
+        value = replaced(value, stored)
+        if storages:
+            return Item.of(archive_segments(value, storages))
+        pickle = dumps(value)
+        if pickle not in self._objects:
+            self._objects[pickle] = Item.of(archive_segments(value, {}))
+        return self._objects[pickle]
+
+
+def _stored(key: str, shape: Shape, dtype: DType) -> StoredTensor:
+    numel = Box.whole(shape).numel
+    return StoredTensor(StorageRef.holding(key, dtype, numel), dtype, 0, shape, contiguous_strides(shape))

@@ -1,0 +1,82 @@
+"""Tensors inside values: ``TensorRef`` leaves of the inert values that a manifest carries, found and replaced.
+
+A value may share its parts and an ``Opaque`` may contain itself; each part is visited once, and what was shared or
+cyclic stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ckpt_tools.manifest import TensorRef
+from ckpt_tools.values import DefaultDict, Opaque, OrderedDict, Size, Value
+
+
+def references(value: Value) -> Iterator[TensorRef]:
+    """Every ``TensorRef`` in ``value``, as often as it is met."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, TensorRef):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            todo.extend(_parts(value))
+
+
+def _parts(value: Value) -> Iterable[Value]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, Opaque):
+        return [value.ref, value.args, value.kwargs, value.state, value.items, value.pairs]
+    return ()
+
+
+def replaced(value: Value, make: Callable[[TensorRef], Value]) -> Value:
+    """``value`` with what ``make`` gives in the place of each reference; itself where there is none."""
+    if next(references(value), None) is None:
+        return value
+    return _Replacing(make).visit(value)
+
+
+class _Replacing:
+    def __init__(self, make: Callable[[TensorRef], Value]) -> None:
+        self._make = make
+        self._copies: dict[int, Value] = {}
+
+    def visit(self, value: Value) -> Value:
+        if isinstance(value, TensorRef):
+            return self._make(value)
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if isinstance(value, dict):
+            return self._dict(value)
+        if isinstance(value, list):
+            copy = self._copies[id(value)] = []
+            copy.extend(map(self.visit, value))
+            return copy
+        if isinstance(value, Opaque):
+            return self._opaque(value)
+        if isinstance(value, tuple | set | frozenset) and not isinstance(value, Size):
+            return type(value)(map(self.visit, value))
+        return value
+
+    def _dict(self, value: dict[Any, Value]) -> Value:
+        copy: dict[Any, Value] = {}
+        if isinstance(value, OrderedDict):
+            copy = OrderedDict((), value.attributes)
+        elif isinstance(value, DefaultDict):
+            copy = DefaultDict(value.factory)
+        self._copies[id(value)] = copy
+        copy.update((self.visit(key), self.visit(item)) for key, item in value.items())
+        return copy
+
+    def _opaque(self, value: Opaque) -> Value:
+        copy = self._copies[id(value)] = Opaque(value.ref, form=value.form)
+        for part in ("ref", "args", "kwargs", "state", "items", "pairs"):
+            setattr(copy, part, self.visit(getattr(value, part)))
+        return copy
