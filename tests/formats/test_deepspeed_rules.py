@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
@@ -334,6 +335,26 @@ def test_detection_never_fails() -> None:
         assert found == any(name.endswith("_states.pt") for name in names)
 
 
+def test_many_ranks_are_read_in_seconds_and_slots_share_their_columns() -> None:
+    """256 ranks x 400 parameters x 3 slots; 1,024 x 1,000 take 1.8 s and 234 MB on two cores."""
+    files = build(3, 1, [{f"p{i}": (1000,) for i in range(400)}])
+    first = files.pop(optim(0))
+    state = first["optimizer_state_dict"]
+    state["partition_count"] = files[rank_model(0)]["dp_world_size"] = 256
+    cut = torch.zeros(400 * 4)
+    state["fp32_flat_groups"] = [cut]
+    state["optimizer_state_dict"]["state"] = {0: {"exp_avg": cut, "exp_avg_sq": cut, "step": torch.tensor(1.0)}}
+    model, optimizer = (bytes(store_of({"x": c}).files["x"]) for c in (files[rank_model(0)], first))
+    files |= {rank_model(rank): model for rank in range(256)} | {optim(rank): optimizer for rank in range(256)}
+    store = store_of(files)
+    started = time.perf_counter()
+    tensors = read_store(store).tensors
+    assert time.perf_counter() - started < 20
+    tables = [tensors[StateKey("p7", slot)].shards for slot in (MASTER, "exp_avg", "exp_avg_sq")]
+    assert [len(table) for table in tables] == [250] * 3
+    assert all(np.shares_memory(table.starts, tables[0].starts) for table in tables)
+
+
 Change = Callable[[Files], Any]
 
 
@@ -504,6 +525,12 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     # The model.
     "no module": (2, in_model(module=None), MalformedError, "'module' is a NoneType"),
     "a weight missing": (2, of_module(lambda m: m.pop("a.bias")), IncompleteError, "a.bias.*module has not"),
+    "a weight that is no tensor": (
+        2,
+        of_module(lambda m: m.update({"a.bias": 3})),
+        MalformedError,
+        "a.bias.*no tensor, but a int",
+    ),
     "a weight of another shape": (
         2,
         of_module(lambda m: m.update({"a.bias": torch.ones(4)})),

@@ -129,9 +129,12 @@ class Contents:
     def _of(self, name: str) -> Entries:
         """The tensors of one name: the weight or buffer, and the optimizer's."""
         value = self.model.module[name]
-        if not isinstance(value, StoredTensor):
+        if not isinstance(value, StoredTensor) and name not in self.trainable:
             self._keep_module_value(name, value)
             return
+        if not isinstance(value, StoredTensor):
+            kind = type(value).__name__
+            raise MalformedError(f"module holds no tensor, but a {kind}", path=self.model.file.path, key=name)
         yield StateKey(name, WEIGHT), self._weight(name, value)
         if name in self.pieces:
             yield from self._states(name, self.trainable[name], self.pieces[name])

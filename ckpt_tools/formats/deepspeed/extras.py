@@ -16,7 +16,8 @@ from ckpt_tools.values import DefaultDict, Opaque, OrderedDict, StoredTensor, Va
 SLOT = "extra"
 """The slot of a tensor found in an extra; its fqn is its path there."""
 
-# engine.py, _common_checkpoint_state and _save_moe_checkpoint. The first row becomes the manifest itself.
+# engine.py, _common_checkpoint_state and _save_moe_checkpoint, and what older versions called theirs. The first row
+# becomes the manifest itself.
 _READ = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
 _OWN = (
     "optimizer",
@@ -29,8 +30,11 @@ _OWN = (
     "checkpoint_parallel_dimensions",
     "ds_config",
     "ds_version",
+    "sparse_tensor_module_names",
+    "csr_tensor_module_names",
     "num_experts",
     "ds_autoep_layers",
+    "autoep_layers",
     "universal_checkpoint_info",
 )
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")

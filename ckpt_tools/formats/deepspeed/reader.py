@@ -64,7 +64,7 @@ def _check_model(model: ModelStates, optim: OptimStates) -> None:
     degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
     if any(type(degree) is int and degree > 1 for degree in degrees):
         raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
-    if content.get("ds_autoep_layers"):
+    if content.get("ds_autoep_layers") or content.get("autoep_layers"):
         raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)
     world_size = content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
