@@ -1,0 +1,122 @@
+"""The tensors of one file: what the pickle says of each, and the segments that are its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from ckpt_tools.boxes import Box, Shape, contiguous_strides
+from ckpt_tools.containers.torch_zip import archive_segments
+from ckpt_tools.dtypes import DType, to_numpy
+from ckpt_tools.formats.zero_writer.partition import Vector
+from ckpt_tools.formats.zero_writer.state import Group, Slot
+from ckpt_tools.layout import FileLayout, Padding, Payload, Segment
+from ckpt_tools.manifest import Manifest, StateKey, TensorEntry, TensorRef
+from ckpt_tools.values import DefaultDict, Opaque, OrderedDict, StorageRef, StoredTensor, Value
+
+_NUMBERS = (DType.INT64, DType.FLOAT64, DType.BOOL)
+"""What readers make of a plain number that stands where a tensor could."""
+
+
+@dataclass(slots=True)
+class Tensors:
+    """Storages being gathered, one a tensor, in the order in which they are asked for."""
+
+    manifest: Manifest
+    _storages: dict[str, list[Segment]] = field(default_factory=dict)
+    _restored: dict[int, tuple[Value, Value]] = field(default_factory=dict)
+
+    def file(self, path: str, value: Value) -> FileLayout:
+        """The file of ``value``, whose tensors came from here."""
+        return FileLayout(path, tuple(archive_segments(value, self._storages)))
+
+    def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
+        """A tensor with these bytes."""
+        key = str(len(self._storages))
+        self._storages[key] = list(segments)
+        return StoredTensor(StorageRef.holding(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
+
+    def whole(self, key: StateKey, entry: TensorEntry) -> StoredTensor:
+        """All of a tensor of the manifest, as ``entry`` says."""
+        return self.add([Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape)
+
+    def vector(self, vector: Vector, group: Group, slot: Slot) -> StoredTensor:
+        """One rank's vector of a slot."""
+        numel = vector.num_elements + vector.num_padding
+        return self.add(_segments(vector, group, slot), slot.dtype, (numel,))
+
+    def scalar(self, key: StateKey) -> Value:
+        """A 0-d tensor; a plain number where the source has one."""
+        entry = self.manifest.tensors[key]
+        number = _number(self.manifest, entry)
+        return self.whole(key, entry) if number is None else number
+
+    def restored(self, value: Value) -> Value:
+        """``value`` with a tensor in the place of each reference; what was shared or cyclic stays so."""
+        if isinstance(value, TensorRef):
+            return self.whole(value.key, self.manifest.tensors[value.key])
+        if id(value) in self._restored:
+            return self._restored[id(value)][1]
+        if isinstance(value, dict):
+            return self._dict(value)
+        if isinstance(value, list):
+            return self._list(value)
+        if isinstance(value, Opaque):
+            return self._opaque(value)
+        if type(value) in (tuple, set, frozenset):
+            return self._keep(value, type(value)(self.restored(item) for item in value))
+        return value
+
+    def _keep(self, value: Value, copy: Value) -> Value:
+        # The original is kept too: an id belongs to one object only while that lives.
+        self._restored[id(value)] = (value, copy)
+        return copy
+
+    def _dict(self, value: dict[Value, Value]) -> Value:
+        copy: dict[Value, Value] = {}
+        if isinstance(value, OrderedDict):
+            copy = OrderedDict((), value.attributes)
+        elif isinstance(value, DefaultDict):
+            copy = DefaultDict(value.factory)
+        self._keep(value, copy)
+        copy.update((key, self.restored(item)) for key, item in value.items())
+        return copy
+
+    def _list(self, value: list[Value]) -> Value:
+        copy: list[Value] = self._keep(value, [])
+        copy.extend(self.restored(item) for item in value)
+        return copy
+
+    def _opaque(self, value: Opaque) -> Value:
+        copy = self._keep(value, Opaque(value.ref, form=value.form))
+        copy.args, copy.kwargs = self.restored(value.args), self.restored(value.kwargs)
+        copy.state, copy.items = self.restored(value.state), self.restored(value.items)
+        copy.pairs = self.restored(value.pairs)
+        return copy
+
+
+def _segments(vector: Vector, group: Group, slot: Slot) -> list[Segment]:
+    found: list[Segment] = []
+    columns = (vector.params, vector.starts, vector.stops, vector.paddings)
+    item = slot.dtype.item_bytes
+    for param, start, stop, padding in zip(*(column.tolist() for column in columns), strict=True):
+        key = slot.keys[param]
+        if key is not None and start < stop:
+            found.append(Payload(key, Box((start,), (stop,)), (group.numels[param],), slot.dtype))
+        zeros = padding + (0 if key is not None else stop - start)
+        if zeros:
+            found.append(Padding(zeros * item))
+    return found
+
+
+def _number(manifest: Manifest, entry: TensorEntry) -> Value:
+    """The plain number that a 0-d tensor stands for, or None."""
+    table = entry.shards
+    data: Mapping[str, bytes] = manifest.literals
+    if len(table) != 1 or table.dtype not in _NUMBERS or table.files[int(table.file_ids[0])] not in data:
+        return None
+    at = table.byte_range(0)
+    return np.frombuffer(data[at.file][at.start : at.stop], to_numpy(table.dtype))[0].item()
