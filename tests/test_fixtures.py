@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 
 import fixtures
+from fixtures import launch
 from fixtures.store import Fixture
 from fixtures.truth import raw_bytes
 from tests.conftest import Resume
@@ -19,9 +22,9 @@ Checkpoint = Callable[[str, str, int], Fixture]
 
 # By world size, so that each pool of ranks is started once.
 RESUMABLE = sorted(
-    (f for f in fixtures.CORE if f.kind.startswith(("fsdp2", "zero", "universal")) and f.kind != "fsdp2-model"),
-    key=lambda f: f.world_size,
+    (f for f in fixtures.CORE if f.kind.startswith(("fsdp2", "zero", "universal"))), key=lambda f: f.world_size
 )
+MODEL_ONLY = ("fsdp2-model", "fsdp2-hf")
 TORCH_FILES = tuple(f for f in fixtures.CORE if f.kind in ("torch", "torch-legacy"))
 
 
@@ -34,7 +37,9 @@ def test_resumes_in_its_own_framework(wanted: Fixture, checkpoint: Checkpoint, r
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     truth = Truth.load(made.root)
     resumed = resume(wanted.kind, wanted.case, made.checkpoint, wanted.world_size)
-    if wanted.kind.startswith("universal") and wanted.case == "awkward":
+    if wanted.kind in MODEL_ONLY:
+        assert_same_bits(truth.tensors, resumed.tensors)
+    elif wanted.kind.startswith("universal") and wanted.case == "awkward":
         assert_all_but_what_deepspeed_leaves_out(truth, resumed)
     else:
         assert_same_run(truth, resumed)
@@ -59,7 +64,7 @@ def _trained(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
 
 def test_losses_depend_on_neither_framework_nor_stage_nor_world_size(checkpoint: Checkpoint) -> None:
     """The premise of comparing a converted run's losses with those of the run it came from."""
-    wanted = [f for f in RESUMABLE if f.case == "awkward" and f.kind != "fsdp2-bf16"]
+    wanted = [f for f in RESUMABLE if f.case == "awkward" and f.kind not in ("fsdp2-bf16", *MODEL_ONLY)]
     for dtype in ("bf16", "fp16", "fp32"):
         made = [checkpoint(f.kind, f.case, f.world_size) for f in wanted if _dtype(f.kind) == dtype]
         losses = np.array([Truth.load(f.root).facts["losses"] for f in made])
@@ -104,3 +109,27 @@ def test_comparison_names_missing_and_surplus_tensors(tmp_path: Path) -> None:
     one = np.zeros(1)
     with pytest.raises(AssertionError, match=r"missing: a\n  surplus: b"):
         assert_same_bits({"a": one}, {"b": one})
+
+
+def test_a_failing_rank_is_named_with_its_traceback_and_the_pool_starts_again(tmp_path: Path) -> None:
+    with launch.Pool(2, log_dir=tmp_path) as pool:
+        with pytest.raises(launch.JobFailedError, match=r"rank 1 of 2 failed(.|\n)*ValueError: broken"):
+            pool.run(_fail_on_last_rank)
+        assert pool.run(_rank_and_world) == [(0, 2), (1, 2)]
+
+
+def test_a_job_that_outlives_its_time_ends(tmp_path: Path) -> None:
+    with launch.Pool(1, log_dir=tmp_path) as pool:
+        with pytest.raises(launch.JobFailedError, match=r"no answer from ranks \[0\] of 1 in 0.5 s"):
+            pool.run(time.sleep, 60, seconds=0.5)
+
+
+def _fail_on_last_rank() -> None:
+    """The first rank waits for the last one, as it would in a collective."""
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("broken")
+    time.sleep(60)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
