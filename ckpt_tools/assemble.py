@@ -8,38 +8,55 @@ strided copy, because a read for every run of an inner-axis shard would be tens 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
+from operator import mul
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.boxes import Box, Shape, contiguous_strides, flat_index, from_flat, is_contiguous
+from ckpt_tools.boxes import Box, Shape, contiguous_strides, from_flat, is_row_major
 from ckpt_tools.casts import cast_into
 from ckpt_tools.containers.torch_zip import ItemLocation, locate_item
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.manifest import ByteRange, Framing, TensorEntry
-from ckpt_tools.planning import Hit, hits
+from ckpt_tools.planning import BoxHit, FlatHit, Hit, hits
 from ckpt_tools.stores.base import Store
 
 MAX_READ_AMPLIFICATION = 2
-"""A block is read whole while at least half of it is wanted; sparser ones are split along their longest stride."""
+"""A strided block is read whole while at least half of it is wanted,"""
 
-CAST_BLOCK_ELEMENTS = 1 << 18
-"""1 MiB of fp32 is read, cast and left in the processor's cache before the next."""
+MAX_GAP_BYTES = 32 << 10
+"""or while the gaps in it are so short that reading them costs less than a read more: 10 microseconds."""
+
+CAST_BLOCK_BYTES = 1 << 20
+"""Of the stored elements: read, cast and left in the processor's cache before the next."""
+
+MAX_KNOWN_ITEMS = 4096
+"""Items whose elements were found, at 500 bytes each. Tasks follow the files, and come back to few of them."""
 
 
 @dataclass(slots=True)
 class Assembler:
-    """Reads elements from ``store``; safe to share between threads, each of which has buffers of its own."""
+    """Reads elements from ``store``; safe to share between threads, each of which has buffers of its own.
+
+    ``scratch_bytes`` bounds each of the two buffers that a thread has beside the caller's.
+    """
 
     store: Store
     scratch_bytes: int
-    bytes_read: int = 0
+    _bytes_read: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _items: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
+
+    @property
+    def bytes_read(self) -> int:
+        """What was asked of the store so far, headers of items and gaps between wanted elements included."""
+        return self._bytes_read
 
     def read(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
         """Elements ``[start, stop)`` of the row-major order of ``box``, as ``entry.dtype``, into ``out``.
@@ -53,8 +70,9 @@ class Assembler:
             self._gather(hits(entry.shards, box, shape, start, stop), out)
             return
         item = entry.dtype.item_bytes
-        for first in range(start, stop, CAST_BLOCK_ELEMENTS):
-            last = min(first + CAST_BLOCK_ELEMENTS, stop)
+        step = min(CAST_BLOCK_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
             self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
@@ -63,77 +81,80 @@ class Assembler:
         self._gather(hits(entry.shards, box, shape, start, stop), elements.data)
         cast_into(elements, stored, out, entry.dtype)
 
-    def _gather(self, found: list[Hit], out: memoryview) -> None:
+    def _gather(self, found: Sequence[Hit], out: memoryview) -> None:
         for hit in found:
-            for piece, first_byte in self._resolved(hit):
-                self._place(piece, first_byte, out)
+            if hit.framing is Framing.RAW:
+                self._place(hit, hit.at.start, out)
+            else:
+                self._place_from_item(hit, self._location(hit), out)
 
-    def _resolved(self, hit: Hit) -> list[tuple[Hit, int]]:
-        """The hit with the byte at which its piece's element 0 lies; an item's own strides may split it."""
-        if hit.framing is Framing.RAW:
-            return [(hit, hit.at.start)]
-        location = self._location(hit)
+    def _place_from_item(self, hit: Hit, location: ItemLocation, out: memoryview) -> None:
         first_byte = location.start + location.storage_offset * hit.dtype.item_bytes
-        if location.strides == contiguous_strides(location.shape):
-            return [(hit, first_byte)]
-        return [(part, first_byte) for part in _unfolded(hit, location)]
+        if is_row_major(location.shape, location.strides):
+            self._place(hit, first_byte, out)
+        else:
+            for part in _strided(hit, location):
+                self._place(part, first_byte, out)
 
     def _location(self, hit: Hit) -> ItemLocation:
         location = self._items.get(hit.at)
         if location is None:
-            location = self._items[hit.at] = self._locate(hit)
+            location = self._locate(hit)
+            if len(self._items) >= MAX_KNOWN_ITEMS:
+                self._items.clear()
+            self._items[hit.at] = location
         return location
 
     def _locate(self, hit: Hit) -> ItemLocation:
         location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
-        if location.dtype is not hit.dtype or prod(location.shape) != prod(hit.shape):
+        if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:
             raise MalformedError(
                 f"the item at byte {hit.at.start:,} holds {list(location.shape)} of {location.dtype.value} "
-                f"where its index promises {list(hit.shape)} of {hit.dtype.value}",
+                f"where its index promises {hit.numel:,} of {hit.dtype.value}",
                 path=hit.at.file,
             )
         return location
 
-    def _reader(self, file: str) -> Any:
+    def _reader(self, file: str) -> Callable[[int, int], bytes]:
         def read(start: int, stop: int) -> bytes:
             buffer = bytearray(stop - start)
-            self.store.read_into(file, start, memoryview(buffer))
-            self.bytes_read += len(buffer)
+            self._read_into(file, start, memoryview(buffer))
             return bytes(buffer)
 
         return read
 
-    def _place(self, hit: Hit, first_byte: int, out: memoryview) -> None:
-        strides = hit.strides or contiguous_strides(hit.shape)
-        start_byte = first_byte + hit.dtype.item_bytes * sum(
-            i * s for i, s in zip(hit.source.start, strides, strict=True)
-        )
-        if hit.strides is None and is_contiguous(hit.source, hit.shape) and is_contiguous(hit.into, hit.block):
-            self._read_straight(hit, start_byte, out)
-            return
-        elements = np.frombuffer(out, dtype=_opaque(hit.dtype.item_bytes))
-        block = elements[hit.block_start : hit.block_start + prod(hit.block)].reshape(hit.block)
-        wanted = block[tuple(slice(a, b) for a, b in zip(hit.into.start, hit.into.stop, strict=True))]
-        self._read_strided(hit.at.file, start_byte, strides, wanted)
+    def _read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        self.store.read_into(file, start, buffer)
+        with self._lock:
+            self._bytes_read += len(buffer)
 
-    def _read_straight(self, hit: Hit, start_byte: int, out: memoryview) -> None:
+    def _place(self, hit: Hit, first_byte: int, out: memoryview) -> None:
+        """Read a hit whose piece has its element 0 at ``first_byte`` of its file."""
         item = hit.dtype.item_bytes
-        lower = (hit.block_start + flat_index(hit.into.start, hit.block)) * item
-        size = hit.source.numel * item
-        self.store.read_into(hit.at.file, start_byte, out[lower : lower + size])
-        self.bytes_read += size
+        if isinstance(hit, FlatHit):
+            room = out[hit.into * item : (hit.into + hit.stop - hit.start) * item]
+            self._read_into(hit.at.file, first_byte + hit.start * item, room)
+            return
+        strides = hit.strides or contiguous_strides(hit.shape)
+        elements = np.frombuffer(out, dtype=_opaque(item))
+        block = elements[hit.block_start : hit.block_start + prod(hit.block)].reshape(hit.block)
+        wanted = block[(*map(slice, hit.into.start, hit.into.stop), ...)]  # without dims, only "..." gives a view
+        start_byte = first_byte + item * sum(map(mul, hit.source.start, strides))
+        self._read_strided(hit.at.file, start_byte, strides, wanted)
 
     def _read_strided(self, file: str, start_byte: int, strides: Shape, wanted: NDArray[Any]) -> None:
         """Fill ``wanted`` with elements ``strides`` apart in the file, its element 0 at ``start_byte``."""
+        if wanted.flags.c_contiguous and is_row_major(wanted.shape, strides):
+            self._read_into(file, start_byte, wanted.reshape(-1).view(np.uint8).data)
+            return
         item = wanted.dtype.itemsize
         reach = [(extent - 1) * stride for extent, stride in zip(wanted.shape, strides, strict=True)]
         span = sum(reach) + 1
-        if span > 1 and (span * item > self.scratch_bytes or span > MAX_READ_AMPLIFICATION * wanted.size):
+        if span > 1 and (span * item > self.scratch_bytes or _is_sparse(wanted, strides, span)):
             self._read_halves(file, start_byte, strides, wanted, reach.index(max(reach)))
             return
         block = self._buffer("strided", span * item)
-        self.store.read_into(file, start_byte, block.data)
-        self.bytes_read += span * item
+        self._read_into(file, start_byte, block.data)
         byte_strides = tuple(stride * item for stride in strides)
         wanted[...] = np.ndarray(wanted.shape, wanted.dtype, block.data, strides=byte_strides)
 
@@ -153,29 +174,43 @@ class Assembler:
         return buffer[:num_bytes]
 
 
+def _is_sparse(wanted: NDArray[Any], strides: Shape, span: int) -> bool:
+    """Whether most of a span is not wanted, and lies in gaps too long to be read for nothing."""
+    if span <= MAX_READ_AMPLIFICATION * wanted.size:
+        return False
+    num_runs = wanted.size // _run_length(wanted.shape, strides)
+    return (span - wanted.size) * wanted.dtype.itemsize > MAX_GAP_BYTES * num_runs
+
+
+def _run_length(shape: Shape, strides: Shape) -> int:
+    """How many elements ``strides`` apart follow one another without a gap."""
+    length = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent > 1 and stride != length:
+            break
+        length *= extent
+    return length
+
+
 @cache
 def _opaque(item_bytes: int) -> np.dtype[Any]:
     """A numpy type of that width which copies bits and never looks at them."""
     return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item_bytes, f"V{item_bytes}"))
 
 
-def _unfolded(hit: Hit, location: ItemLocation) -> list[Hit]:
+def _strided(hit: Hit, location: ItemLocation) -> list[BoxHit]:
     """A hit on an item whose bytes are not row-major, with the item's strides."""
-    if hit.shape == location.shape:
-        return [replace(hit, strides=location.strides)]
-    (start,), (stop,) = hit.source.start, hit.source.stop
-    parts, first = [], hit.block_start + hit.into.start[0]
-    for box in from_flat(start, stop, location.shape):
-        parts.append(
-            replace(
-                hit,
-                shape=location.shape,
-                strides=location.strides,
-                source=box,
-                into=Box.whole(box.shape),
-                block=box.shape,
-                block_start=first,
+    if isinstance(hit, BoxHit):
+        if hit.shape != location.shape:
+            raise MalformedError(
+                f"the item at byte {hit.at.start:,} holds {list(location.shape)} where its index promises "
+                f"{list(hit.shape)}",
+                path=hit.at.file,
             )
-        )
+        return [replace(hit, strides=location.strides)]
+    parts, first = [], hit.into
+    for box in from_flat(hit.start, hit.stop, location.shape):
+        whole, shape = Box.whole(box.shape), box.shape
+        parts.append(BoxHit(hit.at, hit.framing, hit.dtype, location.shape, location.strides, box, whole, shape, first))
         first += box.numel
     return parts

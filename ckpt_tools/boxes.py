@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import add, gt, mul, sub
 
 Shape = tuple[int, ...]
 
@@ -23,7 +24,7 @@ class Box:
     stop: Shape
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+        if len(self.start) != len(self.stop) or min(self.start, default=0) < 0 or any(map(gt, self.start, self.stop)):
             raise ValueError(f"no box runs from {self.start} to {self.stop}")
 
     @classmethod
@@ -33,7 +34,7 @@ class Box:
 
     @property
     def shape(self) -> Shape:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
@@ -47,10 +48,8 @@ class Box:
 
     def shift(self, offset: Shape) -> Box:
         """The box moved by ``offset`` elements in every dim."""
-        return Box(
-            tuple(a + o for a, o in zip(self.start, offset, strict=True)),
-            tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
-        )
+        assert len(offset) == len(self.start), "one offset a dim"
+        return Box(tuple(map(add, self.start, offset)), tuple(map(add, self.stop, offset)))
 
     def relative_to(self, origin: Shape) -> Box:
         """The box as seen from ``origin``, one of the points at or before its start."""
@@ -69,9 +68,17 @@ def contiguous_strides(shape: Shape) -> Shape:
     return tuple(strides)
 
 
+def is_row_major(shape: Shape, strides: Shape) -> bool:
+    """True where elements ``strides`` apart lie in row-major order without gaps; the strides of dims of one, and of a
+    tensor without elements, do not matter."""
+    rows = zip(shape, strides, contiguous_strides(shape), strict=True)
+    return 0 in shape or all(extent == 1 or stride == wanted for extent, stride, wanted in rows)
+
+
 def flat_index(index: Shape, shape: Shape) -> int:
     """Row-major position of ``index`` in a tensor of ``shape``."""
-    return sum(i * s for i, s in zip(index, contiguous_strides(shape), strict=True))
+    assert len(index) == len(shape), "one number a dim"
+    return sum(map(mul, index, contiguous_strides(shape)))
 
 
 def is_contiguous(box: Box, shape: Shape) -> bool:

@@ -102,6 +102,12 @@ class FlatIndex(NamedTuple):
     starts: Ints
     stops: Ints
 
+    def between(self, start: int, stop: int) -> FlatIndex:
+        """Those that hold an element of ``[start, stop)``."""
+        first = int(self.stops.searchsorted(start, side="right"))
+        last = int(self.starts.searchsorted(stop, side="left"))
+        return FlatIndex(self.rows[first:last], self.starts[first:last], self.stops[first:last])
+
 
 class _Unknown(Enum):
     UNKNOWN = "not computed yet"
@@ -131,6 +137,7 @@ class ShardTable:
     framing: Framing = Framing.RAW
     strides: Ints | None = None
     _flat: FlatIndex | _Unknown | None = field(default=_Unknown.UNKNOWN, init=False, repr=False)
+    _covers: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_addressable(self.shape, self.dtype)
@@ -233,6 +240,18 @@ class ShardTable:
         for row in range(len(self)):
             yield Shard(self.box(row), self.byte_range(row), None if self.strides is None else self.stride(row))
 
+    def rows(self, rows: Ints) -> ShardTable:
+        """The table of some of the shards."""
+        return replace(
+            self,
+            starts=self.starts[rows],
+            stops=self.stops[rows],
+            file_ids=self.file_ids[rows],
+            byte_starts=self.byte_starts[rows],
+            byte_stops=self.byte_stops[rows],
+            strides=None if self.strides is None else self.strides[rows],
+        )
+
     def in_shape(self, shape: Shape) -> ShardTable:
         """The same shards in the geometry of ``shape``; an interval of the flattening becomes its boxes."""
         if self.shape == shape:
@@ -288,7 +307,7 @@ class TensorEntry:
 
     def cast(self, dtype: DType) -> TensorEntry:
         """The same tensor, read as ``dtype``."""
-        return replace(self, dtype=dtype)
+        return self if dtype is self.dtype else replace(self, dtype=dtype)
 
 
 def _check_addressable(shape: Shape, dtype: DType) -> None:
@@ -331,12 +350,14 @@ def _contiguous_rows(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
 
 
 def check_cover(table: ShardTable) -> None:
-    """The shards hold every element exactly once.
+    """The shards hold every element exactly once; a table found good is not looked through again.
 
     Raises:
         MalformedError: two shards overlap.
         IncompleteError: elements are in no shard.
     """
+    if table._covers:
+        return
     flat = table.flat
     apart = (flat.starts[1:] >= flat.stops[:-1]).all() if flat is not None else _boxes_apart(table)
     if not apart:
@@ -344,6 +365,7 @@ def check_cover(table: ShardTable) -> None:
     missing = prod(table.shape) - int(table.numels.sum())
     if missing:
         raise IncompleteError(f"{missing:,} of {prod(table.shape):,} elements are in no shard")
+    object.__setattr__(table, "_covers", True)
 
 
 def _boxes_apart(table: ShardTable) -> bool:

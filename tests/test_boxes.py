@@ -23,7 +23,7 @@ from ckpt_tools.boxes import (
 )
 from ckpt_tools.testing import strategies
 
-many = settings(max_examples=300, deadline=None)
+many = settings(max_examples=100, deadline=None)
 
 
 def positions(box: Box, shape: Shape) -> NDArray[Any]:

@@ -29,7 +29,7 @@ from ckpt_tools.manifest import (
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
 
-many = settings(max_examples=200, deadline=None)
+many = settings(max_examples=100, deadline=None)
 
 
 def packed(shape: Shape, boxes: list[Box], dtype: DType = DType.UINT8) -> ShardTable:
