@@ -107,6 +107,7 @@ class _Found:
     def add_optimizer(self) -> None:
         for key in self.manifest.of_kind(Kind.STATE):
             self._add_state(self._state_path(key), key)
+        self._add_empty_state()
         for number, group in enumerate(self.manifest.groups):
             for path, value in self._options(number, group):
                 self._add_leaves(path, value)
@@ -116,6 +117,26 @@ class _Found:
         if self.tree.is_flattened:
             return (*self.tree.optim, f"state.{key.fqn}.{key.slot}")
         return (*self.tree.optim, "state", key.fqn, key.slot)
+
+    def _add_empty_state(self) -> None:
+        """State for parameters without elements, which DeepSpeed does not optimize: ``dcp.load`` asks for it.
+
+        It has no elements either, so that the parameter stands for each slot of its shape; what is 0-d is that of
+        another parameter. No group takes them in, as torch matches groups by their members.
+        """
+        state = self.manifest.of_kind(Kind.STATE)
+        known = {key.fqn for key in state}
+        other = next((key.fqn for key, entry in state.items() if not entry.shape), None)
+        slots = [key for key in state if key.fqn == other]
+        empty = [key for key, entry in self.manifest.of_kind(Kind.PARAMETER).items() if not entry.numel]
+        empty = [key for key in empty if slots and key.fqn not in known]
+        for key in empty:
+            for slot in slots:
+                path = self._state_path(StateKey(key.fqn, slot.slot))
+                self._add_tensor(path, key if state[slot].shape else slot)
+        if empty:
+            what = f"optimizer state of {len(empty)} empty parameters"
+            self.notes.append(Note(Fate.DEFAULTED, what, "the source keeps none", len(empty)))
 
     def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[Path, Any]]:
         assert self.tree.optim is not None, "a tree with groups has a place for them"
@@ -143,18 +164,15 @@ class _Found:
 
     def _add_leaves(self, path: Path, value: Any) -> None:
         for leaf, item in leaves(path, value):
-            if isinstance(item, TensorRef):
-                self._add_referred(leaf, item)
+            missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
+            if missing:
+                self.notes.append(Note(Fate.DROPPED, _dotted(leaf), "its tensor was not selected", asked=True))
+            elif isinstance(item, TensorRef):
+                self._add_tensor(leaf, item.key)
             elif isinstance(item, _Nothing):
                 self.notes.append(Note(Fate.DROPPED, _dotted(leaf), "a DCP keeps no empty dict"))
             else:
                 self.objects[self._new(leaf)] = item
-
-    def _add_referred(self, path: Path, ref: TensorRef) -> None:
-        if ref.key in self.manifest.tensors:
-            self._add_tensor(path, ref.key)
-        else:
-            self.notes.append(Note(Fate.DROPPED, _dotted(path), "its tensor was not selected", asked=True))
 
     def _add_state(self, path: Path, key: StateKey) -> None:
         """State that a tree kept as a plain number is a plain number again."""
