@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -19,6 +20,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from ckpt_tools.assemble import Assembler
+from ckpt_tools.errors import CkptError
 from ckpt_tools.layout import Crc32, FileLayout, Layout
 from ckpt_tools.planning import Fill, Gather, Plan, Task, Zeros, steps
 from ckpt_tools.runners.base import Runner
@@ -68,9 +70,12 @@ def execute(
     """
     work = _Work(plan, Assembler(source, plan.task_bytes), _Outputs(plan.layout, target, fsync))
     try:
-        for receipt in runner.run(work, plan.tasks()):
-            work.outputs.settle(receipt)
-            on_bytes(receipt.task.num_bytes)
+        # Closed before the files are: a task still under way would write into whatever has its descriptor by then.
+        with closing(runner.run(work, plan.tasks())) as receipts:
+            for receipt in receipts:
+                work.outputs.settle(receipt)
+                on_bytes(receipt.task.num_bytes)
+        assert work.outputs.num_complete == len(plan.layout.files), "every task was run"
     finally:
         work.outputs.abandon()
     return Outcome(work.assembler.bytes_read, plan.bytes_written)
@@ -123,6 +128,7 @@ class _Outputs:
     _written: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _crcs: defaultdict[int, list[PartCrc]] = field(default_factory=lambda: defaultdict(list))
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    num_complete: int = 0
 
     def writer(self, number: int) -> FileWriter:
         with self._lock:
@@ -154,13 +160,16 @@ class _Outputs:
                 value = values.get((segment.start, segment.stop), 0)
                 writer.write_at(offset, value.to_bytes(4, "little"))
         del self._writers[number]
+        del self._written[number]
         self._covered.pop(number, None)
         writer.close(fsync=self.fsync)
+        self.num_complete += 1
 
     def abandon(self) -> None:
-        """Close what a failed run left open."""
+        """Close what a failed run left open, whose own errors matter no more."""
         for writer in self._writers.values():
-            writer.close(fsync=False)
+            with suppress(CkptError):
+                writer.close(fsync=False)
         self._writers.clear()
 
 

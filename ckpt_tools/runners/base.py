@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Protocol, TypeVar
 
 Item = TypeVar("Item")
@@ -12,8 +12,9 @@ Result = TypeVar("Result")
 class Runner(Protocol):
     """Applies ``work`` to every item."""
 
-    def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """Results as they come, in any order.
+    def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
+        """Results as they come, in any order; work waits for results to be taken, so that they do not pile up.
 
         The first error ends the run: no further item is started, those under way are waited for, and it is raised.
+        Closing the generator ends it in the same way.
         """

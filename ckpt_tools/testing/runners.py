@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -59,6 +60,20 @@ class RunnerTests(ABC):
         with pytest.raises(StoreError):
             list(running)
         assert len(taken) < 1000
+
+    def test_results_that_nobody_takes_hold_back_the_work(self) -> None:
+        taken = []
+
+        def items() -> Iterator[int]:
+            for item in range(10_000):
+                taken.append(item)
+                yield item
+
+        running = self.make(2).run(double, items())
+        first = next(running)
+        time.sleep(0.1)
+        assert len(taken) < 100
+        assert sorted([first, *running]) == [2 * item for item in range(10_000)]
 
     def test_an_error_of_the_items_themselves_is_raised(self) -> None:
         def items() -> Iterator[int]:
