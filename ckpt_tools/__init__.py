@@ -11,12 +11,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_tools.api import consolidate, convert, formats, inspect, open, plan, verify
+    from ckpt_tools.api import consolidate, convert, formats, inspect, open, plan, reshard, verify
     from ckpt_tools.errors import CkptError
 
 __version__ = "0.1.0"
 
-__all__ = ["CkptError", "__version__", "consolidate", "convert", "formats", "inspect", "open", "plan", "verify"]
+__all__ = [
+    "CkptError",
+    "__version__",
+    "consolidate",
+    "convert",
+    "formats",
+    "inspect",
+    "open",
+    "plan",
+    "reshard",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt_tools.comparison import Progress, Side, VerifyReport, compare
 from ckpt_tools.conversion import (
+    SAME,
     ConvertReport,
     PlanReport,
     Prepared,
@@ -74,6 +75,7 @@ def convert(
     *,
     to: str | None = None,
     from_: str | None = None,
+    world_size: int | None = None,
     state: str | None = None,
     dtype: str | None = None,
     weights: str = "master",
@@ -101,6 +103,7 @@ def convert(
         dst,
         to=to,
         from_=from_,
+        world_size=world_size,
         state=state,
         dtype=dtype,
         weights=weights,
@@ -126,6 +129,11 @@ def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **op
 
     chosen = to or implied_format(local_path(dst)) or "safetensors"
     return convert(src, dst, to=chosen, state="model", **options)
+
+
+def reshard(src: str | Path, dst: str | Path, *, world_size: int, **options: Any) -> ConvertReport:
+    """The same checkpoint in the same format for another number of ranks. Takes ``convert``'s options."""
+    return convert(src, dst, to=SAME, world_size=world_size, **options)
 
 
 def _prepared(

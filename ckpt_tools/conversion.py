@@ -23,6 +23,9 @@ from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Store
 from ckpt_tools.stores.staging import staged
 
+SAME = "same"
+"""In the place of a format to write: the source's own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -142,13 +145,15 @@ def prepare(
         CkptError: whatever stands in the way is found here, before the destination is touched.
     """
     target = local_path(dst)
-    writer = _writer(to, target)
+    writer = None if to == SAME else _writer(to, target)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
     source_format = manifest.format
+    writer = writer or _same_writer(manifest, target)
+    writing = _write_options(target, manifest, options)
     manifest, notes = reduced(
         manifest, options, holds_optimizer=writer.holds_optimizer, holds_masters=writer.holds_masters
     )
-    layout = writer.layout(manifest, _write_options(target, options))
+    layout = writer.layout(manifest, writing)
     notes += layout.notes
     if strict:
         _refuse_losses(notes)
@@ -165,11 +170,24 @@ def _writer(to: str | None, target: Path) -> Writer:
     return writer_for(to or implied or "")
 
 
-def _write_options(target: Path, options: ConvertOptions) -> WriteOptions:
+def _same_writer(manifest: Manifest, target: Path) -> Writer:
+    """The writer of the source's own format, for another world size."""
+    writer = _writer(manifest.format, target)
+    if manifest.world_size is None or manifest.format == "universal":
+        raise UsageError(f"a {manifest.format} checkpoint has no world size to change")
+    return writer
+
+
+def _write_options(target: Path, manifest: Manifest, options: ConvertOptions) -> WriteOptions:
+    """The keys say where a tree is read where the source is one, and where it is written elsewhere."""
+    is_tree = manifest.tree is not None
     return WriteOptions(
         file_name=target.name if implied_format(target) else None,
         max_shard_bytes=options.max_shard_bytes,
+        world_size=options.world_size or manifest.world_size or 1,
         tag=options.tag,
+        model_key=None if is_tree else options.model_key,
+        optim_key=None if is_tree else options.optim_key,
     )
 
 

@@ -60,12 +60,15 @@ class ConvertOptions:
     model_key: str | None = None
     optim_key: str | None = None
     tag: str | None = None
+    world_size: int | None = None
     names: Mapping[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         _one_of("--state", self.state, ("model", "all", None))
         _one_of("--dtype", self.dtype, (*WEIGHT_DTYPES, None))
         _one_of("--weights", self.weights, ("master", "model"))
+        if self.world_size is not None and self.world_size < 1:
+            raise UsageError(f"--world-size {self.world_size}: at least one rank is needed")
         if self.key_map is not None:
             object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
 

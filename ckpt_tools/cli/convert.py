@@ -22,6 +22,9 @@ _state = click.option(
     help="Weights alone, or the whole training state; all where the format can hold it if left out.",
 )
 _max_shard_size = click.option("--max-shard-size", metavar="SIZE", help="Cut the output into files of at most this.")
+_world_size = click.option(
+    "--world-size", type=click.IntRange(min=1), metavar="N", help="Ranks to write for; the source's own if left out."
+)
 _strict = click.option("--strict", is_flag=True, help="Fail where something would be dropped.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the destination if it exists.")
 _fsync = click.option("--fsync", is_flag=True, help="Wait until the output would outlive a power failure.")
@@ -31,6 +34,7 @@ _fsync = click.option("--fsync", is_flag=True, help="Wait until the output would
 @options.source
 @_destination
 @_to
+@_world_size
 @options.reading
 @_state
 @options.choosing
@@ -54,10 +58,31 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
     _show_done(report, as_json)
 
 
+@click.command("reshard")
+@options.source
+@_destination
+@click.option("--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="Ranks to write for.")
+@options.reading
+@options.running
+@_strict
+@_overwrite
+@_fsync
+@options.as_json
+@options.talking
+def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Write the same checkpoint in the same format for another number of ranks."""
+    from ckpt_tools import reshard
+
+    with progress("resharding", quiet=quiet) as on_progress:
+        report = reshard(src, dst, on_progress=on_progress, **chosen)
+    _show_done(report, as_json)
+
+
 @click.command("plan")
 @options.source
 @_destination
 @_to
+@_world_size
 @options.reading
 @_state
 @options.choosing

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from ckpt_tools import __version__
-from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command
+from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command, reshard_command
 from ckpt_tools.cli.formats import formats_command
 from ckpt_tools.cli.inspect import inspect_command
 from ckpt_tools.cli.verify import verify_command
@@ -32,7 +32,15 @@ def group() -> None:
     """
 
 
-for _command in (inspect_command, plan_command, convert_command, consolidate_command, verify_command, formats_command):
+for _command in (
+    inspect_command,
+    plan_command,
+    convert_command,
+    reshard_command,
+    consolidate_command,
+    verify_command,
+    formats_command,
+):
     group.add_command(_command)
 
 

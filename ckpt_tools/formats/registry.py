@@ -38,41 +38,50 @@ def readers() -> Mapping[str, Reader]:
     from ckpt_tools.formats.deepspeed import DeepSpeedReader
     from ckpt_tools.formats.safetensors import SafetensorsReader
     from ckpt_tools.formats.torch_file import TorchReader
+    from ckpt_tools.formats.universal import UniversalReader
 
-    found: list[Reader] = [DcpReader(), DeepSpeedReader(), SafetensorsReader(), TorchReader()]
+    found: list[Reader] = [DcpReader(), UniversalReader(), DeepSpeedReader(), SafetensorsReader(), TorchReader()]
     return {reader.name: reader for reader in found}
 
 
 @cache
 def writers() -> Mapping[str, Writer]:
     """Writers by the names that ``--to`` takes."""
+    from ckpt_tools.formats.dcp import DcpWriter
     from ckpt_tools.formats.safetensors import SafetensorsWriter
     from ckpt_tools.formats.torch_file import TorchWriter
+    from ckpt_tools.formats.zero_writer import ZeroWriter
 
-    found: list[Writer] = [SafetensorsWriter(), TorchWriter()]
+    zero: list[Writer] = [ZeroWriter(stage) for stage in (1, 2, 3)]
+    found: list[Writer] = [SafetensorsWriter(), TorchWriter(), DcpWriter(), *zero]
     return {writer.name: writer for writer in found}
 
 
 _ABOUT = {
-    "dcp": "PyTorch Distributed Checkpoint: a .metadata file and __R_N.distcp files",
-    "deepspeed": "DeepSpeed ZeRO-1, -2, -3: a tag folder of *_model_states.pt and *_optim_states.pt",
+    "dcp": "PyTorch Distributed Checkpoint: a .metadata file and __R_N.distcp files (FSDP2 and others)",
+    "zero1": "DeepSpeed ZeRO-1: a tag folder of *_model_states.pt and *_optim_states.pt, and the file latest",
+    "zero2": "DeepSpeed ZeRO-2",
+    "zero3": "DeepSpeed ZeRO-3",
+    "universal": "DeepSpeed universal: a tag folder with zero/<parameter>/fp32.pt, ..., and latest_universal",
     "safetensors": "one .safetensors file, or Hugging Face shards with their index",
     "torch": "a full state dict of torch.save: .pt, .pth, .bin, or .bin shards with their index",
 }
 
+_READ_AS = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
+"""Formats that one reader tells apart by what it finds."""
+
 
 def table() -> tuple[FormatInfo, ...]:
-    """Every format, read or written."""
-    names = dict.fromkeys([*readers(), *writers()])
+    """Every format, by the names that ``--to`` takes."""
     return tuple(
         FormatInfo(
             name,
-            name in readers(),
+            _READ_AS.get(name, name) in readers(),
             name in writers(),
-            "weights" if name in writers() and not writers()[name].holds_optimizer else "whole training state",
-            _ABOUT[name],
+            "whole training state" if name not in writers() or writers()[name].holds_optimizer else "weights",
+            about,
         )
-        for name in names
+        for name, about in _ABOUT.items()
     )
 
 
@@ -83,7 +92,7 @@ def reader_for(source: Source, name: str | None) -> Reader:
         UsageError: no such format; SourceNotFoundError: an empty folder; UnsupportedError: nobody recognises it.
     """
     if name is not None:
-        return _named(readers(), name, "read")
+        return _named(readers(), _READ_AS.get(name, name), "read")
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
     for reader in readers().values():
