@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
-from ckpt_tools.manifest import Manifest, StateKey, TensorEntry
+from ckpt_tools.dtypes import DType
+from ckpt_tools.manifest import MASTER, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Store
 
@@ -65,11 +66,23 @@ class Side:
     manifest: Manifest
 
     def named(self) -> dict[StateKey, TensorEntry]:
-        """Every tensor by every name it has, ties included."""
-        found = dict(self.manifest.tensors)
+        """Every tensor by every name it has. A tied weight has several; optimizer state has its owner's alone."""
+        found = {_neutral(key): entry for key, entry in self.manifest.tensors.items()}
         for alias, owner in self.manifest.aliases.items():
-            found |= {StateKey(alias, k.slot): e for k, e in self.manifest.tensors.items() if k.fqn == owner}
+            found[StateKey(alias)] = self.manifest.tensors[StateKey(owner)]
         return found
+
+
+def _neutral(key: StateKey) -> StateKey:
+    """User entries lie beside the model in one format and among DeepSpeed's client state in another."""
+    return key._replace(fqn=key.fqn.removeprefix("client_state.")) if key.slot == "extra" else key
+
+
+def _with_masters(ours: dict[StateKey, TensorEntry], theirs: Mapping[StateKey, TensorEntry]) -> None:
+    """Where only the other side keeps fp32 masters, they are to be our weights, uncast."""
+    for key in theirs:
+        if key.slot == MASTER and key not in ours and (weight := ours.get(StateKey(key.fqn))) is not None:
+            ours[key] = replace(weight, kind=Kind.STATE).cast(DType.FLOAT32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +101,7 @@ def compare(expected: Side, found: Side, *, num_workers: int, on_bytes: Callable
         CkptError: one of them cannot be read.
     """
     ours, theirs = expected.named(), found.named()
+    _with_masters(ours, theirs)
     differences = list(_by_header(ours, theirs))
     shared = [key for key in ours if key in theirs and not _header_difference(ours[key], theirs[key])]
     work = _Compare(ours, theirs, Assembler(expected.store, BLOCK_BYTES), Assembler(found.store, BLOCK_BYTES))

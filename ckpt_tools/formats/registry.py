@@ -50,10 +50,11 @@ def writers() -> Mapping[str, Writer]:
     from ckpt_tools.formats.dcp import DcpWriter
     from ckpt_tools.formats.safetensors import SafetensorsWriter
     from ckpt_tools.formats.torch_file import TorchWriter
+    from ckpt_tools.formats.universal import UniversalWriter
     from ckpt_tools.formats.zero_writer import ZeroWriter
 
     zero: list[Writer] = [ZeroWriter(stage) for stage in (1, 2, 3)]
-    found: list[Writer] = [SafetensorsWriter(), TorchWriter(), DcpWriter(), *zero]
+    found: list[Writer] = [SafetensorsWriter(), TorchWriter(), DcpWriter(), *zero, UniversalWriter()]
     return {writer.name: writer for writer in found}
 
 
