@@ -144,6 +144,15 @@ class TestShardTable:
                 (row, start, stop) for start, stop, row in intervals
             ]
 
+    @many
+    @given(strategies.shapes(min_extent=1), st.data())
+    def test_boxes_of_intervals_are_flat(self, shape: Shape, data: st.DataObject) -> None:
+        boxes = data.draw(strategies.unfolded_shardings(shape))
+        flat = packed(shape, boxes).flat
+        assert flat is not None
+        assert flat.starts.tolist() == [0, *flat.stops.tolist()[:-1]]
+        assert flat.stops.tolist()[-1] == prod(shape)
+
 
 def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
@@ -192,7 +201,7 @@ class TestCover:
     @many
     @given(strategies.shapes(min_ndim=1), st.data())
     def test_any_boxes_are_judged_as_counting_judges_them(self, shape: Shape, data: st.DataObject) -> None:
-        boxes = data.draw(st.lists(strategies.boxes(shape), max_size=5))
+        boxes = data.draw(st.lists(strategies.boxes(shape), max_size=7))
         count: Any = np.zeros(shape, int)
         for box in boxes:
             count[_index(box)] += 1
@@ -213,6 +222,11 @@ class TestCover:
     def test_a_pinwheel_without_its_middle_is_incomplete(self) -> None:
         with pytest.raises(IncompleteError, match="1 of 9 elements"):
             entry((3, 3), PINWHEEL[:4])
+
+    def test_a_long_box_overlaps_one_that_starts_after_a_short_one_ended(self) -> None:
+        boxes = [Box((0, 0), (4, 1)), Box((0, 2), (2, 3)), Box((2, 0), (3, 1))]
+        with pytest.raises(MalformedError, match="overlap"):
+            entry((4, 3), boxes)
 
     def test_two_scalars_overlap_and_none_is_incomplete(self) -> None:
         scalar = Box((), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -159,11 +160,9 @@ class TestHits:
     @given(stored_tensors(), st.data())
     def test_they_find_every_element_once(self, stored: StoredTensor, data: st.DataObject) -> None:
         geometry, box, start, stop = data.draw(wanted(stored.entry.shape))
-        found = [
-            part
-            for hit in hits(stored.entry.shards, box, geometry, start, stop)
-            for part in found_by(hit, stored.files)
-        ]
+        each = [found_by(hit, stored.files) for hit in hits(stored.entry.shards, box, geometry, start, stop)]
+        assert all(each), "no hit is empty"
+        found = list(chain.from_iterable(each))
         assert sorted(place for place, _ in found) == list(range(stop - start))
         expected = expected_elements(stored, geometry, box, start, stop)
         assert all(element == expected[place] for place, element in found)

@@ -12,7 +12,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from ckpt_tools.boxes import Box, Shape
+from ckpt_tools.boxes import Box, Shape, from_flat
 from ckpt_tools.dtypes import DType
 
 MAX_NDIM = 4
@@ -111,9 +111,15 @@ def flat_shardings(draw: st.DrawFn, shape: Shape) -> list[Box]:
     return [_box([ends]) for ends in draw(cuts(prod(shape), max_pieces=5))]
 
 
+@st.composite
+def unfolded_shardings(draw: st.DrawFn, shape: Shape) -> list[Box]:
+    """The intervals of a flat sharding as boxes, all of them contiguous."""
+    return [box for start, stop in draw(cuts(prod(shape))) for box in from_flat(start, stop, shape)]
+
+
 def box_shardings(shape: Shape) -> st.SearchStrategy[list[Box]]:
     """Any exact cover of a tensor by boxes of its own geometry, in any order."""
-    kinds = (grid_shardings, dim_shardings, nested_shardings, pinwheels)
+    kinds = (grid_shardings, dim_shardings, nested_shardings, pinwheels, unfolded_shardings)
     return st.one_of([kind(shape) for kind in kinds]).flatmap(st.permutations).map(list)
 
 
