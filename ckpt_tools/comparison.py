@@ -11,7 +11,7 @@ import numpy as np
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
 from ckpt_tools.dtypes import DType
-from ckpt_tools.manifest import MASTER, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Store
 
@@ -126,8 +126,14 @@ def _by_header(ours: Mapping[StateKey, TensorEntry], theirs: Mapping[StateKey, T
         elif what := _header_difference(entry, theirs[key]):
             yield Difference(key, what)
     for key in theirs:
-        if key not in ours:
+        if key not in ours and not _is_state_of_nothing(key, theirs):
             yield Difference(key, "not in the source")
+
+
+def _is_state_of_nothing(key: StateKey, tensors: Mapping[StateKey, TensorEntry]) -> bool:
+    """Some frameworks keep optimizer state of parameters without elements, others none."""
+    weight = tensors.get(StateKey(key.fqn))
+    return key.slot != WEIGHT and weight is not None and weight.numel == 0
 
 
 def _header_difference(ours: TensorEntry, theirs: TensorEntry) -> str | None:

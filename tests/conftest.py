@@ -18,6 +18,10 @@ from tests.support.truth import Truth
 Resume = Callable[[str, str, Path, int], Truth]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the full matrices instead of their core")
+
+
 @pytest.fixture(scope="session")
 def checkpoint() -> Callable[[str, str, int], Fixture]:
     """`checkpoint(kind, case, world_size)`: a checkpoint and its truth, built if it is not cached."""

@@ -1,0 +1,157 @@
+"""Any format to any format at any world size, judged by the target's own framework.
+
+A cell is a source made by N real processes, converted, and resumed by M: what the framework then holds has the bits that
+the source's framework gathered, and the next losses are those of the run that was never interrupted. Here every pair of
+formats at one change of world size, and every change of world size for two pairs; with ``--soak`` all cells.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt_tools
+from fixtures.store import Fixture
+from tests.conftest import Resume
+from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
+
+SOURCES = {
+    "fsdp2": "fsdp2",
+    "zero1": "zero1-fp32",
+    "zero2": "zero2-fp32",
+    "zero3": "zero3-fp32",
+    "universal": "universal-zero3-fp32",
+}
+TARGETS = {
+    "fsdp2": ("dcp", "fsdp2"),
+    "zero1": ("zero1", "zero1-fp32"),
+    "zero2": ("zero2", "zero2-fp32"),
+    "zero3": ("zero3", "zero3-fp32"),
+    "universal": ("universal", "universal-zero2-fp32"),
+}
+WORLD_SIZES = (1, 2, 3, 4)
+EVERY_WORLD_SIZE = (("fsdp2", "zero3"), ("zero2", "fsdp2"))
+
+Checkpoint = Callable[[str, str, int], Fixture]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One conversion of the matrix."""
+
+    source: str
+    target: str
+    from_ranks: int
+    to_ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.source}x{self.from_ranks}-{self.target}x{self.to_ranks}"
+
+    @property
+    def case(self) -> str:
+        """DeepSpeed's universal load leaves out frozen weights and buffers, so that its cells have neither."""
+        return "plain" if self.target == "universal" else "awkward"
+
+
+FULL = [Cell(s, t, n, m) for m, n, s, t in itertools.product(WORLD_SIZES, WORLD_SIZES, SOURCES, TARGETS)]
+CORE = [
+    cell
+    for cell in FULL
+    if (cell.from_ranks, cell.to_ranks) == (2, 3) or (cell.source, cell.target) in EVERY_WORLD_SIZE
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames:
+        cells = FULL if metafunc.config.getoption("--soak") else CORE
+        metafunc.parametrize("cell", cells, ids=str)
+
+
+def test_cell(cell: Cell, checkpoint: Checkpoint, resume: Resume, tmp_path: Path) -> None:
+    made = checkpoint(SOURCES[cell.source], cell.case, cell.from_ranks)
+    to, kind = TARGETS[cell.target]
+    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=cell.to_ranks)
+    truth = Truth.load(made.root)
+    resumed = resume(kind, cell.case, tmp_path / "out", cell.to_ranks)
+    assert_same_state(truth, resumed)
+    assert_same_course(truth, resumed, exactly=cell.from_ranks == cell.to_ranks)
+
+
+def assert_same_state(truth: Truth, resumed: Truth) -> None:
+    """Weights, masters, moments and steps, bit for bit, and the groups with their hyperparameters."""
+    assert_same_bits(truth.best_weights(), resumed.best_weights())
+    assert_same_bits(_without_weights(truth), _without_weights(resumed))
+    assert resumed.facts["groups"] == truth.facts["groups"]
+
+
+def _without_weights(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
+    return {key: tensor for key, tensor in truth.tensors.items() if key[1] not in (WEIGHT, MASTER)}
+
+
+def assert_same_course(truth: Truth, resumed: Truth, *, exactly: bool) -> None:
+    """The scheduler, the counts, and the next losses."""
+    for fact in ("scheduler", "global_step", "epoch"):
+        assert resumed.facts[fact] == truth.facts[fact], fact
+    tolerance = 0 if exactly else 1e-6
+    np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=tolerance, atol=0)
+
+
+FLAVOURS = [
+    ("zero3-bf16", "zero1", "zero1-bf16", {}),
+    ("zero1-bf16", "zero3", "zero3-bf16", {}),
+    ("zero1-bf16acc", "zero2", "zero2-bf16", {}),
+    ("zero2-fp16", "zero3", "zero3-fp16", {}),
+    ("zero3-fp16", "zero2", "zero2-fp16", {}),
+    ("zero3-fp32-sub", "zero1", "zero1-fp32", {}),
+]
+
+
+@pytest.mark.parametrize(("source", "to", "kind", "options"), FLAVOURS, ids=lambda value: str(value) or "-")
+def test_flavours(
+    source: str, to: str, kind: str, options: dict[str, str], checkpoint: Checkpoint, resume: Resume, tmp_path: Path
+) -> None:
+    """16-bit models with fp32 masters, from one stage and world size to another."""
+    made = checkpoint(source, "awkward", 3)
+    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=2, **options)
+    truth, resumed = Truth.load(made.root), resume(kind, "awkward", tmp_path / "out", 2)
+    assert_same_bits(truth.tensors, resumed.tensors)
+    assert resumed.facts["groups"] == truth.facts["groups"]
+    assert_same_course(truth, resumed, exactly=False)
+
+
+@pytest.mark.parametrize(("source", "to", "kind"), [("fsdp2", "zero3", "zero3-fp32"), ("zero1-fp32", "dcp", "fsdp2")])
+def test_sgd_with_momentum(
+    source: str, to: str, kind: str, checkpoint: Checkpoint, resume: Resume, tmp_path: Path
+) -> None:
+    made = checkpoint(source, "sgd", 3)
+    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=2)
+    truth, resumed = Truth.load(made.root), resume(kind, "sgd", tmp_path / "out", 2)
+    assert_same_state(truth, resumed)
+    assert_same_course(truth, resumed, exactly=False)
+
+
+ROUND_TRIPS = [(a, b) for a, b in itertools.product(TARGETS, TARGETS) if a != b]
+
+
+@pytest.mark.parametrize(("first", "second"), ROUND_TRIPS)
+def test_there_and_back_is_the_same_state(first: str, second: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint(SOURCES[first], "plain" if "universal" in (first, second) else "awkward", 2)
+    to_first, to_second = TARGETS[first][0], TARGETS[second][0]
+    ckpt_tools.convert(made.checkpoint, tmp_path / "there", to=to_second, world_size=3)
+    ckpt_tools.convert(tmp_path / "there", tmp_path / "back", to=to_first, world_size=2)
+    report = ckpt_tools.verify(made.checkpoint, tmp_path / "back")
+    assert report.equal, report.differences
+
+
+@pytest.mark.parametrize("source", ["fsdp2", "zero1-fp32", "zero3-bf16"])
+def test_reshard_keeps_the_format(source: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint(source, "awkward", 3)
+    ckpt_tools.reshard(made.checkpoint, tmp_path / "out", world_size=4)
+    assert ckpt_tools.inspect(tmp_path / "out").format == ckpt_tools.inspect(made.checkpoint).format
+    assert ckpt_tools.inspect(tmp_path / "out").world_size == 4
+    assert ckpt_tools.verify(made.checkpoint, tmp_path / "out").equal
