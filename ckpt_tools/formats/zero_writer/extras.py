@@ -73,6 +73,11 @@ class Extras:
         return _dict(self.own.get("ds_config"))
 
     @property
+    def module(self) -> Mapping[str, Any]:
+        """What modules of the model keep beside tensors (``_extra_state``), by name."""
+        return _dict(self.own.get("module"))
+
+    @property
     def tag(self) -> str:
         """The source's own tag; else as DeepSpeed names it."""
         found = self.own.get("tag")

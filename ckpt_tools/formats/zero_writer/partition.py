@@ -31,9 +31,9 @@ class Vector:
     paddings: Ints
 
     @property
-    def num_elements(self) -> int:
-        """Elements of parameters, without the padding."""
-        return int((self.stops - self.starts).sum())
+    def numel(self) -> int:
+        """Elements and padding."""
+        return int((self.stops - self.starts).sum()) + self.num_padding
 
     @property
     def num_padding(self) -> int:

@@ -80,6 +80,9 @@ class TrainingState:
     guessed: tuple[str, ...]
     notes: tuple[Note, ...]
 
+    def weight(self, name: str) -> TensorEntry:
+        return self.manifest.tensors[StateKey(name)]
+
     @classmethod
     def of(cls, manifest: Manifest) -> TrainingState:
         """Raises UnsupportedError where the weights are of a type that DeepSpeed does not train in, or of several;

@@ -1,9 +1,15 @@
-"""The tensors of one file: what the pickle says of each, and the segments that are its bytes."""
+"""The tensors of one file: what the pickle says of each, and the segments that are its bytes.
+
+In stage 3 the files of all ranks have the same pickle and differ in elements alone. Such a file is made once as a
+``Form`` with holes, and a rank's copy is that form with its holes filled: for a thousand ranks of a thousand
+parameters writing the pickles would take longer than everything else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -27,11 +33,16 @@ class Tensors:
 
     manifest: Manifest
     _storages: dict[str, list[Segment]] = field(default_factory=dict)
+    _holes: list[Padding] = field(default_factory=list)
     _restored: dict[int, tuple[Value, Value]] = field(default_factory=dict)
 
     def file(self, path: str, value: Value) -> FileLayout:
         """The file of ``value``, whose tensors came from here."""
         return FileLayout(path, tuple(archive_segments(value, self._storages)))
+
+    def form(self, value: Value) -> Form:
+        """The file of ``value``, with the holes that were asked for here."""
+        return Form(tuple(archive_segments(value, self._storages)), tuple(self._holes))
 
     def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
         """A tensor with these bytes."""
@@ -45,8 +56,12 @@ class Tensors:
 
     def vector(self, vector: Vector, group: Group, slot: Slot) -> StoredTensor:
         """One rank's vector of a slot."""
-        numel = vector.num_elements + vector.num_padding
-        return self.add(_segments(vector, group, slot), slot.dtype, (numel,))
+        return self.add(elements(vector, group, slot), slot.dtype, (vector.numel,))
+
+    def hole(self, dtype: DType, numel: int) -> StoredTensor:
+        """A vector whose elements each rank has for itself."""
+        self._holes.append(Padding(numel * dtype.item_bytes))
+        return self.add(self._holes[-1:], dtype, (numel,))
 
     def scalar(self, key: StateKey) -> Value:
         """A 0-d tensor; a plain number where the source has one."""
@@ -98,7 +113,22 @@ class Tensors:
         return copy
 
 
-def _segments(vector: Vector, group: Group, slot: Slot) -> list[Segment]:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A file with holes: of ``segments``, ``holes`` are those that each rank replaces by its own, of the same bytes."""
+
+    segments: tuple[Segment, ...]
+    holes: tuple[Padding, ...]
+
+    def filled(self, path: str, contents: Sequence[Sequence[Segment]]) -> FileLayout:
+        """The file whose holes, in the order in which they were asked for, have ``contents``."""
+        of_hole = {id(hole): content for hole, content in zip(self.holes, contents, strict=True)}
+        parts = (of_hole.get(id(segment), (segment,)) for segment in self.segments)
+        return FileLayout(path, tuple(chain.from_iterable(parts)))
+
+
+def elements(vector: Vector, group: Group, slot: Slot) -> list[Segment]:
+    """The bytes of one rank's vector of a slot."""
     found: list[Segment] = []
     columns = (vector.params, vector.starts, vector.stops, vector.paddings)
     item = slot.dtype.item_bytes
