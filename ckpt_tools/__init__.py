@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_tools.api import consolidate, convert, formats, inspect, open, plan, reshard, verify
     from ckpt_tools.errors import CkptError
+    from ckpt_tools.loading import load_into
+    from ckpt_tools.torch_reader import storage_reader
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CkptError": "ckpt_tools.errors",
+    "load_into": "ckpt_tools.loading",
+    "storage_reader": "ckpt_tools.torch_reader",
+}
+"""Where names are that are no verbs."""
 
 __all__ = [
     "CkptError",
@@ -23,15 +32,16 @@ __all__ = [
     "convert",
     "formats",
     "inspect",
+    "load_into",
     "open",
     "plan",
     "reshard",
+    "storage_reader",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = import_module("ckpt_tools.errors" if name == "CkptError" else "ckpt_tools.api")
-        return getattr(module, name)
+        return getattr(import_module(_HOMES.get(name, "ckpt_tools.api")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.registry import FormatInfo, table, writers
 from ckpt_tools.integrity import check_integrity
 from ckpt_tools.lazy import Checkpoint
+from ckpt_tools.manifest import Kind
 from ckpt_tools.opening import read_checkpoint
 from ckpt_tools.options import ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
@@ -187,7 +188,7 @@ def verify(
     expected, _ = reduced(
         manifest,
         chosen,
-        holds_optimizer=target is None or target.holds_optimizer,
+        whole=chosen.state != "model" and bool(other.groups or other.of_kind(Kind.STATE)),
         holds_masters=target is None or target.holds_masters,
     )
     total = sum(entry.num_bytes for entry in expected.tensors.values())

@@ -91,30 +91,33 @@ class ConvertReport:
         return {**self.plan.to_json(), **done}
 
 
-def reduced(
-    manifest: Manifest, options: ConvertOptions, *, holds_optimizer: bool, holds_masters: bool
-) -> transforms.Transformed:
+def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool) -> transforms.Transformed:
     """The manifest as it is to be written, with notes on what was cast or left behind.
+
+    ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
 
     Raises:
         UsageError: the options do not fit this checkpoint or each other.
     """
-    if options.state == "all" and not holds_optimizer:
-        raise UsageError("this format holds weights only; leave --state out, or choose another format")
     notes: tuple[Note, ...] = ()
-    for step in _steps(options, holds_optimizer, holds_masters):
+    for step in _steps(options, whole, holds_masters):
         manifest, more = step(manifest)
         notes += more
     return manifest, notes
 
 
+def is_whole(options: ConvertOptions, writer: Writer) -> bool:
+    """Whether all state is written: what the user says, else what the format is for."""
+    return writer.holds_optimizer if options.state is None else options.state == "all"
+
+
 def _steps(
-    options: ConvertOptions, holds_optimizer: bool, holds_masters: bool
+    options: ConvertOptions, whole: bool, holds_masters: bool
 ) -> list[Callable[[Manifest], transforms.Transformed]]:
     asked = options.state == "model"
     new_name = transforms.substitutions(options.rename, options.names)
     steps: list[Callable[[Manifest], transforms.Transformed]] = []
-    if asked or not holds_optimizer:
+    if not whole:
         steps.append(lambda manifest: transforms.model_only(manifest, weights=options.weights, asked=asked))
         steps.append(transforms.without_wrappers)
     elif not holds_masters:
@@ -150,9 +153,7 @@ def prepare(
     source_format = manifest.format
     writer = writer or _same_writer(manifest, target)
     writing = _write_options(target, manifest, options)
-    manifest, notes = reduced(
-        manifest, options, holds_optimizer=writer.holds_optimizer, holds_masters=writer.holds_masters
-    )
+    manifest, notes = reduced(manifest, options, whole=is_whole(options, writer), holds_masters=writer.holds_masters)
     layout = writer.layout(manifest, writing)
     notes += layout.notes
     if strict:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckpt_tools.entries import Entries
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.dcp.entries import Entries
 from ckpt_tools.manifest import Manifest, Path, StateTree
 
 MODEL, OPTIM, EXTRA = "model", "optimizer", "entry"

@@ -1,8 +1,8 @@
 """Any format to any format at any world size, judged by the target's own framework.
 
-A cell is a source made by N real processes, converted, and resumed by M: what the framework then holds has the bits that
-the source's framework gathered, and the next losses are those of the run that was never interrupted. Here every pair of
-formats at one change of world size, and every change of world size for two pairs; with ``--soak`` all cells.
+A cell is a source made by N real processes, converted, and resumed by M: what the framework then holds has the bits
+that the source's framework gathered, and the next losses are those of the run that was never interrupted. Here every
+pair of formats at one change of world size, and every change of world size for two pairs; with ``--soak`` all cells.
 """
 
 from __future__ import annotations
@@ -146,6 +146,27 @@ def test_there_and_back_is_the_same_state(first: str, second: str, checkpoint: C
     ckpt_tools.convert(tmp_path / "there", tmp_path / "back", to=to_first, world_size=2)
     report = ckpt_tools.verify(made.checkpoint, tmp_path / "back")
     assert report.equal, report.differences
+
+
+FULL_FILES = [
+    ("fsdp2", "whole.pt", "zero2", "zero2-fp32"),
+    ("fsdp2", "whole.safetensors", "dcp", "fsdp2"),
+    ("zero3-fp32", "whole.safetensors", "zero3", "zero3-fp32"),
+    ("zero1-fp32", "whole.pt", "dcp", "fsdp2"),
+]
+
+
+@pytest.mark.parametrize(("source", "file", "to", "kind"), FULL_FILES)
+def test_one_file_carries_the_whole_state(
+    source: str, file: str, to: str, kind: str, checkpoint: Checkpoint, resume: Resume, tmp_path: Path
+) -> None:
+    made = checkpoint(source, "awkward", 3)
+    ckpt_tools.convert(made.checkpoint, tmp_path / file, state="all")
+    assert ckpt_tools.verify(made.checkpoint, tmp_path / file).equal
+    ckpt_tools.convert(tmp_path / file, tmp_path / "out", to=to, world_size=2)
+    truth, resumed = Truth.load(made.root), resume(kind, "awkward", tmp_path / "out", 2)
+    assert_same_state(truth, resumed)
+    assert_same_course(truth, resumed, exactly=False)
 
 
 @pytest.mark.parametrize("source", ["fsdp2", "zero1-fp32", "zero3-bf16"])

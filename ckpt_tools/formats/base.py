@@ -68,7 +68,7 @@ class Writer(Protocol):
 
     @property
     def holds_optimizer(self) -> bool:
-        """Whether optimizer state, groups and extras have a place in it."""
+        """Whether it is a format of whole states. One of models holds the rest too, where that is asked for."""
 
     @property
     def holds_masters(self) -> bool:

@@ -79,7 +79,7 @@ def table() -> tuple[FormatInfo, ...]:
             name,
             _READ_AS.get(name, name) in readers(),
             name in writers(),
-            "whole training state" if name not in writers() or writers()[name].holds_optimizer else "weights",
+            "whole state" if writers()[name].holds_optimizer else "weights; whole state if asked",
             about,
         )
         for name, about in _ABOUT.items()

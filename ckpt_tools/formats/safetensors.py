@@ -10,6 +10,7 @@ Tied weights are stored once; as ``safetensors.torch.save_model`` does, the meta
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import struct
@@ -27,26 +28,35 @@ from ckpt_tools.containers.hf_index import (
     parse_json,
     read_weight_map,
 )
+from ckpt_tools.containers.pickles import dumps, loads
 from ckpt_tools.dtypes import DType, from_safetensors
+from ckpt_tools.entries import Entries, entries_of, is_model_only
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import ReadOptions, WriteOptions
 from ckpt_tools.layout import FileLayout, Layout, Literal, Payload
+from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import (
-    WEIGHT,
     ByteRange,
     Kind,
     Manifest,
     Shard,
     ShardTable,
     StateKey,
+    StateTree,
     TensorEntry,
 )
+from ckpt_tools.references import references
 from ckpt_tools.stores.base import Source
+from ckpt_tools.tree import Leaves, TensorLeaf, manifest_of
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
 
 INDEX_SUFFIX = ".safetensors.index.json"
+
+STATE_KEY = "ckpt_tools.state"
+"""Our entry of the metadata where a file holds a whole training state: base64 of a pickle of inert values."""
+
 _SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -69,14 +79,43 @@ class SafetensorsReader:
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         headers = {path: read_header(source, path) for path in _files(source)}
-        owners = _owners(headers)
-        tensors = {
-            StateKey(name): _entry(*header.tensors[name])
-            for header in headers.values()
-            for name in header.tensors
-            if owners[name] is header
-        }
-        return Manifest("safetensors", tensors, aliases=_aliases(headers.values(), tensors))
+        leaves = _leaves(headers)
+        state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
+        if state is not None:
+            return _whole_state(leaves, _ties(headers.values(), leaves), state, options)
+        tensors = {StateKey(name): _entry(leaf) for name, leaf in leaves.items()}
+        return Manifest("safetensors", tensors, aliases=_ties(headers.values(), leaves))
+
+
+def _whole_state(
+    tensors: Mapping[str, TensorLeaf], ties: Mapping[str, str], state: str, options: ReadOptions
+) -> Manifest:
+    """A file of ours with optimizer state: the metadata say where each tensor stood in the tree, and hold the rest."""
+    found = _unpacked(state)
+    paths = {name: path for name, path in found["paths"].items() if name in tensors or name in found["objects"]}
+    paths |= {name: (name,) for name in (*tensors, *ties) if name not in paths}
+    return manifest_of(
+        Leaves(paths, tensors, found["objects"]),
+        format_name="safetensors",
+        model_key=options.model_key,
+        optim_key=options.optim_key,
+        ties=ties,
+    )
+
+
+def _unpacked(state: str) -> dict[str, dict[str, Any]]:
+    try:
+        found = loads(base64.b64decode(state, validate=True), path=STATE_KEY)
+    except ValueError as error:
+        raise MalformedError(f"its {STATE_KEY} is not valid base64") from error
+    parts = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]
+    if not all(isinstance(part, dict) for part in parts) or not all(map(_is_path, parts[0].values())):  # type: ignore[union-attr]
+        raise MalformedError(f"its {STATE_KEY} holds no tree of state")
+    return dict(found)
+
+
+def _is_path(path: Any) -> bool:
+    return isinstance(path, tuple) and len(path) > 0 and all(type(part) in (str, int) for part in path)
 
 
 def _is_ours(path: str) -> bool:
@@ -180,67 +219,87 @@ def _check_ranges(
         raise MalformedError(f"{size - cursor:,} bytes after the last tensor belong to none", path=path)
 
 
-def _owners(headers: Mapping[str, _Header]) -> dict[str, _Header]:
-    owners: dict[str, _Header] = {}
+def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
+    found: dict[str, TensorLeaf] = {}
     for path, header in headers.items():
-        for name in header.tensors:
-            if name in owners:
+        for name, (dtype, shape, at) in header.tensors.items():
+            if name in found:
                 raise MalformedError("this tensor lies in two files", path=path, key=name)
-            owners[name] = header
-    return owners
+            found[name] = TensorLeaf(shape, dtype, ShardTable.build(shape, dtype, [Shard(Box.whole(shape), at)]))
+    return found
 
 
-def _entry(dtype: DType, shape: tuple[int, ...], at: ByteRange) -> TensorEntry:
-    kind = Kind.PARAMETER if dtype.is_floating else Kind.BUFFER
-    return TensorEntry(shape, dtype, kind, ShardTable.build(shape, dtype, [Shard(Box.whole(shape), at)]))
+def _entry(leaf: TensorLeaf) -> TensorEntry:
+    kind = Kind.PARAMETER if leaf.dtype.is_floating else Kind.BUFFER
+    return TensorEntry(leaf.shape, leaf.dtype, kind, leaf.shards)
 
 
-def _aliases(headers: Iterable[_Header], tensors: Mapping[StateKey, TensorEntry]) -> dict[str, str]:
+def _ties(headers: Iterable[_Header], tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
     return {
         alias: owner
         for header in headers
         for alias, owner in header.metadata.items()
-        if StateKey(owner) in tensors and StateKey(alias) not in tensors
+        if owner in tensors and alias not in tensors
     }
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsWriter:
-    """Writes weights and buffers: one file, or shards with their index."""
+    """Writes a model in one file, or in shards with their index.
+
+    Where there is more than a model, moments are tensors ``optim.state.<fqn>.<slot>`` beside the weights, and the
+    first file's metadata hold the rest: groups, scheduler, counts, as a pickle of inert values.
+    """
 
     name: str = "safetensors"
     holds_optimizer: bool = False
     holds_masters: bool = False
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
-        parts = cut(weights, options.max_shard_bytes)
-        stem = "model"
-        if len(parts) == 1:
-            file_name = options.file_name or f"{stem}.safetensors"
-            return Layout((_file_layout(file_name, parts[0], manifest.aliases),))
-        if options.file_name is not None:
+        entries = entries_of(manifest, StateTree((), ("optim",)))
+        state, notes = ({}, ()) if is_model_only(manifest) else _packed(entries)
+        contents = {name: (key, manifest.tensors[key]) for name, key in entries.tensors.items()}
+        parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
+        if len(parts) > 1 and options.file_name is not None:
             raise UnsupportedError(
                 f"{options.file_name} is one file, and --max-shard-size asks for {len(parts)}; name a folder"
             )
-        names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-        files = [_file_layout(name, part, manifest.aliases) for name, part in zip(names, parts, strict=True)]
+        names = [options.file_name or "model.safetensors"] if len(parts) == 1 else _shard_names(len(parts))
+        files = [
+            _file_layout(name, {n: contents[n] for n in part}, entries.aliases, state if name == names[0] else {})
+            for name, part in zip(names, parts, strict=True)
+        ]
         listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
-        return Layout((*files, index_layout(f"{stem}{INDEX_SUFFIX}", listed, {})))
+        index = [index_layout(f"model{INDEX_SUFFIX}", listed, {})] if len(parts) > 1 else []
+        return Layout((*files, *index), (*entries.notes, *notes))
 
 
-def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:
+def _shard_names(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _packed(entries: Entries) -> tuple[dict[str, str], tuple[Note, ...]]:
+    """The tree and its objects as metadata; objects that hold tensors inside have no form here."""
+    lost = [name for name, value in entries.objects.items() if next(references(value), None) is not None]
+    objects = {name: value for name, value in entries.objects.items() if name not in lost}
+    data = dumps({"paths": dict(entries.paths), "objects": objects})
+    notes = (Note(Fate.DROPPED, ", ".join(lost), "it holds tensors inside; torch and dcp keep it", len(lost)),)
+    return {STATE_KEY: base64.b64encode(data).decode()}, notes if lost else ()
+
+
+def _file_layout(
+    path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], state: Mapping[str, str]
+) -> FileLayout:
     """Wide elements first, so that every tensor is aligned to its own width."""
-    ordered = dict(sorted(part.items(), key=lambda item: -item[1].dtype.item_bytes))
-    payloads = [
-        Payload(StateKey(name), Box.whole(entry.shape), entry.shape, entry.dtype) for name, entry in ordered.items()
-    ]
-    return FileLayout(path, (Literal(_header_bytes(ordered, aliases)), *payloads))
+    ordered = dict(sorted(part.items(), key=lambda item: -item[1][1].dtype.item_bytes))
+    payloads = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in ordered.values()]
+    ties = {alias: owner for alias, owner in aliases.items() if owner in ordered}
+    header = _header_bytes({name: entry for name, (_, entry) in ordered.items()}, {**ties, **state})
+    return FileLayout(path, (Literal(header), *payloads))
 
 
-def _header_bytes(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> bytes:
-    ties = {alias: owner for alias, owner in aliases.items() if owner in tensors}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
+def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     cursor = 0
     for name, entry in tensors.items():
         header[name] = {

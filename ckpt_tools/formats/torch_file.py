@@ -14,10 +14,12 @@ from typing import Any
 from ckpt_tools.boxes import Box, contiguous_strides
 from ckpt_tools.containers.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.containers.torch_zip import TorchArchive, archive_segments, open_archive
+from ckpt_tools.entries import Entries, entries_of, is_model_only
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import ReadOptions, WriteOptions
 from ckpt_tools.layout import FileLayout, Layout, Payload, Segment
-from ckpt_tools.manifest import WEIGHT, ByteRange, Manifest, Shard, ShardTable, StateKey, TensorEntry
+from ckpt_tools.manifest import WEIGHT, ByteRange, Manifest, Shard, ShardTable, StateKey, StateTree, TensorEntry
+from ckpt_tools.references import replaced
 from ckpt_tools.stores.base import Source
 from ckpt_tools.tree import Leaves, Path, TensorLeaf, manifest_of
 from ckpt_tools.values import PARAMETER, OrderedDict, StorageRef, StoredTensor
@@ -166,37 +168,89 @@ def _merged(trees: Mapping[str, _Tree]) -> Leaves:
 
 @dataclass(frozen=True, slots=True)
 class TorchWriter:
-    """Writes weights and buffers as ``torch.save`` would: one file, or shards with their index."""
+    """Writes what ``torch.save`` would: a model's state dict, in one file or in shards with their index; or, where
+    there is more than a model, the tree ``{"model", "optim", ...}`` in the form of ``get_state_dict``, in one file."""
 
     name: str = "torch"
     holds_optimizer: bool = False
     holds_masters: bool = False
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
-        parts = cut(weights, options.max_shard_bytes)
-        if len(parts) == 1:
-            return Layout((_file_layout(options.file_name or "pytorch_model.bin", parts[0], manifest.aliases),))
-        if options.file_name is not None:
-            raise UnsupportedError(
-                f"{options.file_name} is one file, and --max-shard-size asks for {len(parts)}; name a folder"
-            )
-        names = [f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin" for number in range(1, len(parts) + 1)]
-        files = [_file_layout(name, part, manifest.aliases) for name, part in zip(names, parts, strict=True)]
-        listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
-        return Layout((*files, index_layout(INDEX_NAME, listed, manifest.aliases)))
+        if is_model_only(manifest):
+            return _model_layout(manifest, options)
+        if options.max_shard_bytes is not None:
+            raise UnsupportedError("a whole state is one file; leave --max-shard-size out, or write --state model")
+        entries = entries_of(manifest, StateTree(("model",), ("optim",)))
+        return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
+
+
+def _model_layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
+    parts = cut(weights, options.max_shard_bytes)
+    if len(parts) == 1:
+        return Layout((_file_layout(options.file_name or "pytorch_model.bin", parts[0], manifest.aliases),))
+    if options.file_name is not None:
+        raise UnsupportedError(
+            f"{options.file_name} is one file, and --max-shard-size asks for {len(parts)}; name a folder"
+        )
+    names = [f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin" for number in range(1, len(parts) + 1)]
+    files = [_file_layout(name, part, manifest.aliases) for name, part in zip(names, parts, strict=True)]
+    listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
+    return Layout((*files, index_layout(INDEX_NAME, listed, manifest.aliases)))
 
 
 def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:
-    value: dict[str, StoredTensor] = {}
-    storages: dict[str, list[Segment]] = {}
-    for number, (name, entry) in enumerate(part.items()):
-        value[name] = _stored(str(number), entry)
-        storages[str(number)] = [Payload(StateKey(name), Box.whole(entry.shape), entry.shape, entry.dtype)]
+    storages = _Storages({StateKey(name): entry for name, entry in part.items()})
+    value = {name: storages.tensor(StateKey(name)) for name in part}
     value |= {alias: value[owner] for alias, owner in aliases.items() if owner in value}
-    return FileLayout(path, tuple(archive_segments(OrderedDict(value), storages)))
+    return FileLayout(path, tuple(archive_segments(OrderedDict(value), storages.segments)))
 
 
-def _stored(key: str, entry: TensorEntry) -> StoredTensor:
-    storage = StorageRef.holding(key, entry.dtype, entry.numel)
-    return StoredTensor(storage, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
+def _tree_layout(path: str, manifest: Manifest, entries: Entries) -> FileLayout:
+    storages = _Storages(manifest.tensors)
+    root: dict[str | int, Any] = {}
+    for name, where in entries.paths.items():
+        if name in entries.objects:
+            value = replaced(entries.objects[name], lambda ref: storages.tensor(ref.key))
+        else:
+            value = storages.tensor(entries.tensors[entries.aliases.get(name, name)])
+        _put(root, where, value)
+    return FileLayout(path, tuple(archive_segments(_as_lists(root), storages.segments)))
+
+
+def _put(root: dict[str | int, Any], path: Path, value: Any) -> None:
+    for part in path[:-1]:
+        root = root.setdefault(part, _Branch())
+    root[path[-1]] = value
+
+
+class _Branch(dict[Any, Any]):
+    """A dict that the tree is made of, as opposed to one that is a value in it."""
+
+
+def _as_lists(value: Any) -> Any:
+    """The tree with branches of positions as the lists that they were."""
+    if not isinstance(value, _Branch) and type(value) is not dict:
+        return value
+    inner = {key: _as_lists(item) for key, item in value.items()}
+    is_list = isinstance(value, _Branch) and list(inner) == list(range(len(inner)))
+    return list(inner.values()) if is_list else inner
+
+
+class _Storages:
+    """The storages of a file, one for each tensor, numbered as they are asked for."""
+
+    def __init__(self, tensors: Mapping[StateKey, TensorEntry]) -> None:
+        self._tensors = tensors
+        self._made: dict[StateKey, StoredTensor] = {}
+        self.segments: dict[str, list[Segment]] = {}
+
+    def tensor(self, key: StateKey) -> StoredTensor:
+        """The tensor as torch pickles it; the same one for the same key, so that ties share their storage."""
+        if key not in self._made:
+            entry, number = self._tensors[key], str(len(self.segments))
+            storage = StorageRef.holding(number, entry.dtype, entry.numel)
+            strides = contiguous_strides(entry.shape)
+            self._made[key] = StoredTensor(storage, entry.dtype, 0, entry.shape, strides)
+            self.segments[number] = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)]
+        return self._made[key]
