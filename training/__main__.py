@@ -19,7 +19,7 @@ from training.launchers.torchrun import under_torchrun, work
 @click.option("--engine", type=click.Choice(ENGINES), required=True, help="How the model is sharded.")
 @click.option("--launcher", type=click.Choice(LAUNCHERS), default="ray", help="Who starts the workers.")
 @click.option("--num-workers", type=int, default=2, help="The world size; one GPU each where there is CUDA.")
-@click.option("--epochs", type=int, default=10, help="The length of the learning rate schedule.")
+@click.option("--epochs", type=int, default=12, help="The length of the learning rate schedule.")
 @click.option("--until", type=int, help="Stop after this epoch of the schedule.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the run.")
 @click.option("--dataset", type=click.Choice(DATASETS), default="digits")

@@ -31,7 +31,7 @@ class TrainConfig:
     engine: EngineName
     launcher: LauncherName = "ray"
     num_workers: int = 2
-    epochs: int = 10
+    epochs: int = 12
     until: int | None = None
     batch_size: int = 64
     learning_rate: float = 1e-3

@@ -160,7 +160,8 @@ def run_demo(out: Path, console: Console) -> list[Row]:
 @click.option("--out", type=click.Path(path_type=Path), default="demo", help="The folder to write to.")
 def main(out: Path) -> None:
     """Train with FSDP2 and ZeRO-3, convert both checkpoints, and check that the files predict as the runs did."""
-    console = Console()
+    # Into a file or a log the table keeps its full width, 80 columns would cut its figures.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         rows = run_demo(out.absolute(), console)
     except CkptError as error:

@@ -1,4 +1,4 @@
-"""Real runs, each made once for the session: two ranks, a few hundred digits, two epochs."""
+"""Real runs, made once for the session by :mod:`tests.training.jobs`: two ranks, 256 digits, two epochs."""
 
 from __future__ import annotations
 
@@ -9,40 +9,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from training.config import EngineName
 from training.result import RunResult
 
-NUM_SAMPLES = 256
-EPOCHS = 2
-
-RunTraining = Callable[..., subprocess.CompletedProcess[str]]
+SmallRun = Callable[[str], RunResult]
 
 
-def run_training(*args: str) -> subprocess.CompletedProcess[str]:
-    """``python -m training ARGS`` in a process of its own: the frameworks warn, and keep global state."""
+def in_process(*args: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own: the frameworks warn, and keep global state."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "training", *args], capture_output=True, text=True, env=environment, check=False
-    )
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=environment, check=False)
 
 
-def small_run(engine: EngineName, out: Path, *args: str) -> RunResult:
-    """A run under torchrun on two ranks that has to succeed."""
-    small = [f"--num-samples={NUM_SAMPLES}", f"--epochs={EPOCHS}"]
-    done = run_training(f"--engine={engine}", "--launcher=torchrun", f"--out={out}", *small, *args)
-    assert done.returncode == 0, done.stderr
-    return RunResult.read(out / "result.json")
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """As many threads as the runs' ranks had, which share the cores with whatever else is tested."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[EngineName], RunResult]:
-    """The uninterrupted run of an engine, made when first asked for."""
-    made: dict[str, RunResult] = {}
+def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a run folder for each of the jobs' configurations."""
+    out = tmp_path_factory.mktemp("runs")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = in_process(*torchrun, "-m", "tests.training.jobs", str(out))
+    assert done.returncode == 0, done.stderr
+    return out
 
-    def run_of(engine: EngineName) -> RunResult:
-        if engine not in made:
-            made[engine] = small_run(engine, tmp_path_factory.mktemp(engine) / "run")
-        return made[engine]
 
-    return run_of
+@pytest.fixture(scope="session")
+def small_run(small_runs: Path) -> SmallRun:
+    """The result of a small run by its name."""
+    return lambda name: RunResult.read(small_runs / name / "result.json")

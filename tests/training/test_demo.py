@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from training.config import EngineName
+from tests.training.conftest import SmallRun
 from training.demo import FORMAT_FILES, Row, convert_and_check, describe, table_of
-from training.result import RunResult
 
 GOOD = Row(
     checkpoint="fsdp2, 2 ranks",
@@ -31,10 +29,8 @@ GOOD = Row(
 
 @pytest.mark.parametrize("format_name", FORMAT_FILES)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_a_file_predicts_as_its_run_did(
-    engine: EngineName, format_name: str, whole_run: Callable[[EngineName], RunResult], tmp_path: Path
-) -> None:
-    run = whole_run(engine)
+def test_a_file_predicts_as_its_run_did(engine: str, format_name: str, small_run: SmallRun, tmp_path: Path) -> None:
+    run = small_run(engine)
     row = convert_and_check(run, format_name, tmp_path)
     assert (row.tensors, row.tensors_equal) == (128, 128)
     assert (row.total, row.predictions_equal) == (360, 360)
@@ -43,17 +39,17 @@ def test_a_file_predicts_as_its_run_did(
     assert row.bytes == (tmp_path / FORMAT_FILES[format_name]).stat().st_size
 
 
-def test_a_file_of_another_epoch_is_found_out(whole_run: Callable[[EngineName], RunResult], tmp_path: Path) -> None:
+def test_a_file_of_another_epoch_is_found_out(small_run: SmallRun, tmp_path: Path) -> None:
     """The predictions of a run are its last epoch's: a file of the first has to differ, or the demo proves nothing."""
-    run = whole_run("fsdp2")
+    run = small_run("fsdp2")
     earlier = replace(run, checkpoint=str(Path(run.checkpoint).with_name("epoch_0001")))
     row = convert_and_check(earlier, "safetensors", tmp_path)
     assert row.predictions_equal < row.total
     assert any("predictions differ" in sentence for sentence in row.failures())
 
 
-def test_inspection_fits_a_line(whole_run: Callable[[EngineName], RunResult]) -> None:
-    line = describe(Path(whole_run("zero3").checkpoint))
+def test_inspection_fits_a_line(small_run: SmallRun) -> None:
+    line = describe(Path(small_run("zero3").checkpoint))
     assert "zero3, step 8, 1,006,090 parameters" in line
     assert "optimizer " in line
     assert "\n" not in line

@@ -75,13 +75,16 @@ def leave() -> NoReturn:
 
 
 def _work(config: TrainConfig) -> None:
+    run_rank(config, join_process_group())
+    torch.distributed.destroy_process_group()
+
+
+def run_rank(config: TrainConfig, device: torch.device) -> None:
+    """Run on this rank of an existing process group; rank 0 writes ``result.json``."""
     started = time.perf_counter()
-    resume_from = resume_folder(config)
-    device = join_process_group()
-    trained = train(config, device, resume_from, partial(_report, config))
+    trained = train(config, device, resume_folder(config), partial(_report, config))
     if torch.distributed.get_rank() == 0:
         RunResult.of(config, trained, time.perf_counter() - started).write(config.out)
-    torch.distributed.destroy_process_group()
 
 
 def join_process_group() -> torch.device:

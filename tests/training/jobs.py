@@ -1,0 +1,51 @@
+"""All the small runs of these tests in one process group: ``torchrun ... -m tests.training.jobs OUT``.
+
+Starting processes and importing the frameworks is most of a small run's time, so they share it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.config import TrainConfig
+from training.launchers.torchrun import join_process_group, leave, run_rank
+
+NUM_SAMPLES = 256
+BATCH_SIZE = 64
+EPOCHS = 2
+STEPS_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
+
+
+def small_config(out: Path, **values: Any) -> TrainConfig:
+    """Two epochs of four steps on two ranks."""
+    size = {"num_samples": NUM_SAMPLES, "batch_size": BATCH_SIZE, "epochs": EPOCHS, "num_workers": 2}
+    return TrainConfig(out=out, launcher="torchrun", **(size | values))
+
+
+def configs(out: Path) -> Iterator[TrainConfig]:
+    """Every engine's uninterrupted run ``<engine>``; the resumed one of two, ``<engine>-resumed``; one in bf16."""
+    for engine in ("fsdp2", "zero1", "zero2", "zero3"):
+        yield small_config(out / engine, engine=engine)
+    for engine in ("fsdp2", "zero3"):
+        first_epoch = out / engine / "checkpoints" / "epoch_0001"
+        yield small_config(out / f"{engine}-resumed", engine=engine, resume=str(first_epoch))
+    for engine in ("fsdp2", "zero2"):
+        yield small_config(out / f"{engine}-bf16", engine=engine, precision="bf16", until=1)
+
+
+def main(out: Path) -> None:
+    device = join_process_group()
+    for config in configs(out):
+        config.out.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        run_rank(config, device)
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
