@@ -28,5 +28,9 @@ check: $(STAMP)
 test: check
 	$(BIN)/python -m pytest
 
+# The full matrix of formats and world sizes, with its table.
+soak: $(STAMP)
+	$(BIN)/python -m pytest tests/test_matrix.py --soak -q --timeout=300
+
 clean:
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -138,7 +138,9 @@ class Assembler:
         strides = hit.strides or contiguous_strides(hit.shape)
         elements = np.frombuffer(out, dtype=_opaque(item))
         block = elements[hit.block_start : hit.block_start + prod(hit.block)].reshape(hit.block)
-        wanted = block[(*map(slice, hit.into.start, hit.into.stop), ...)]  # without dims, only "..." gives a view
+        # Without dims, only an ellipsis gives a view.
+        index: tuple[Any, ...] = (*map(slice, hit.into.start, hit.into.stop), ...)
+        wanted = block[index]
         start_byte = first_byte + item * sum(map(mul, hit.source.start, strides))
         self._read_strided(hit.at.file, start_byte, strides, wanted)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,24 @@ Resume = Callable[[str, str, Path, int], Truth]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the full matrices instead of their core")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """After a soak, the matrix: cells passed of all, by source and target."""
+    if not config.getoption("--soak"):
+        return
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if match := re.search(r"test_cell\[(\w+)x\d-(\w+)x\d\]", report.nodeid):
+                counts[match[1], match[2], outcome] += 1
+    targets = sorted({target for _, target, _ in counts})
+    terminalreporter.write_line("".join(f"{name:>14}" for name in ("from \\ to", *targets)))
+    for source in sorted({source for source, _, _ in counts}):
+        passed = [counts[source, target, "passed"] for target in targets]
+        totals = [n + counts[source, target, "failed"] for n, target in zip(passed, targets, strict=True)]
+        cells = [f"{n} of {total}" for n, total in zip(passed, totals, strict=True)]
+        terminalreporter.write_line("".join(f"{text:>14}" for text in (source, *cells)))
 
 
 @pytest.fixture(scope="session")

@@ -33,11 +33,12 @@ ROOMS: dict[str, set[str]] = {
     "coalesce": {*NOUNS},
     "tree": {*NOUNS},
     "references": {*NOUNS},
+    "entries": {*NOUNS, "ledger", "references"},
     "planning": {*NOUNS, "layout", "coalesce"},
     "stores": {"errors"},
     "runners": set(),
     "containers": {*NOUNS, "layout", "stores.base"},
-    "formats": {*NOUNS, "casts", "ledger", "tree", "references", "layout", "containers", "stores.base"},
+    "formats": {*NOUNS, "casts", "ledger", "tree", "entries", "references", "layout", "containers", "stores.base"},
     "assemble": {*NOUNS, "casts", "planning", "containers", "coalesce", "stores.base"},
     "execute": {*NOUNS, "layout", "planning", "assemble", "coalesce", "stores.base", "runners.base"},
 }
