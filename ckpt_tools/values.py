@@ -5,9 +5,6 @@ themselves. The rest is here: ``OrderedDict``, ``DefaultDict`` and ``Size`` keep
 a ``GlobalRef`` is a name that a loader would have imported, an ``Opaque`` is an object that a loader would have made
 by calling one, and a ``StoredTensor`` says where a tensor's elements are. None of them imports or calls anything; each
 keeps what is needed to write it back (``containers.pickles.dumps``) and can be pickled by our own code.
-
-Every class refuses ``__setstate__`` unless a pickle may rightly use it: a hostile BUILD opcode calls that method on any
-object it can reach, and the one that dataclasses generate would overwrite frozen fields.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import base64
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite, prod
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from ckpt_tools.boxes import Shape, contiguous_strides
 from ckpt_tools.dtypes import DType, from_torch
@@ -34,27 +31,12 @@ MAX_SHARED_VISITS = 1_000_000
 """How often ``to_json`` may write a value it has written before: shared lists in lists double with every level."""
 
 
-class _Inert:
-    """Refuses the state a BUILD opcode would set."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise MalformedError(f"a pickle sets the state of a {type(self).__name__}, which has none")
-
-
 @dataclass(frozen=True, slots=True)
-class GlobalRef(_Inert):
+class GlobalRef:
     """A class, function or constant by name, such as ``torch.float32``; never imported."""
 
     module: str
     name: str
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise MalformedError(f"a pickle sets the state of {self}, which has none")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return GlobalRef, (self.module, self.name)
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -103,37 +85,15 @@ class Opaque:
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
 
-    # What the opcodes REDUCE, BUILD, APPEND(S) and SETITEM(S) call on an object while it is unpickled.
-    def __call__(self, *args: Value) -> Opaque:
-        """Record a call of what this object is: a class method, for one, is pickled as a ``getattr`` to be called."""
-        return Opaque(self, args)
-
-    def __setstate__(self, state: Value) -> None:
+    def build(self, state: Value) -> None:
+        """Take the state a pickle sets; once, as picklers do. Raises MalformedError."""
         if self.state is not None:
             raise MalformedError(f"a pickle sets the state of one {self.ref} twice")
         self.state = state
 
-    def append(self, item: Value) -> None:
-        self.items.append(item)
-
-    def extend(self, items: Iterable[Value]) -> None:
-        self.items.extend(items)
-
-    def __setitem__(self, key: Value, value: Value) -> None:
-        self.pairs.append((key, value))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A state setter of its own, since `__setstate__` is for the object's state and an object may contain itself.
-        return Opaque, (None,), tuple(getattr(self, name) for name in self.__slots__), None, None, _fill
-
     def __repr__(self) -> str:
         dot_new = ".__new__" if self.form == "new" else ""
         return f"{self.ref}{dot_new}({', '.join(map(_brief, self.args))})"
-
-
-def _fill(opaque: Opaque, content: tuple[Value, ...]) -> None:
-    for name, value in zip(Opaque.__slots__, content, strict=True):
-        setattr(opaque, name, value)
 
 
 def _brief(value: Value) -> str:
@@ -162,16 +122,17 @@ class OrderedDict(dict[Value, Value]):
         super().__init__(items)
         self.attributes = attributes
 
-    def __setstate__(self, state: Value) -> None:
+    def build(self, state: Value) -> None:
+        """Take the attributes a pickle sets. Raises MalformedError."""
         if not isinstance(state, dict):
             raise MalformedError("a pickle gives an OrderedDict a state that is no dict")
         self.attributes = state
 
     def __reduce__(self) -> tuple[object, ...]:
-        return OrderedDict, (), self.attributes, None, iter(self.items())
+        return OrderedDict, ((), self.attributes), None, None, iter(self.items())
 
 
-class DefaultDict(_Inert, dict[Value, Value]):
+class DefaultDict(dict[Value, Value]):
     """A ``collections.defaultdict`` with the name of its factory; looking up never calls it."""
 
     __slots__ = ("factory",)
@@ -184,18 +145,15 @@ class DefaultDict(_Inert, dict[Value, Value]):
         return DefaultDict, (self.factory,), None, None, iter(self.items())
 
 
-class Size(_Inert, tuple[int, ...]):
-    """A ``torch.Size``. One out of a pickle holds at most 64 extents, each a non-negative 64-bit integer."""
+class Size(tuple[int, ...]):
+    """A ``torch.Size``: at most 64 extents, each a non-negative 64-bit integer. Raises MalformedError."""
 
     __slots__ = ()
 
-    def check(self) -> Size:
-        """Itself. Raises MalformedError where it is no shape; not done on making, for the sake of a million chunks."""
-        check_extents(self)
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Size, (tuple(self),)
+    def __new__(cls, dims: Iterable[int] = ()) -> Size:
+        size = tuple.__new__(cls, dims)
+        check_extents(size)
+        return size
 
 
 def check_extents(dims: tuple[int, ...]) -> None:
@@ -208,7 +166,7 @@ def check_extents(dims: tuple[int, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageRef(_Inert):
+class StorageRef:
     """A storage that tensors view, by its key in the archive.
 
     ``numel`` counts elements of ``dtype``, or bytes where ``dtype`` is None (an untyped storage).
@@ -225,12 +183,6 @@ class StorageRef(_Inert):
         if not 0 <= self.num_bytes <= INT64_MAX:
             raise MalformedError(f"a storage of {self.numel} elements", key=self.key)
 
-    def __setstate__(self, state: object) -> NoReturn:
-        raise MalformedError("a pickle sets the state of a storage, which has none")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return StorageRef, (self.key, self.dtype, self.numel, self.location)
-
     @classmethod
     def holding(cls, key: str, dtype: DType, numel: int, location: str = "cpu") -> StorageRef:
         """The storage torch would pickle for ``numel`` elements of ``dtype``."""
@@ -244,7 +196,7 @@ class StorageRef(_Inert):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor(_Inert):
+class StoredTensor:
     """A torch tensor in a pickle: a strided view of a storage.
 
     ``storage_offset`` and ``strides`` are in elements of ``dtype``. ``storage`` is None for a tensor on the meta
@@ -276,13 +228,6 @@ class StoredTensor(_Inert):
                 f"a tensor ends at element {self.stop:,} of a storage of {self.storage.num_bytes:,} bytes",
                 key=f"storage {self.storage.key}",
             )
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise MalformedError("a pickle sets the state of a tensor, which has none")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        names = ("storage", "dtype", "storage_offset", "shape", "strides", "requires_grad", "wrapper", "state")
-        return StoredTensor, tuple(getattr(self, name) for name in names)
 
     @property
     def numel(self) -> int:

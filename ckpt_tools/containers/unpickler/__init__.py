@@ -1,0 +1,1 @@
+"""The pickle machine: opcodes interpreted into inert values (see ``containers.pickles``)."""

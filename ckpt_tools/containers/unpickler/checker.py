@@ -1,0 +1,68 @@
+"""What is checked once a pickle was read: that values can be walked, and that records hold what they should."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from ckpt_tools.containers.dcp_classes import Record
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.values import GlobalRef, Opaque, OrderedDict, Size, StorageRef, StoredTensor, Value
+
+MAX_DEPTH = 100
+"""Containers inside containers. Training states nest less than 20 deep; walking 100 stays far below Python's recursion
+limit of 1,000 frames."""
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, Size, StorageRef, GlobalRef})
+_OPEN = -1
+
+
+class Checker:
+    """Walks a loaded value once: bounds nesting, refuses containers inside themselves, checks records.
+
+    An ``Opaque`` may contain itself, as objects do. What holds only scalars is not looked at one by one.
+    """
+
+    def __init__(self) -> None:
+        # By id: how deep a value nests. All values live as long as the walk.
+        self._heights: dict[int, int] = {}
+
+    def check(self, value: Value, depth: int = 0) -> int:
+        """How deep ``value``, itself ``depth`` deep, nests. Raises MalformedError."""
+        if type(value) in _SCALARS:
+            return 0
+        height = self._heights.get(id(value))
+        if height is None:
+            height = self._fresh(value, depth)
+        elif height == _OPEN:
+            if not isinstance(value, Opaque):
+                raise MalformedError("a container lies inside itself")
+            return 0
+        if depth + height > MAX_DEPTH:
+            raise MalformedError(f"values lie more than {MAX_DEPTH} deep inside each other")
+        return height
+
+    def _fresh(self, value: Value, depth: int) -> int:
+        if depth >= MAX_DEPTH:
+            raise MalformedError(f"values lie more than {MAX_DEPTH} deep inside each other")
+        self._heights[id(value)] = _OPEN
+        inner = 0
+        for group in _parts(value):
+            if not set(map(type, group)) <= _SCALARS:
+                inner = max(inner, *(self.check(part, depth + 1) for part in group))
+        self._heights[id(value)] = inner + 1
+        return inner + 1
+
+
+def _parts(value: Value) -> Iterable[Collection[Value]]:
+    """What a value contains, in groups."""
+    if isinstance(value, OrderedDict):
+        return (value.keys(), value.values(), (value.attributes,))
+    if isinstance(value, dict):
+        return (value.keys(), value.values())
+    if isinstance(value, Record):
+        return (value.check(),)
+    if isinstance(value, Opaque):
+        return ((value.ref, value.args, value.kwargs, value.state, value.items, value.pairs),)
+    if isinstance(value, StoredTensor):
+        return ((value.state,),)
+    return (value,)
