@@ -122,3 +122,14 @@ def test_names_are_chosen_and_rewritten(tmp_path: Path, checkpoint: Any) -> None
     wanted = {f"net.{name}".replace("weight", "w") for name in (names[0], names[-1])}
     assert set(from_safetensors(tmp_path / "m.safetensors")) == wanted
     assert ckpt_tools.verify(made.checkpoint, tmp_path / "m.safetensors", **options).equal
+
+
+def test_a_file_saved_without_checksums_is_read_and_whole(tmp_path: Path) -> None:
+    wanted = {"a": torch.arange(10.0)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(wanted, tmp_path / "m.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same_bits({"a": bits(wanted["a"])}, {"a": ckpt_tools.open(tmp_path / "m.pt")["a"][...]})
+    assert ckpt_tools.verify(tmp_path / "m.pt").equal
