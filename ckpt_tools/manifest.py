@@ -5,7 +5,7 @@ region of the tensor lies in which bytes of which file. Optimizer state is not s
 and each moment are slots of one fqn. Readers build manifests from headers alone; transforms rewrite them; planning
 intersects them with a layout.
 
-Shards are columns of numpy arrays, one row a shard, because a trillion-parameter checkpoint has millions of them: 40
+Shards are columns of numpy arrays, one row a shard, because a trillion-parameter checkpoint has millions of them: 50
 bytes a row instead of 500 for objects. A table's geometry is the tensor's shape or its flattening ``(numel,)``: a
 flat ZeRO interval stays one row until somebody needs boxes.
 """
@@ -136,21 +136,21 @@ class ShardTable:
     byte_stops: Ints
     framing: Framing = Framing.RAW
     strides: Ints | None = None
+    numels: Ints = field(init=False, repr=False)
+    """Elements of each shard."""
     _flat: FlatIndex | _Unknown | None = field(default=_Unknown.UNKNOWN, init=False, repr=False)
     _covers: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_addressable(self.shape, self.dtype)
-        if (
-            (self.starts < 0).any()
-            or (self.stops > np.array(self.shape, np.int64)).any()
-            or (self.stops < self.starts).any()
-        ):
+        shape = np.array(self.shape, np.int64)
+        if ((self.starts < 0) | (self.stops > shape) | (self.stops < self.starts)).any():
             raise MalformedError(f"a shard lies outside a tensor of shape {list(self.shape)}")
-        if (self.byte_starts < 0).any() or (self.byte_stops < self.byte_starts).any():
+        if ((self.byte_starts < 0) | (self.byte_stops < self.byte_starts)).any():
             raise MalformedError("a shard has a negative byte range")
         if self.strides is not None and (self.strides < 0).any():
             raise MalformedError("a shard has a negative stride")
+        object.__setattr__(self, "numels", np.multiply.reduce(self.stops - self.starts, axis=1, dtype=np.int64))
         if self.framing is Framing.RAW:
             self._check_lengths()
 
@@ -207,12 +207,6 @@ class ShardTable:
 
     def __len__(self) -> int:
         return len(self.file_ids)
-
-    @property
-    def numels(self) -> Ints:
-        """Elements of each shard."""
-        numels: Ints = np.prod(self.stops - self.starts, axis=1, dtype=np.int64)
-        return numels
 
     @property
     def flat(self) -> FlatIndex | None:
