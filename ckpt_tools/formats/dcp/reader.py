@@ -6,31 +6,31 @@ kilobyte each, and are read and interpreted here, since they are the checkpoint'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.containers.torch_zip import open_archive
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.base import ReadOptions
-from ckpt_tools.formats.dcp.index import read_index
+from ckpt_tools.formats.dcp.folders import is_metadata, metadata_files
+from ckpt_tools.formats.dcp.index import Index, read_index
 from ckpt_tools.manifest import ByteRange, Manifest
 from ckpt_tools.stores.base import Source
 from ckpt_tools.tree import Leaves, manifest_of
 
-METADATA = ".metadata"
-
 
 @dataclass(frozen=True, slots=True)
 class DcpReader:
-    """Reads the folder that holds ``.metadata``, or a folder with one such folder below it."""
+    """Reads the folder that holds ``.metadata``, or a folder with one such folder below it, or with accelerate's two."""
 
     name: str = "dcp"
 
     def detect(self, source: Source) -> bool:
-        return any(_is_metadata(path) for path in source.files)
+        return any(is_metadata(path) for path in source.files)
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        index = read_index(source, _metadata_path(source))
+        index = _joined({path: read_index(source, path) for path in metadata_files(source.files)})
         objects = {fqn: _read_object(source, fqn, at) for fqn, at in index.objects.items()}
         return manifest_of(
             Leaves(index.paths, index.tensors, objects),
@@ -41,16 +41,19 @@ class DcpReader:
         )
 
 
-def _is_metadata(path: str) -> bool:
-    return path.rpartition("/")[2] == METADATA
-
-
-def _metadata_path(source: Source) -> str:
-    found = [path for path in source.files if _is_metadata(path)]
-    if METADATA in found or len(found) == 1:
-        return METADATA if METADATA in found else found[0]
-    folders = ", ".join(path.rpartition("/")[0] for path in found[:5])
-    raise UnsupportedError(f"several checkpoints lie here ({folders}); name the folder of one")
+def _joined(indexes: Mapping[str, Index]) -> Index:
+    """The trees of several folders as one. Raises MalformedError where they share a name."""
+    first, *others = indexes.values()
+    for path, other in zip(list(indexes)[1:], others, strict=True):
+        twice = first.paths.keys() & other.paths.keys()
+        if twice:
+            raise MalformedError(
+                "another folder of the checkpoint has an entry of this name", path=path, key=min(twice)
+            )
+        first = Index(
+            {**first.tensors, **other.tensors}, {**first.objects, **other.objects}, {**first.paths, **other.paths}
+        )
+    return first
 
 
 def _read_object(source: Source, fqn: str, at: ByteRange) -> Any:

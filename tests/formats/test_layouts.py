@@ -1,0 +1,98 @@
+"""The folders that frameworks and trainers leave behind, each read without being told what it is, and judged by the
+state that the framework itself gathered."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_tools.assemble import Assembler
+from ckpt_tools.boxes import Box
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.base import ReadOptions
+from ckpt_tools.manifest import Kind, Manifest, StateKey, StateTree
+from ckpt_tools.opening import read_checkpoint
+from fixtures.store import Fixture
+from tests.support.truth import Key, Truth, assert_same_bits, dtype_of
+
+Checkpoint = Callable[[str, str, int], Fixture]
+
+TREES = {
+    "fsdp2": StateTree(("app", "model"), ("app", "optim")),
+    "fsdp2-pair": StateTree(("model",), ("optimizer",)),
+    "fsdp2-model": StateTree((), None),
+    "fsdp2-lightning": StateTree(("model",), ("optimizer_0",)),
+    "fsdp2-titan": StateTree((), ("optimizer",), is_flattened=True),
+    "fsdp2-accelerate": StateTree(("model",), ("optimizer",)),
+}
+"""Where each layout of ``fixtures.layouts`` keeps model and optimizer."""
+
+
+def manifest_of(folder: Path) -> Manifest:
+    return read_checkpoint(folder, ReadOptions())[1]
+
+
+def gathered(folder: Path) -> dict[Key, np.ndarray]:
+    """Every weight, under its aliases too, and every tensor of the optimizer."""
+    source, manifest = read_checkpoint(folder, ReadOptions())
+    entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
+    entries |= {StateKey(alias): entries[StateKey(owner)] for alias, owner in manifest.aliases.items()}
+    reader = Assembler(source.store, scratch_bytes=1 << 20)
+    found = {}
+    for (fqn, slot), entry in entries.items():
+        out = bytearray(entry.num_bytes)
+        reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
+        found[fqn, slot] = np.frombuffer(bytes(out), dtype_of(entry.dtype.value)).reshape(entry.shape)
+    return found
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_model_and_optimizer_are_found(kind: str, checkpoint: Checkpoint) -> None:
+    made = checkpoint(kind, "awkward", 3)
+    tree = manifest_of(made.checkpoint).tree
+    assert tree is not None
+    assert StateTree(tree.model, tree.optim, tree.is_flattened) == TREES[kind]
+    assert_same_bits(Truth.load(made.root).tensors, gathered(made.checkpoint))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, tree in TREES.items() if tree.optim is not None])
+def test_groups_are_those_of_the_run(kind: str, checkpoint: Checkpoint) -> None:
+    made = checkpoint(kind, "awkward", 3)
+    found = {frozenset(group.params): dict(group.options) for group in manifest_of(made.checkpoint).groups}
+    wanted = {frozenset(group["fqns"]): group["options"] for group in Truth.load(made.root).facts["groups"]}
+    assert {params: _listed(options) for params, options in found.items()} == wanted
+
+
+def _listed(options: dict[str, object]) -> dict[str, object]:
+    """Tuples as the lists that JSON makes of them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def test_several_checkpoints_in_a_folder_are_not_taken_for_one(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint("fsdp2-accelerate", "awkward", 2)
+    for name in ("checkpoint-1", "checkpoint-2"):
+        shutil.copytree(made.checkpoint, tmp_path / name)
+    with pytest.raises(UnsupportedError, match="several checkpoints lie here"):
+        manifest_of(tmp_path)
+    assert manifest_of(tmp_path / "checkpoint-2").world_size == 2
+
+
+def test_the_model_of_one_run_and_the_optimizer_of_another_stay_apart(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint("fsdp2-accelerate", "awkward", 2)
+    shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", tmp_path / "pytorch_model_fsdp_0")
+    shutil.copytree(made.checkpoint / "optimizer_0", tmp_path / "optimizer_1")
+    with pytest.raises(UnsupportedError, match="several checkpoints lie here"):
+        manifest_of(tmp_path)
+
+
+def test_accelerates_model_alone(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint("fsdp2-accelerate", "awkward", 2)
+    shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", tmp_path / "pytorch_model_fsdp_0")
+    assert_same_bits(
+        {key: tensor for key, tensor in Truth.load(made.root).tensors.items() if key[1] == "weight"},
+        gathered(tmp_path),
+    )
