@@ -31,7 +31,7 @@ from ckpt_tools.manifest import (
     StateKey,
     TensorEntry,
 )
-from ckpt_tools.values import StoredTensor, Value
+from ckpt_tools.values import Opaque, StoredTensor, Value
 
 STEP = "step"
 
@@ -54,6 +54,8 @@ class Contents:
         groups = tuple(self._group(number, group) for number, group in enumerate(self.group_values))
         self.extras.add_model(self.model.file)
         self.extras.add_optimizer(self.optimizer, self.optimizer.content)
+        if self.files.tag:
+            self.extras.values.setdefault("deepspeed", {})["tag"] = self.files.tag
         content = self.model.file.content
         step, world_size = content.get("global_steps"), content.get("dp_world_size")
         return Manifest(
@@ -222,12 +224,18 @@ class Contents:
 
     def _members(self, number: int) -> tuple[str, ...]:
         """A list of ``param_shapes`` in the order in which the optimizer was given it."""
-        names, config = tuple(self.model.param_shapes[number]), self.model.file.content.get("ds_config")
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        world_size = self.model.file.content.get("dp_world_size")
-        if isinstance(zero, dict) and zero.get("round_robin_gradients") and type(world_size) is int and world_size > 0:
+        names, world_size = tuple(self.model.param_shapes[number]), self.model.file.content.get("dp_world_size")
+        if self._is_dealt and type(world_size) is int and world_size > 0:
             return original_order(names, world_size)
         return names
+
+    @property
+    def _is_dealt(self) -> bool:
+        """``round_robin_gradients``, which only stage_1_and_2.py knows: the one that says of itself stage 1 or 2."""
+        config, stage = self.model.file.content.get("ds_config"), self.optimizer.content.get("zero_stage")
+        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
+        return isinstance(zero, dict) and bool(zero.get("round_robin_gradients")) and stage in (1, 2)
 
     @cached_property
     def shared_steps(self) -> Mapping[str, TensorEntry]:

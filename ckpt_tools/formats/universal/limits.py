@@ -12,6 +12,8 @@ from typing import Any
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.universal.names import MASTER_FILE
+from ckpt_tools.formats.zero_writer.config import Settings
+from ckpt_tools.formats.zero_writer.extras import Extras
 from ckpt_tools.formats.zero_writer.state import Group, TrainingState
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import TensorEntry
@@ -22,7 +24,11 @@ STAGE3_SLOTS = ("exp_avg", "exp_avg_sq")
 """What stage 3 opens beside the masters, stage3.py ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``."""
 
 MAX_ELEMENTS_OF_ONE_RANK = 2
-"""A group so small lies on the first rank at any world size: its partitions have at least two elements."""
+"""A group so small lies on the first rank at any world size, since partitions have at least two elements; the others
+have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]``."""
+
+ADAGRAD_SLOT = "sum"
+"""stage_1_and_2.py ``initialize_optimizer_states`` makes Adagrad anew with a single group."""
 
 
 def portable(groups: Sequence[Group]) -> tuple[tuple[Group, ...], tuple[Note, ...]]:
@@ -65,12 +71,21 @@ def _same(value: Any, group: Mapping[str, Any], name: str) -> bool:
     return name in group and type(group[name]) is type(value) and group[name] == value
 
 
-def notes_of(state: TrainingState) -> Iterator[Note]:
+def corrected(notes: Iterable[Note]) -> Iterator[Note]:
+    """The notes on what is no tensor. A native checkpoint needs a loss scaler; here the job keeps its own."""
+    for note in notes:
+        if note.what == "loss_scaler" and note.fate is Fate.DEFAULTED:
+            note = replace(note, why="the source has none, so the job keeps its own")
+        yield note
+
+
+def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
     """What a job that loads the checkpoint has to know."""
     yield from _untrained("buffers", state.buffers.values())
     yield from _untrained("frozen parameters", [entry for entry in state.frozen.values() if entry.numel])
-    yield from _in_stage3(state.groups)
-    yield from _tiny_groups(state.groups)
+    yield from _slots_in_stage3(state.groups)
+    yield from _groups_in_stage3(state.groups, extras)
+    yield from _groups_in_stages_1_and_2(state.groups)
 
 
 def _untrained(what: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:
@@ -83,41 +98,57 @@ def _untrained(what: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:
         yield Note(Fate.DROPPED, f"{len(found)} {what}", why, len(found), sum(entry.num_bytes for entry in found))
 
 
-def _in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
-    """Stages 1 and 2 restore all of this."""
-    missing = [slot for slot in (*STAGE3_SLOTS, STEP) if not all(_has(group, slot) for group in groups)]
+def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
+    what = "optimizer state in stage 3"
+    missing = _missing_in_stage3(groups)
     others = {slot.name for group in groups for slot in group.slots if slot.name not in STAGE3_SLOTS}
     if missing:
-        why = f"stage 3 loads Adam's state only and {', '.join(missing)} is not there: it fails; zero3 loads"
-        yield Note(Fate.DEFAULTED, "optimizer state in stage 3", why)
+        why = f"it loads Adam's state and nothing else, and fails without {', '.join(missing)}; zero3 loads"
+        yield Note(Fate.DEFAULTED, what, why)
     elif others:
-        why = f"stage 3 does not load {', '.join(sorted(others))} and starts it afresh; zero3 restores it"
-        yield Note(Fate.DEFAULTED, "optimizer state in stage 3", why)
-    if len(groups) > 1 and not missing:
-        differing = sorted({name for group in groups for name in group.options} - set(stage3_options(_options(groups))))
-        names = ", ".join(differing) or "nothing"
-        why = (
-            f"stage 3 gives all groups the same hyperparameters, so {names} stay as the job sets them, and one step "
-            "count, which then runs ahead; zero3 restores each group's"
-        )
-        yield Note(Fate.DEFAULTED, f"{len(groups)} parameter groups in stage 3", why, len(groups))
+        why = f"it does not load {', '.join(sorted(others))}, without which the next step fails; zero3 restores it"
+        yield Note(Fate.DEFAULTED, what, why)
 
 
-def _options(groups: Sequence[Group]) -> list[Mapping[str, Any]]:
-    return [group.options for group in groups]
+def _missing_in_stage3(groups: Sequence[Group]) -> list[str]:
+    return [slot for slot in (*STAGE3_SLOTS, STEP) if not all(_has(group, slot) for group in groups)]
 
 
 def _has(group: Group, slot: str) -> bool:
     return slot in group.scalars or any(found.name == slot for found in group.slots)
 
 
-def _tiny_groups(groups: Sequence[Group]) -> Iterator[Note]:
-    """base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]`` of a rank's own parameters."""
+def _groups_in_stage3(groups: Sequence[Group], extras: Extras) -> Iterator[Note]:
+    """All sub-groups get one and the same step tensor, which the optimizer then counts up once for each."""
+    if _missing_in_stage3(groups):
+        return
+    if len(groups) > 1:
+        options = [group.options for group in groups]
+        differing = sorted({name for group in options for name in group} - set(stage3_options(options)))
+        same = f"the same hyperparameters, so that {', '.join(differing)} stay as the job sets them, and "
+        why = f"they get {same if differing else ''}one step count, which runs ahead; zero3 restores each group's own"
+        yield Note(Fate.DEFAULTED, f"{len(groups)} parameter groups in stage 3", why, len(groups))
+    elif sum(groups[0].numels) > _sub_group_size(extras):
+        why = (
+            f"a rank with more than sub_group_size ({_sub_group_size(extras):,}) elements cuts them into sub-groups, "
+            "which get one step count that runs ahead; zero3 restores each one's own"
+        )
+        yield Note(Fate.DEFAULTED, "the step count in stage 3", why)
+
+
+def _sub_group_size(extras: Extras) -> int:
+    return Settings.of(extras.config, 3, DType.FLOAT32).sub_group_size
+
+
+def _groups_in_stages_1_and_2(groups: Sequence[Group]) -> Iterator[Note]:
     for number, group in enumerate(groups):
         numel = sum(group.numels)
         if numel <= MAX_ELEMENTS_OF_ONE_RANK:
             why = (
-                "stages 1 and 2 fail on more than one rank where a rank has none of a group's elements; "
+                "stages 1 and 2 fail on more than one rank, where a rank has none of a group's elements; "
                 "zero1 and zero2 load"
             )
             yield Note(Fate.DEFAULTED, f"parameter group {number} of {numel} elements", why)
+    if len(groups) > 1 and any(_has(group, ADAGRAD_SLOT) for group in groups):
+        why = "stages 1 and 2 make Adagrad's groups into one and load the first alone; zero1 and zero2 load all"
+        yield Note(Fate.DEFAULTED, f"{len(groups)} parameter groups of Adagrad", why, len(groups))

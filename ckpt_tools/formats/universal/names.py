@@ -41,8 +41,12 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class UniversalFiles:
-    """The files of one checkpoint: ``states`` by fqn and slot, and the model's, one or in stage 3 one a rank."""
+    """The files of one checkpoint: ``states`` by fqn and slot, and the model's, one or in stage 3 one a rank.
 
+    ``tag`` is empty where the folder is the source itself.
+    """
+
+    tag: str
     states: Mapping[str, Mapping[str, str]]
     model: tuple[str, ...]
     optimizer: str
@@ -138,7 +142,7 @@ def universal_files(source: Source, folder: str) -> UniversalFiles:
         match = _state(path)
         if match and (match["folder"] or "") == folder:
             states.setdefault(match["fqn"], {})[match["slot"]] = path
-    return UniversalFiles(states, _models(names, prefix), prefix + OPTIMIZER_NAME)
+    return UniversalFiles(folder.rpartition("/")[2], states, _models(names, prefix), prefix + OPTIMIZER_NAME)
 
 
 def _refuse_foreign(names: list[str], folder: str) -> None:

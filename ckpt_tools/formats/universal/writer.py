@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 
-from ckpt_tools.boxes import Box, Shape
+from ckpt_tools.boxes import Box, Shape, contiguous_strides
+from ckpt_tools.containers.torch_zip import archive_segments
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import UnsafeError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.base import WriteOptions
-from ckpt_tools.formats.universal.limits import STEP, notes_of, portable, stage3_options
+from ckpt_tools.formats.universal.limits import STEP, corrected, notes_of, portable, stage3_options
 from ckpt_tools.formats.universal.model_states import ModelFiles
 from ckpt_tools.formats.universal.names import LATEST, MASTER_FILE, OPTIMIZER_NAME
 from ckpt_tools.formats.zero_writer.extras import Extras
@@ -25,7 +28,7 @@ from ckpt_tools.formats.zero_writer.tensors import Tensors
 from ckpt_tools.layout import FileLayout, Layout, Literal, Padding, Payload, Segment
 from ckpt_tools.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
 from ckpt_tools.stores.base import checked_name
-from ckpt_tools.values import Value
+from ckpt_tools.values import StorageRef, StoredTensor, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class UniversalWriter:
         extras = Extras.of(manifest, state.dtype)
         groups, dropped = portable(state.groups)
         state = replace(state, groups=groups)
-        tag = _tag(options.tag, extras.global_steps)
+        tag = _checked_tag(options.tag or extras.tag)
         output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
         files = [
             *output.parameter_files(),
@@ -49,7 +52,7 @@ class UniversalWriter:
             *ModelFiles(state, extras).layouts(f"{tag}/"),
             FileLayout(LATEST, (Literal(tag.encode()),)),
         ]
-        return Layout(files, (*state.notes, *dropped, *extras.notes, *notes_of(state)))
+        return Layout(files, (*state.notes, *dropped, *corrected(extras.notes), *notes_of(state, extras)))
 
 
 def _grouped(manifest: Manifest) -> Manifest:
@@ -60,12 +63,10 @@ def _grouped(manifest: Manifest) -> Manifest:
     return replace(manifest, groups=(ParamGroup(tuple(key.fqn for key in weights), {}),))
 
 
-def _tag(wanted: str | None, global_steps: int) -> str:
-    tag = f"global_step{global_steps}" if wanted is None else wanted.strip("/")
-    try:
-        return checked_name(tag)
-    except UnsafeError as error:
-        raise UsageError(f"--tag {wanted!r} names no folder below the destination") from error
+def _checked_tag(tag: str) -> str:
+    if tag in ("", ".", "..", LATEST) or any(character in tag for character in "/\\\0\n"):
+        raise UsageError(f"--tag {tag!r} is no name for the folder of a checkpoint")
+    return tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +85,12 @@ class _Output:
             for position, fqn in enumerate(group.params):
                 shape = self.state.manifest.tensors[StateKey(fqn)].shape
                 for name, slot in named:
-                    yield self._slot_file(self._path(fqn, name), shape, slot.keys[position], slot.dtype)
+                    yield _slot_file(self._path(fqn, name), shape, slot.keys[position], slot.dtype)
                 if STEP in group.scalars:
                     yield self._step_file(self._path(fqn, STEP), group.scalars[STEP])
 
     def _path(self, fqn: str, slot: str) -> str:
         return checked_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
-
-    def _slot_file(self, path: str, shape: Shape, key: StateKey | None, dtype: DType) -> FileLayout:
-        """``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism."""
-        tensors = Tensors(self.state.manifest)
-        tensor = tensors.add([_segment(shape, key, dtype)], dtype, shape)
-        return tensors.file(path, {"cat_dim": 0, "param": tensor})
 
     def _step_file(self, path: str, key: StateKey) -> FileLayout:
         tensors = Tensors(self.state.manifest)
@@ -138,7 +133,21 @@ class _Output:
         return found
 
 
-def _segment(shape: Shape, key: StateKey | None, dtype: DType) -> Segment:
-    """The elements of a slot; zeros where its parameter has none and others of its group have."""
+def _slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType) -> FileLayout:
+    """A slot of a parameter; zeros where it has none and others of its group have."""
     whole = Box.whole(shape)
-    return Padding(whole.numel * dtype.item_bytes) if key is None else Payload(key, whole, shape, dtype)
+    elements = Padding(whole.numel * dtype.item_bytes) if key is None else Payload(key, whole, shape, dtype)
+    template = _slot_segments(shape, dtype)
+    return FileLayout(path, tuple(elements if isinstance(segment, Payload) else segment for segment in template))
+
+
+@lru_cache(maxsize=4096)
+def _slot_segments(shape: Shape, dtype: DType) -> tuple[Segment, ...]:
+    """The file of any slot of this shape and type: 1 of its 15 segments differs from parameter to parameter.
+
+    ``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism.
+    """
+    ref = StorageRef.holding("0", dtype, prod(shape))
+    tensor = StoredTensor(ref, dtype, 0, shape, contiguous_strides(shape))
+    anybody = Payload(StateKey(""), Box.whole(shape), shape, dtype)
+    return tuple(archive_segments({"cat_dim": 0, "param": tensor}, {"0": [anybody]}))
