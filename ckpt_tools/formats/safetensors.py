@@ -28,6 +28,15 @@ from ckpt_tools.containers.hf_index import (
     parse_json,
     read_weight_map,
 )
+from ckpt_tools.containers.hf_shards import (
+    OFFSETS_KEY,
+    Piece,
+    check_numbers,
+    is_shard_name,
+    joined,
+    piece_of,
+    read_offsets,
+)
 from ckpt_tools.containers.pickles import dumps, loads
 from ckpt_tools.dtypes import DType, from_safetensors
 from ckpt_tools.entries import Entries, entries_of, is_model_only
@@ -70,7 +79,7 @@ class _Header:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsReader:
-    """Reads a single file, or a folder with an index or a complete set of shards."""
+    """Reads a single file, or a folder with an index or a complete set of shards, whole tensors or pieces in each."""
 
     name: str = "safetensors"
 
@@ -79,7 +88,7 @@ class SafetensorsReader:
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         headers = {path: read_header(source, path) for path in _files(source)}
-        leaves = _leaves(headers)
+        leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
         state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
         if state is not None:
             return _whole_state(leaves, _ties(headers.values(), leaves), state, options)
@@ -143,6 +152,9 @@ def _indexed_files(source: Source, index: str) -> list[str]:
 
 def _check_shards(files: list[str]) -> None:
     """A folder without an index is one model only if its files number themselves completely."""
+    if all(map(is_shard_name, files)):
+        check_numbers(files)
+        return
     numbers = [_SHARD_NAME.fullmatch(file) for file in files]
     if not all(numbers):
         raise UnsupportedError(f"several models lie here ({', '.join(files[:4])}); name the file of the one you mean")
@@ -227,6 +239,21 @@ def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
                 raise MalformedError("this tensor lies in two files", path=path, key=name)
             found[name] = TensorLeaf(shape, dtype, ShardTable.build(shape, dtype, [Shard(Box.whole(shape), at)]))
     return found
+
+
+def _are_pieces(headers: Mapping[str, _Header]) -> bool:
+    """Whether each file holds pieces of tensors, as torch's DCP writes them from every rank."""
+    return any(OFFSETS_KEY in header.metadata for header in headers.values())
+
+
+def _pieces(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
+    found: dict[str, list[Piece]] = {}
+    for path, header in headers.items():
+        offsets = read_offsets(header.metadata, path)
+        for name, (dtype, extents, at) in header.tensors.items():
+            found.setdefault(name, []).append(piece_of(name, dtype, extents, at, offsets))
+    tables = {name: joined(name, pieces) for name, pieces in found.items()}
+    return {name: TensorLeaf(table.shape, table.dtype, table) for name, table in tables.items()}
 
 
 def _entry(leaf: TensorLeaf) -> TensorEntry:

@@ -3,16 +3,18 @@ state that the framework itself gathered."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import ReadOptions
 from ckpt_tools.manifest import Kind, Manifest, StateKey, StateTree
 from ckpt_tools.opening import read_checkpoint
@@ -96,3 +98,63 @@ def test_accelerates_model_alone(checkpoint: Checkpoint, tmp_path: Path) -> None
         {key: tensor for key, tensor in Truth.load(made.root).tensors.items() if key[1] == "weight"},
         gathered(tmp_path),
     )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pieces_of_every_rank_in_safetensors(world_size: int, checkpoint: Checkpoint) -> None:
+    """What ``HuggingFaceStorageWriter(save_distributed=True)`` writes; it has no place for the tied name."""
+    made = checkpoint("fsdp2-hf", "awkward", world_size)
+    truth = Truth.load(made.root)
+    assert_same_bits(
+        {key: tensor for key, tensor in truth.tensors.items() if key[0] not in truth.facts["ties"]},
+        gathered(made.checkpoint),
+    )
+    assert manifest_of(made.checkpoint).format == "safetensors"
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_lost_rank_of_them_is_missed(lost: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint("fsdp2-hf", "awkward", 3)
+    name = f"shard-{lost:05d}-model-00001-of-00001.safetensors"
+    shutil.copytree(made.checkpoint, tmp_path / "cut")
+    (tmp_path / "cut" / name).unlink()
+    with pytest.raises(IncompleteError, match=name):
+        manifest_of(tmp_path / "cut")
+
+
+def test_one_rank_of_them_alone_is_not_whole(checkpoint: Checkpoint) -> None:
+    made = checkpoint("fsdp2-hf", "awkward", 3)
+    with pytest.raises(IncompleteError, match="elements are in no shard"):
+        manifest_of(made.checkpoint / "shard-00002-model-00001-of-00001.safetensors")
+
+
+SPLITS: dict[str, tuple[list[tuple[list[int] | None, list[int]]], type[CkptError], str]] = {
+    "overlap": ([([0, 0], [2, 3]), ([1, 0], [2, 3])], MalformedError, "overlap"),
+    "gap": ([([0, 0], [1, 3]), ([2, 0], [2, 3])], IncompleteError, "in no shard"),
+    "dims": ([([0, 0], [2, 3]), ([2], [3])], MalformedError, "dtype or dims"),
+    "negative": ([([0, 0], [2, 3]), ([-2, 0], [2, 3])], MalformedError, "saved_offsets"),
+    "far": ([([0, 0], [2, 3]), ([(1 << 63) - 1, 0], [2, 3])], MalformedError, "no 64-bit number"),
+    "unsaid": ([([0, 0], [2, 3]), (None, [2, 3])], MalformedError, "saved_offsets"),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_pieces_that_do_not_make_a_tensor(split: str, tmp_path: Path) -> None:
+    pieces, error, message = SPLITS[split]
+    for rank, (start, shape) in enumerate(pieces, 1):
+        _write_piece(tmp_path / f"shard-{rank:05d}-model-00001-of-00001.safetensors", start, shape)
+    with pytest.raises(error, match=message):
+        manifest_of(tmp_path)
+
+
+def test_a_tensor_of_empty_pieces_alone(tmp_path: Path) -> None:
+    _write_piece(tmp_path / "shard-00001-model-00001-of-00001.safetensors", [0, 0], [2, 3])
+    _write_piece(tmp_path / "shard-00002-model-00001-of-00001.safetensors", [2, 0], [0, 3])
+    assert manifest_of(tmp_path).tensors[StateKey("w")].shape == (2, 3)
+
+
+def _write_piece(path: Path, start: list[int] | None, shape: list[int]) -> None:
+    """A file as a rank writes it, with one piece of ``w``."""
+    where = {"w": {"saved_offsets": start} if start is not None else {}}
+    tensors = {"w": np.ones(shape, np.float32)}
+    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(where)})

@@ -10,19 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ckpt_tools.containers.torch_zip import open_archive
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.base import ReadOptions
 from ckpt_tools.formats.dcp.folders import is_metadata, metadata_files
 from ckpt_tools.formats.dcp.index import Index, read_index
-from ckpt_tools.manifest import ByteRange, Manifest
+from ckpt_tools.manifest import ByteRange, Manifest, ShardTable, StateKey, TensorRef
+from ckpt_tools.references import extracted
 from ckpt_tools.stores.base import Source
-from ckpt_tools.tree import Leaves, manifest_of
+from ckpt_tools.tree import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.values import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
 class DcpReader:
-    """Reads the folder that holds ``.metadata``, or a folder with one such folder below it, or with accelerate's two."""
+    """Reads the folder that holds ``.metadata``, or one with such a folder below it, or with accelerate's two."""
 
     name: str = "dcp"
 
@@ -31,13 +35,17 @@ class DcpReader:
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         index = _joined({path: read_index(source, path) for path in metadata_files(source.files)})
-        objects = {fqn: _read_object(source, fqn, at) for fqn, at in index.objects.items()}
+        ties = _ties(index.tensors)
+        tensors = {fqn: tensor for fqn, tensor in index.tensors.items() if fqn not in ties}
+        inner: dict[StateKey, TensorLeaf] = {}
+        objects = {fqn: _read_object(source, fqn, at, inner) for fqn, at in index.objects.items()}
         return manifest_of(
-            Leaves(index.paths, index.tensors, objects),
+            Leaves(index.paths, tensors, objects, inner),
             format_name="dcp",
             model_key=options.model_key,
             optim_key=options.optim_key,
             world_size=index.num_ranks,
+            ties=ties,
         )
 
 
@@ -56,8 +64,39 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
     return first
 
 
-def _read_object(source: Source, fqn: str, at: ByteRange) -> Any:
+def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+    """Names of which every piece is stored in the very item of another name, which torch never does but we do."""
+    owners: dict[tuple[str, int], str] = {}
+    ties = {}
+    for fqn, tensor in tensors.items():
+        table = tensor.shards
+        if len(table):
+            at = table.byte_range(0)
+            owner = owners.setdefault((at.file, at.start), fqn)
+            if owner != fqn and _same_pieces(table, tensors[owner].shards):
+                ties[fqn] = owner
+    return ties
+
+
+def _same_pieces(one: ShardTable, other: ShardTable) -> bool:
+    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops")
+    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
+    return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files
+
+
+def _read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
+    """The value of an item; tensors inside it are added to ``inner``, and leave references."""
+
     def read(start: int, stop: int) -> bytes:
         return source.read(at.file, at.start + start, at.start + stop)
 
-    return open_archive(read, at.stop - at.start, f"{at.file}: {fqn}").value
+    def refer(tensor: StoredTensor) -> Any:
+        if tensor.storage is None:
+            return tensor
+        key = Leaves.inner_key(fqn, len(inner))
+        start, _ = archive.storage_range(tensor.storage.key)
+        inner[key] = TensorLeaf.of(tensor, at.file, at.start + start)
+        return TensorRef(key)
+
+    archive = open_archive(read, at.stop - at.start, f"{at.file}: {fqn}")
+    return extracted(archive.value, refer)
