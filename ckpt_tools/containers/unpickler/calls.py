@@ -140,6 +140,11 @@ def _encode(machine: Machine, args: tuple[Value, ...]) -> Value:
     return args[0].encode("latin-1")
 
 
+def _bytes(machine: Machine, args: tuple[Value, ...]) -> Value:
+    """``bytes()``: how protocols 0 to 2 write empty ones. With arguments it is recorded: ``bytes(n)`` takes n bytes."""
+    return Opaque(GlobalRef("builtins", "bytes"), args) if args else b""
+
+
 def _bytearray(machine: Machine, args: tuple[Value, ...]) -> Value:
     machine.copied(args)
     if not args or (len(args) == 1 and type(args[0]) is bytes):
@@ -205,6 +210,7 @@ CALLS: dict[tuple[str, str], Callable[[Machine, tuple[Value, ...]], Value]] = {
 } | {
     ("torch", "Size"): _size,
     ("_codecs", "encode"): _encode,
+    ("builtins", "bytes"): _bytes,
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "set"): _set,
     ("builtins", "frozenset"): _frozen,

@@ -15,7 +15,7 @@ PersistentLoad = Callable[[Value], Value]
 MAX_NAME_CHARS = 1 << 12
 """Length of the name of a class or function with its module."""
 
-SPARE_CONTAINERS = 1 << 18
+SPARE_CONTAINERS = 1 << 16
 """Containers that need no justification by size, at about 100 bytes each; half a container a byte comes on top."""
 
 
@@ -115,8 +115,13 @@ class Machine:
             self.fail(f"{len(self.data):,} bytes make too many objects")
 
     def copied(self, values: Iterable[Value]) -> None:
-        """Account for copies of ``values``: a call on one long string, again and again, would fill the memory."""
-        self.bytes_to_copy -= sum(len(value) for value in values if hasattr(value, "__len__")) + 1
+        """Account for copies of ``values``: a call on one long string, again and again, would fill the memory.
+
+        The budget is four times the data, where each byte of a string and each item of a list took one at least.
+        """
+        for value in values:
+            if isinstance(value, str | bytes | list | tuple):
+                self.bytes_to_copy -= len(value) * (1 if isinstance(value, str | bytes) else 4)
         if self.bytes_to_copy < 0:
             self.fail("the same data is copied too many times over")
 

@@ -185,9 +185,12 @@ def _quoted_line(machine: Machine, at: int) -> int:
 
 def _unicode_line(machine: Machine, at: int) -> int:
     line, after = _line(machine, at)
-    machine.stack.append(str(line, "raw-unicode-escape"))
+    machine.stack.append(_RAW_UNICODE.decode(line)[0])
     return after
 
+
+# Looked up here, since Python imports a codec where it is first used: reading a pickle imports nothing at all.
+_RAW_UNICODE = codecs.lookup("raw-unicode-escape")
 
 # Names and calls
 

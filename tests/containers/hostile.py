@@ -1,0 +1,220 @@
+"""Pickles that run code when a loader executes them: gadgets times techniques times protocols.
+
+Each would create the file ``canary`` (or import, open, connect, ...) under ``pickle.loads``. They are written opcode by
+opcode, or pickled by the real pickler from objects whose ``__reduce__`` names the gadget.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Gadget = tuple[str, str, tuple[Any, ...]]
+
+
+def gadgets(canary: Path) -> dict[str, Gadget]:
+    """Module, name and arguments of calls that leave a trace."""
+    path, code = str(canary), f"open({str(canary)!r}, 'w')"
+    shell = f"touch {path}"
+    return {
+        "os.system": ("os", "system", (shell,)),
+        "posix.system": ("posix", "system", (shell,)),
+        "nt.system": ("nt", "system", (shell,)),
+        "os.popen": ("os", "popen", (shell,)),
+        "os.mkdir": ("os", "mkdir", (path,)),
+        "os.execv": ("os", "execv", ("/bin/sh", ["sh", "-c", shell])),
+        "subprocess.Popen": ("subprocess", "Popen", (["touch", path],)),
+        "subprocess.check_output": ("subprocess", "check_output", (["touch", path],)),
+        "pty.spawn": ("pty", "spawn", (["touch", path],)),
+        "eval": ("builtins", "eval", (code,)),
+        "exec": ("builtins", "exec", (code,)),
+        "compile": ("builtins", "compile", (code, "x", "exec")),
+        "py2 eval": ("__builtin__", "eval", (code,)),
+        "open": ("builtins", "open", (path, "w")),
+        "io.open": ("io", "open", (path, "w")),
+        "_io.open": ("_io", "open", (path, "w")),
+        "os.open": ("os", "open", (path, os.O_CREAT)),
+        "__import__": ("builtins", "__import__", ("antigravity",)),
+        "importlib": ("importlib", "import_module", ("antigravity",)),
+        "getattr": ("builtins", "getattr", ("text", "upper")),
+        "setattr": ("builtins", "setattr", ("text", "upper", 1)),
+        "runpy": ("runpy", "run_path", (path,)),
+        "code": ("code", "interact", ()),
+        "pdb": ("pdb", "run", (code,)),
+        "bdb": ("bdb", "Bdb", ()),
+        "timeit": ("timeit", "timeit", (code,)),
+        "cProfile": ("cProfile", "run", (code,)),
+        "doctest": ("doctest", "debug_script", (code,)),
+        "webbrowser": ("webbrowser", "open", ("http://localhost:9/",)),
+        "socket": ("socket", "create_connection", (("localhost", 9),)),
+        "urllib": ("urllib.request", "urlopen", ("http://localhost:9/",)),
+        "http": ("http.client", "HTTPConnection", ("localhost",)),
+        "smtplib": ("smtplib", "SMTP", ("localhost",)),
+        "ctypes": ("ctypes", "CDLL", ("libc.so.6",)),
+        "shutil.rmtree": ("shutil", "rmtree", (path,)),
+        "pathlib": ("pathlib", "Path.touch", (path,)),
+        "pathlib dotted": ("pathlib", "Path.write_text", (path, "x")),
+        "tempfile": ("tempfile", "mkdtemp", ()),
+        "types.CodeType": ("types", "CodeType", (0,) * 5),
+        "types.FunctionType": ("types", "FunctionType", (b"", {})),
+        "marshal": ("marshal", "loads", (b"\xe3" * 20,)),
+        "operator.attrgetter": ("operator", "attrgetter", ("system",)),
+        "operator.methodcaller": ("operator", "methodcaller", ("system", shell)),
+        "functools.partial": ("functools", "partial", (print, "x")),
+        "functools.reduce": ("functools", "reduce", (print, [1, 2])),
+        "itertools": ("itertools", "starmap", (print, [(1,)])),
+        "map": ("builtins", "map", (print, [1])),
+        "sys.exit": ("sys", "exit", ()),
+        "sys.setrecursionlimit": ("sys", "setrecursionlimit", (10,)),
+        "os._exit": ("os", "_exit", (1,)),
+        "os.kill": ("os", "kill", (0, 15)),
+        "os.fork": ("os", "fork", ()),
+        "signal": ("signal", "raise_signal", (15,)),
+        "threading": ("threading", "Thread", ()),
+        "multiprocessing": ("multiprocessing", "Process", ()),
+        "asyncio": ("asyncio", "create_subprocess_shell", (shell,)),
+        "atexit": ("atexit", "register", (print,)),
+        "gc": ("gc", "get_objects", ()),
+        "copyreg.add_extension": ("copyreg", "add_extension", ("os", "system", 240)),
+        "pickle.loads": ("pickle", "loads", (b"cos\nsystem\n(Vtouch x\ntR.",)),
+        "_pickle.loads": ("_pickle", "loads", (b"cos\nsystem\n(Vtouch x\ntR.",)),
+        "dill": ("dill", "loads", (b".",)),
+        "cloudpickle": ("cloudpickle.cloudpickle", "_make_function", ()),
+        "joblib": ("joblib", "load", (path,)),
+        "numpy.load": ("numpy", "load", (path,)),
+        "numpy runstring": ("numpy.testing._private.utils", "runstring", (code, {})),
+        "numpy f2py": ("numpy.f2py", "compile", (code,)),
+        "numpy memmap": ("numpy", "memmap", (path,)),
+        "torch.load": ("torch", "load", (path,)),
+        "torch.hub": ("torch.hub", "load", ("a/b", "c")),
+        "torch.jit": ("torch.jit", "load", (path,)),
+        "torch.classes": ("torch._classes", "load_library", (path,)),
+        "torch.ops": ("torch", "ops.load_library", (path,)),
+        "torch.utils": ("torch.utils.cpp_extension", "load_inline", ("x", code)),
+        "torch.serialization": ("torch.serialization", "load", (path,)),
+        "torch.storage": ("torch.storage", "_load_from_bytes", (b"cos\nsystem\n(Vtouch x\ntR.",)),
+        "torch.distributed": ("torch.distributed.rpc", "rpc_sync", ()),
+        "torch._dynamo": ("torch._dynamo.guards", "GuardBuilder.get", (code,)),
+        "torch inductor": ("torch._inductor.codecache", "compile_file", (path,)),
+        "deepspeed": ("deepspeed.ops.op_builder", "OpBuilder.command_exists", (shell,)),
+        "pip": ("pip", "main", (["install", "x"],)),
+        "setuptools": ("distutils.spawn", "spawn", (["touch", path],)),
+        "sympy": ("sympy", "sympify", (code,)),
+        "pandas": ("pandas", "read_pickle", (path,)),
+        "logging": ("logging.config", "listen", ()),
+        "sqlite3": ("sqlite3", "connect", (path,)),
+        "zipimport": ("zipimport", "zipimporter", (path,)),
+        "ssl": ("ssl", "get_server_certificate", (("localhost", 9),)),
+        "linecache": ("linecache", "getlines", (path,)),
+        "fileinput": ("fileinput", "FileInput", (path,)),
+        "uuid": ("uuid", "_get_command_stdout", ("touch", path)),
+        "platform": ("platform", "popen", (shell,)),
+        "commands": ("commands", "getoutput", (shell,)),
+        "site": ("site", "addsitedir", (path,)),
+    }
+
+
+class _Call:
+    """Reduces to a call of a stand-in whose module and name are then replaced in the bytes."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args = args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stand_in, self.args
+
+
+def _stand_in(*args: Any) -> None:
+    raise AssertionError("a test ran the stand-in")
+
+
+def arguments(args: tuple[Any, ...]) -> bytes:
+    """The opcodes that push ``args`` as a tuple, in protocol 2."""
+    data = pickle.dumps(tuple(arg for arg in args if arg is not print), protocol=2)
+    return data[2:-1]
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+Technique = Callable[[str, str, tuple[Any, ...]], bytes]
+
+TECHNIQUES: dict[str, Technique] = {
+    "GLOBAL REDUCE": lambda m, n, a: b"\x80\x02c%b\n%b\n%bR." % (m.encode(), n.encode(), arguments(a)),
+    "STACK_GLOBAL REDUCE": lambda m, n, a: b"\x80\x04" + text(m) + text(n) + b"\x93" + arguments(a) + b"R.",
+    "STACK_GLOBAL from memo": lambda m, n, a: (
+        b"\x80\x04" + text(m) + b"\x940" + text(n) + b"\x940h\x00h\x01\x93" + arguments(a) + b"R."
+    ),
+    "INST": lambda m, n, a: b"(%bi%b\n%b\n." % (b"".join(arguments((x,)) for x in a), m.encode(), n.encode()),
+    "OBJ": lambda m, n, a: b"(c%b\n%b\n%bo." % (m.encode(), n.encode(), b"".join(arguments((x,)) for x in a)),
+    "NEWOBJ": lambda m, n, a: b"\x80\x02c%b\n%b\n%b\x81." % (m.encode(), n.encode(), arguments(a)),
+    "NEWOBJ_EX": lambda m, n, a: b"\x80\x04c%b\n%b\n%b}\x92." % (m.encode(), n.encode(), arguments(a)),
+    "BUILD on the global": lambda m, n, a: b"c%b\n%b\n}Vx\nVy\nsb." % (m.encode(), n.encode()),
+    "BUILD __setstate__": lambda m, n, a: (
+        b"ccollections\nOrderedDict\n)R}V__setstate__\nc%b\n%b\nsb" % (m.encode(), n.encode()) + arguments(a) + b"b."
+    ),
+    "BUILD __setstate__ on a placeholder": lambda m, n, a: (
+        b"csome\nClass\n)\x81}V__setstate__\nc%b\n%b\nsb" % (m.encode(), n.encode()) + arguments(a) + b"b."
+    ),
+    "slot state": lambda m, n, a: b"csome\nClass\n)\x81N}V__call__\nc%b\n%b\ns\x86b" % (m.encode(), n.encode()) + b".",
+    "getattr chain": lambda m, n, a: (
+        b"cbuiltins\ngetattr\n(c%b\n__dict__\nV%b\ntR%bR." % (m.encode(), n.encode(), arguments(a))
+    ),
+    "inside torch.Size": lambda m, n, a: b"ctorch\nSize\nc%b\n%b\n%bR\x85R." % (m.encode(), n.encode(), arguments(a)),
+    "in a rebuild": lambda m, n, a: (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(c%b\n%b\nctorch\nTensor\n%bNtR."
+        % (m.encode(), n.encode(), arguments(a))
+    ),
+    "as a factory": lambda m, n, a: (
+        b"ccollections\ndefaultdict\n(c%b\n%b\ntR%bh\x00." % (m.encode(), n.encode(), arguments(a))
+    ),
+    "as a dict key": lambda m, n, a: b"}c%b\n%b\n%bRNs." % (m.encode(), n.encode(), arguments(a)),
+    "APPENDS on the global": lambda m, n, a: b"c%b\n%b\n(NNe." % (m.encode(), n.encode()),
+    "in a DCP record": lambda m, n, a: (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}Vstate_dict_metadata\nc%b\n%b\n%bRsb."
+        % (m.encode(), n.encode(), arguments(a))
+    ),
+    "_reconstructor": lambda m, n, a: (
+        b"ccopy_reg\n_reconstructor\n(c%b\n%b\ncbuiltins\nobject\nNtR." % (m.encode(), n.encode())
+    ),
+    "nested": lambda m, n, a: (
+        b"\x80\x03cpickle\nloads\nC"
+        + bytes([len(inner := b"c%b\n%b\n)R." % (m.encode(), n.encode()))])
+        + inner
+        + b"\x85R."
+    ),
+    "trailing": lambda m, n, a: b"N.c%b\n%b\n%bR." % (m.encode(), n.encode(), arguments(a)),
+    "persistent id": lambda m, n, a: b"c%b\n%b\n%bRQ." % (m.encode(), n.encode(), arguments(a)),
+}
+
+
+def crafted(canary: Path) -> Iterator[tuple[str, bytes]]:
+    """Every technique with every gadget."""
+    for name, (module, attribute, args) in gadgets(canary).items():
+        for technique, make in TECHNIQUES.items():
+            yield f"{technique}: {name}", make(module, attribute, args)
+
+
+def pickled(canary: Path) -> Iterator[tuple[str, bytes]]:
+    """Every gadget as the real pickler writes a ``__reduce__``, in protocols 0 to 5."""
+    stand_in = (_stand_in.__module__, _stand_in.__name__)
+    for name, (module, attribute, args) in gadgets(canary).items():
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            plain = tuple(arg for arg in args if arg is not print)
+            data = pickle.dumps({"state": _Call(plain)}, protocol=protocol)
+            yield f"protocol {protocol}: {name}", _renamed(data, stand_in, (module, attribute))
+
+
+def _renamed(data: bytes, old: tuple[str, str], new: tuple[str, str]) -> bytes:
+    """The same pickle with another global; frames are dropped, since their lengths change."""
+    data = data[:2] + data[11:] if data[2:3] == b"\x95" else data
+    lines = data.replace("c{}\n{}\n".format(*old).encode(), "c{}\n{}\n".format(*new).encode())
+    for before, after in zip(old, new, strict=True):
+        short = b"\x8c" + bytes([len(before)]) + before.encode()
+        lines = lines.replace(short, b"\x8c" + bytes([len(after)]) + after.encode())
+    return lines
