@@ -244,8 +244,8 @@ class _DirectoryReader:
             raise UnsupportedError(f"record {name!r} of the zip archive is encrypted", path=self._path)
         if method:
             raise UnsupportedError(
-                f"record {name!r} of the zip archive is compressed, which torch.save never does; of a TorchScript archive, "
-                "save torch.jit.load(path).state_dict(), and any other one pack again without compression (zip -0)",
+                f"record {name!r} of the zip archive is compressed, which torch.save never does; of a TorchScript "
+                "archive save torch.jit.load(path).state_dict(), and pack any other again without compression (zip -0)",
                 path=self._path,
             )
         if disk:
