@@ -124,6 +124,8 @@ class _Found:
         It has no elements either, so that the parameter stands for each slot of its shape; what is 0-d is that of
         another parameter. No group takes them in, as torch matches groups by their members.
         """
+        if self.manifest.tree is not None:
+            return
         state = self.manifest.of_kind(Kind.STATE)
         known = {key.fqn for key in state}
         other = next((key.fqn for key, entry in state.items() if not entry.shape), None)

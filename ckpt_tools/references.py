@@ -1,4 +1,4 @@
-"""Tensors inside values: ``TensorRef`` leaves of the inert values that a manifest carries, found and replaced.
+"""Tensors inside values: the ``StoredTensor`` leaves of a pickle become ``TensorRef`` leaves of a manifest, and back.
 
 A value may share its parts and an ``Opaque`` may contain itself; each part is visited once, and what was shared or
 cyclic stays so.
@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ckpt_tools.manifest import TensorRef
-from ckpt_tools.values import DefaultDict, Opaque, OrderedDict, Size, Value
+from ckpt_tools.values import DefaultDict, Opaque, OrderedDict, Size, StoredTensor, Value
 
 
 def references(value: Value) -> Iterator[TensorRef]:
     """Every ``TensorRef`` in ``value``, as often as it is met."""
+    return (found for found in _leaves(value) if isinstance(found, TensorRef))
+
+
+def _leaves(value: Value) -> Iterator[Value]:
     seen: set[int] = set()
     todo = [value]
     while todo:
         value = todo.pop()
-        if isinstance(value, TensorRef):
+        if isinstance(value, TensorRef | StoredTensor):
             yield value
         elif id(value) not in seen:
             seen.add(id(value))
@@ -38,21 +42,27 @@ def _parts(value: Value) -> Iterable[Value]:
 
 def replaced(value: Value, make: Callable[[TensorRef], Value]) -> Value:
     """``value`` with what ``make`` gives in the place of each reference; itself where there is none."""
-    if next(references(value), None) is None:
-        return value
-    return _Replacing(make).visit(value)
+    return _Replacing(TensorRef, make).visit(value) if any(True for _ in references(value)) else value
+
+
+def extracted(value: Value, make: Callable[[StoredTensor], Value]) -> Value:
+    """``value`` with what ``make`` gives in the place of each tensor that has elements; itself where there is none."""
+    found = any(isinstance(leaf, StoredTensor) for leaf in _leaves(value))
+    return _Replacing(StoredTensor, make).visit(value) if found else value
 
 
 class _Replacing:
-    def __init__(self, make: Callable[[TensorRef], Value]) -> None:
+    def __init__(self, kind: type, make: Callable[[Any], Value]) -> None:
+        self._kind = kind
         self._make = make
         self._copies: dict[int, Value] = {}
 
     def visit(self, value: Value) -> Value:
-        if isinstance(value, TensorRef):
-            return self._make(value)
         if id(value) in self._copies:
             return self._copies[id(value)]
+        if isinstance(value, self._kind):
+            self._copies[id(value)] = made = self._make(value)
+            return made
         if isinstance(value, dict):
             return self._dict(value)
         if isinstance(value, list):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.boxes import Box, Shape
@@ -31,6 +31,7 @@ from ckpt_tools.manifest import (
     TensorRef,
 )
 from ckpt_tools.manifest import Path as Path
+from ckpt_tools.values import StoredTensor
 
 MODEL_NAMES = ("model", "module", "state_dict")
 """What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
@@ -171,14 +172,33 @@ class TensorLeaf:
     dtype: DType
     shards: ShardTable
 
+    @classmethod
+    def of(cls, tensor: StoredTensor, file: str, storage_start: int) -> TensorLeaf:
+        """The tensor of a pickle whose storage begins at byte ``storage_start`` of a file."""
+        item = tensor.dtype.item_bytes
+        start = storage_start + tensor.storage_offset * item
+        at = ByteRange(file, start, storage_start + max(tensor.stop, tensor.storage_offset) * item)
+        shape = tuple(tensor.shape)
+        shard = Shard(Box.whole(shape), at, None if tensor.is_contiguous else tensor.strides)
+        return cls(shape, tensor.dtype, ShardTable.build(shape, tensor.dtype, [shard]))
+
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object."""
+    """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object.
+
+    ``inner`` are tensors to which objects refer.
+    """
 
     paths: Mapping[str, Path]
     tensors: Mapping[str, TensorLeaf]
     objects: Mapping[str, Any]
+    inner: Mapping[StateKey, TensorLeaf] = field(default_factory=dict)
+
+    @staticmethod
+    def inner_key(name: str, number: int) -> StateKey:
+        """The key of the tensor of that number in an object."""
+        return StateKey(f"{name}[{number}]", "extra")
 
 
 def manifest_of(
@@ -206,7 +226,7 @@ def manifest_of(
     extra, homes = _extras(leaves, places, tree)
     return Manifest(
         format_name,
-        _entries(leaves.tensors, places),
+        _entries(leaves, places),
         aliases=aliases,
         groups=_groups(_options(leaves, places)),
         literals={_literal(name): _number_bytes(number)[1] for name, number in numbers.items()},
@@ -263,14 +283,16 @@ def _is_flattened(paths: Iterable[Path], optim: Path | None) -> bool:
     return optim is not None and any(path[:-1] == optim and _flattened(str(path[-1])) for path in paths if path)
 
 
-def _entries(tensors: Mapping[str, TensorLeaf], places: Mapping[str, Place]) -> dict[StateKey, TensorEntry]:
+def _entries(leaves: Leaves, places: Mapping[str, Place]) -> dict[StateKey, TensorEntry]:
     found = {}
-    for name, tensor in tensors.items():
+    for name, tensor in leaves.tensors.items():
         try:
             key, kind = _key(places[name], tensor)
             found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=name) from error
+    for key, tensor in leaves.inner.items():
+        found[key] = TensorEntry(tensor.shape, tensor.dtype, Kind.EXTRA, tensor.shards)
     return found
 
 

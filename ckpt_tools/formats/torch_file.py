@@ -18,8 +18,8 @@ from ckpt_tools.entries import Entries, entries_of, is_model_only
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import ReadOptions, WriteOptions
 from ckpt_tools.layout import FileLayout, Layout, Payload, Segment
-from ckpt_tools.manifest import WEIGHT, ByteRange, Manifest, Shard, ShardTable, StateKey, StateTree, TensorEntry
-from ckpt_tools.references import replaced
+from ckpt_tools.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry, TensorRef
+from ckpt_tools.references import extracted, replaced
 from ckpt_tools.stores.base import Source
 from ckpt_tools.tree import Leaves, Path, TensorLeaf, manifest_of
 from ckpt_tools.values import PARAMETER, OrderedDict, StorageRef, StoredTensor
@@ -102,6 +102,7 @@ def _read_file(source: Source, file: str) -> _Tree:
     paths: dict[str, Path] = {}
     tensors: dict[str, TensorLeaf] = {}
     objects: dict[str, Any] = {}
+    inner: dict[StateKey, TensorLeaf] = {}
     ties: dict[str, str] = {}
     views: dict[tuple[object, ...], str] = {}
     for path, value in _leaves(archive.value, (), file):
@@ -110,7 +111,7 @@ def _read_file(source: Source, file: str) -> _Tree:
             raise MalformedError("two entries of the tree have this name", path=file, key=name)
         paths[name] = path
         if not isinstance(value, StoredTensor):
-            objects[name] = value
+            objects[name] = _with_references(value, archive, file, name, inner)
             continue
         view = (value.storage, value.storage_offset, value.shape, value.strides, value.dtype)
         if value.numel and view in views:
@@ -120,7 +121,20 @@ def _read_file(source: Source, file: str) -> _Tree:
             tensors[name] = _leaf(archive, value, file, name)
     if not tensors:
         raise UnsupportedError("it holds no tensors in dicts; it is no state dict", path=file)
-    return _Tree(Leaves(paths, tensors, objects), ties)
+    return _Tree(Leaves(paths, tensors, objects, inner), ties)
+
+
+def _with_references(value: Any, archive: TorchArchive, file: str, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
+    """An object whose tensors are added to ``inner`` and leave references."""
+
+    def refer(tensor: StoredTensor) -> Any:
+        if tensor.storage is None:
+            return tensor
+        key = Leaves.inner_key(name, len(inner))
+        inner[key] = _leaf(archive, tensor, file, str(key))
+        return TensorRef(key)
+
+    return extracted(value, refer)
 
 
 def _leaves(value: Any, path: Path, file: str) -> Iterator[tuple[Path, Any]]:
@@ -142,20 +156,15 @@ def _leaf(archive: TorchArchive, tensor: StoredTensor, file: str, name: str) -> 
         raise UnsupportedError("this tensor is on the meta device and has no elements", path=file, key=name)
     if tensor.wrapper not in _WRAPPERS:
         raise UnsupportedError(f"a {tensor.wrapper} cannot be read; save plain tensors", path=file, key=name)
-    first, _ = archive.storage_range(tensor.storage.key)
-    item = tensor.dtype.item_bytes
-    start = first + tensor.storage_offset * item
-    stop = first + max(tensor.stop, tensor.storage_offset) * item
-    strides = None if tensor.is_contiguous else tensor.strides
-    shape = tuple(tensor.shape)
-    table = ShardTable.build(shape, tensor.dtype, [Shard(Box.whole(shape), ByteRange(file, start, stop), strides)])
-    return TensorLeaf(shape, tensor.dtype, table)
+    start, _ = archive.storage_range(tensor.storage.key)
+    return TensorLeaf.of(tensor, file, start)
 
 
 def _merged(trees: Mapping[str, _Tree]) -> Leaves:
     paths: dict[str, Path] = {}
     tensors: dict[str, TensorLeaf] = {}
     objects: dict[str, Any] = {}
+    inner: dict[StateKey, TensorLeaf] = {}
     for file, tree in trees.items():
         twice = next((name for name in tree.leaves.paths if name in paths), None)
         if twice is not None:
@@ -163,7 +172,8 @@ def _merged(trees: Mapping[str, _Tree]) -> Leaves:
         paths |= tree.leaves.paths
         tensors |= tree.leaves.tensors
         objects |= tree.leaves.objects
-    return Leaves(paths, tensors, objects)
+        inner |= tree.leaves.inner
+    return Leaves(paths, tensors, objects, inner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,10 @@ def in_place(kind: str, case: str, url: str, out: str) -> dict[str, Any]:
     """`load_into` a run; what it returned."""
     run = fsdp2.Run(recipe.CASES[case], fsdp2.FLAVOURS[kind], seed=2)
     extras = load_into(run.model, run.optimizer, url)
+    run.place(recipe.STEPS_BEFORE)
     if "lr_scheduler" in extras:
         run.schedule.load_state_dict(extras["lr_scheduler"])
-        run.step, run.epoch = extras["global_step"], extras["epoch"]
-    else:
-        run.place(recipe.STEPS_BEFORE)
+    run.step, run.epoch = extras.get("global_step", run.step), extras.get("epoch", run.epoch)
     _finish(run, out)
     return extras
 

@@ -33,9 +33,9 @@ from ckpt_tools.containers.dcp_classes import (
 )
 from ckpt_tools.containers.pickles import dumps
 from ckpt_tools.dtypes import DType
+from ckpt_tools.entries import Entries, chosen_tree, entries_of
 from ckpt_tools.formats.base import WriteOptions
 from ckpt_tools.formats.dcp.chunks import is_cut, row_chunks
-from ckpt_tools.entries import Entries, chosen_tree, entries_of
 from ckpt_tools.formats.dcp.items import Item, Items
 from ckpt_tools.layout import FileLayout, Layout, Literal, Payload, Segment
 from ckpt_tools.manifest import Ints, Kind, Manifest, StateKey, TensorEntry

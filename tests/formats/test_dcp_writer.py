@@ -1,0 +1,485 @@
+"""DCP as we write it, judged by torch's own readers: the index, the items, the objects, the trees."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import random
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import format_utils
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+import ckpt_tools
+from ckpt_tools.boxes import Box
+from ckpt_tools.dtypes import DType
+from ckpt_tools.entries import chosen_tree, entries_of, leaves
+from ckpt_tools.errors import LossError, UnsupportedError
+from ckpt_tools.formats.base import WriteOptions
+from ckpt_tools.formats.dcp import DcpWriter
+from ckpt_tools.formats.dcp.chunks import row_chunks
+from ckpt_tools.ledger import Fate
+from ckpt_tools.manifest import (
+    ByteRange,
+    Kind,
+    Manifest,
+    ParamGroup,
+    Shard,
+    ShardTable,
+    StateKey,
+    StateTree,
+    TensorEntry,
+    TensorRef,
+)
+from fixtures.store import Fixture
+from tests.conftest import Resume
+from tests.support.truth import WEIGHT, Truth, assert_same_bits
+
+Checkpoint = Callable[[str, str, int], Fixture]
+
+
+def index_of(folder: Path) -> Metadata:
+    """The index, unpickled by torch's own classes."""
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    assert isinstance(found, Metadata)
+    return found
+
+
+def saved(tree: dict[str, Any], folder: Path) -> Path:
+    """A DCP of one process, by torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tree, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def loaded(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tree, checkpoint_id=str(folder), no_dist=True)
+    return tree
+
+
+def whole_tree(folder: Path, out: Path) -> dict[str, Any]:
+    """The tree that torch's own converter rebuilds from a DCP."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        format_utils.dcp_to_torch_save(folder, out)
+    return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
+
+
+def assert_equal(want: Any, got: Any, path: str = "") -> None:
+    """The same types, values and bits, all the way down."""
+    assert type(want) is type(got), f"{path}: {type(want)} became {type(got)}"
+    if isinstance(want, dict):
+        assert list(want) == list(got) or set(want) == set(got), path
+        for key in want:
+            assert_equal(want[key], got[key], f"{path}.{key}")
+    elif isinstance(want, list | tuple):
+        assert len(want) == len(got), path
+        for position, (a, b) in enumerate(zip(want, got, strict=True)):
+            assert_equal(a, b, f"{path}.{position}")
+    elif isinstance(want, torch.Tensor):
+        assert (want.dtype, want.shape) == (got.dtype, got.shape), path
+        assert want.reshape(-1).view(torch.uint8).equal(got.reshape(-1).view(torch.uint8)), path
+    elif isinstance(want, np.ndarray):
+        assert (want.dtype, want.shape, want.tobytes()) == (got.dtype, got.shape, got.tobytes()), path
+    else:
+        assert want == got or want != want, f"{path}: {want!r} became {got!r}"
+
+
+# Geometry
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_rows_are_cut_as_torch_chunks_them(rows: int, world_size: int) -> None:
+    boxes = row_chunks((rows, 3), world_size)
+    pieces = [piece.tolist() for piece in torch.arange(rows).chunk(world_size)]
+    assert [list(range(box.start[0], box.stop[0])) for box in boxes if box.numel] == pieces
+    assert [box for box in boxes if not box.numel] == [Box((rows, 0), (rows, 3))] * (len(pieces) < world_size)
+
+
+# Names
+
+
+def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.one_of(st.text("abc", min_size=1, max_size=2), st.integers(0, 3))
+    return st.recursive(
+        leaf, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=3))
+    )
+
+
+@given(
+    st.dictionaries(st.text("xyz", min_size=1, max_size=3), nested(st.sampled_from([1, "s", None, (1, 2), "TENSOR"])))
+)
+def test_trees_are_taken_apart_as_torch_does(tree: dict[str, Any]) -> None:
+    def with_tensors(value: Any, tensor: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: with_tensors(item, tensor) for key, item in value.items()}
+        if isinstance(value, list):
+            return [with_tensors(item, tensor) for item in value]
+        return tensor if value == "TENSOR" else value
+
+    try:
+        _, paths = flatten_state_dict(with_tensors(tree, torch.zeros(1)))
+    except ValueError:  # two keys of one name
+        return
+    ours = list(leaves((), with_tensors(tree, TensorRef(StateKey("t")))))
+    kept = [path for path, value in ours if type(value).__name__ != "_Nothing"]
+    assert kept == list(paths.values())
+
+
+# The tree
+
+
+def stored(shape: tuple[int, ...], kind: Kind, dtype: DType = DType.FLOAT32) -> TensorEntry:
+    """A tensor whose bytes are those of a file that nobody reads here."""
+    num_bytes = Box.whole(shape).numel * dtype.item_bytes
+    shard = Shard(Box.whole(shape), ByteRange("data", 0, num_bytes))
+    return TensorEntry(shape, dtype, kind, ShardTable.build(shape, dtype, [shard]))
+
+
+def manifest(**changes: Any) -> Manifest:
+    """A parameter with state, its tie, a buffer, and what DeepSpeed keeps beside them."""
+    tensors = {
+        StateKey("w"): stored((5, 3), Kind.PARAMETER),
+        StateKey("count"): stored((), Kind.BUFFER, DType.INT64),
+        StateKey("w", "exp_avg"): stored((5, 3), Kind.STATE),
+        StateKey("w", "step"): stored((), Kind.STATE),
+        StateKey("lr_scheduler.table", "extra"): stored((4,), Kind.EXTRA),
+    }
+    scheduler = {"last_epoch": 4, "table": TensorRef(StateKey("lr_scheduler.table", "extra"))}
+    given = {
+        "format": "deepspeed",
+        "tensors": tensors,
+        "aliases": {"head": "w"},
+        "groups": (ParamGroup(("w",), {"lr": 0.5, "betas": (0.9, 0.95)}),),
+        "extra": {
+            "global_step": 4,
+            "lr_scheduler": scheduler,
+            "client_state": {"epoch": 2},
+            "deepspeed": {"ds_version": "0.19.8"},
+        },
+    }
+    return Manifest(**(given | changes))
+
+
+def names(found: Manifest, model_key: str | None = None, optim_key: str | None = None) -> set[str]:
+    return set(entries_of(found, chosen_tree(found, model_key=model_key, optim_key=optim_key)).paths)
+
+
+def test_a_whole_state_is_the_tree_of_a_stateful_called_app() -> None:
+    assert names(manifest()) == {
+        "app.model.w",
+        "app.model.head",
+        "app.model.count",
+        "app.optim.state.w.exp_avg",
+        "app.optim.state.w.step",
+        "app.optim.param_groups.0.params",
+        "app.optim.param_groups.0.lr",
+        "app.optim.param_groups.0.betas",
+        "app.global_step",
+        "app.lr_scheduler.last_epoch",
+        "app.lr_scheduler.table",
+        "app.epoch",
+    }
+
+
+def test_keys_move_model_and_optimizer() -> None:
+    found = names(manifest(), model_key="train.net", optim_key="train.opt")
+    assert {"train.net.w", "train.opt.state.w.step", "train.epoch"} <= found
+    assert {"optim.param_groups.0.lr", "epoch", "model.w"} <= names(manifest(), model_key="model")
+    assert {"w", "optim.state.w.step", "epoch"} <= names(manifest(), model_key="")
+
+
+def test_a_model_alone_has_its_own_names() -> None:
+    alone = manifest(tensors={StateKey("w"): stored((5, 3), Kind.PARAMETER)}, groups=(), extra={})
+    assert names(alone) == {"w", "head"}
+    assert names(alone, model_key="app.model") == {"app.model.w", "app.model.head"}
+
+
+def test_a_dcp_keeps_its_own_tree() -> None:
+    homes = {name: ("top", name) for name in ("global_step", "lr_scheduler", "client_state", "deepspeed")}
+    tree = StateTree(("net",), ("top", "opt"), False, homes)
+    found = names(manifest(format="dcp", tree=tree))
+    assert {"net.w", "top.opt.state.w.step", "top.global_step", "top.client_state.epoch"} <= found
+
+
+def test_a_flattened_optimizer_stays_flattened() -> None:
+    found = names(manifest(format="dcp", tree=StateTree((), ("optimizer",), True)))
+    assert {"w", "optimizer.state.w.step", "optimizer.param_groups.w.lr"} <= found
+    assert not any("param_groups.0" in name for name in found)
+
+
+def test_what_is_left_behind_is_said() -> None:
+    extra = {
+        "client_state": {"model": {"x": 1}, "global_step": 5, "empty": {}},
+        "global_step": 4,
+        "deepspeed": {"a": 1},
+    }
+    tensors = {**manifest().tensors, StateKey("stray", "extra"): stored((1,), Kind.EXTRA)}
+    entries = entries_of(manifest(extra=extra, tensors=tensors), StateTree(("app", "model"), ("app", "optim")))
+    dropped = {note.what for note in entries.notes if note.fate is Fate.DROPPED}
+    assert dropped == {
+        "DeepSpeed's own a",
+        "model",
+        "client_state.global_step",
+        "app.empty",
+        "stray (extra)",
+        "lr_scheduler.table (extra)",
+    }
+
+
+def test_two_entries_of_one_name_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="this name"):
+        names(manifest(extra={"client_state": {"a.b": 1, "a": {"b": 2}}}))
+
+
+# Many ranks
+
+
+def test_a_thousand_ranks_are_planned_in_little_memory() -> None:
+    """100,000 chunks: what is kept is the index and a few files' segments, not every segment."""
+    tensors = {StateKey(f"layers.{n}.weight"): stored((4096, 2048), Kind.PARAMETER) for n in range(100)}
+    tracemalloc.start()
+    layout = DcpWriter().layout(Manifest("deepspeed", tensors), WriteOptions(world_size=1024))
+    made = sum(len(file.segments) for file in layout.files)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(layout.files) == 1025
+    assert made > 700_000
+    assert layout.size_bytes > 100 * 4096 * 2048 * 4
+    assert peak < 100 << 20
+
+
+def test_ranks_without_anything_have_no_file() -> None:
+    layout = DcpWriter().layout(
+        Manifest("x", {StateKey("w"): stored((2, 3), Kind.PARAMETER)}), WriteOptions(world_size=8)
+    )
+    assert [file.path for file in layout.files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"]
+
+
+# Against torch's own files
+
+
+@pytest.fixture(scope="module")
+def rewritten(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A DCP of three ranks by torch, and the same by us."""
+    source = checkpoint("fsdp2", "awkward", 3).checkpoint
+    out = tmp_path_factory.mktemp("dcp") / "out"
+    ckpt_tools.reshard(source, out, world_size=3)
+    return source, out
+
+
+def test_the_index_says_what_torch_says(rewritten: tuple[Path, Path], checkpoint: Checkpoint) -> None:
+    theirs, ours = map(index_of, rewritten)
+    kinds = Truth.load(checkpoint("fsdp2", "awkward", 3).root).kinds
+    assert set(ours.state_dict_metadata) == set(theirs.state_dict_metadata)
+    assert ours.planner_data == theirs.planner_data
+    assert ours.version == theirs.version
+    for name, want in theirs.state_dict_metadata.items():
+        got = ours.state_dict_metadata[name]
+        assert type(got) is type(want)
+        if isinstance(want, TensorStorageMetadata):
+            assert (got.size, got.properties.dtype) == (want.size, want.properties.dtype), name
+            # Nothing in a DCP tells a floating-point buffer from a parameter, so we cut it like one.
+            if kinds.get(name.removeprefix("app.model."), "state") != "buffer":
+                assert got.chunks == want.chunks, name
+
+
+def test_every_item_is_a_sound_archive_and_nothing_lies_between(rewritten: tuple[Path, Path]) -> None:
+    _, ours = rewritten
+    spans: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+    for info in {(i.relative_path, i.offset, i.length) for i in index_of(ours).storage_data.values()}:
+        spans[info[0]].append(info[1:])
+    for file, items in spans.items():
+        data, cursor = (ours / file).read_bytes(), 0
+        for offset, length in sorted(items):
+            assert offset == cursor
+            item = data[offset : offset + length]
+            assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
+            torch.load(io.BytesIO(item), weights_only=True)
+            cursor += length
+        assert cursor == len(data)
+
+
+def test_index_hints_lead_to_the_chunks(rewritten: tuple[Path, Path]) -> None:
+    index = index_of(rewritten[1])
+    for at in index.storage_data:
+        described = index.state_dict_metadata[at.fqn]
+        if isinstance(described, TensorStorageMetadata):
+            assert described.chunks[at.index].offsets == at.offset
+        else:
+            assert at.offset is None
+
+
+def test_files_are_of_one_size(rewritten: tuple[Path, Path]) -> None:
+    sizes = [path.stat().st_size for path in rewritten[1].glob("*.distcp")]
+    assert len(sizes) == 3
+    assert max(sizes) < 1.02 * min(sizes)
+
+
+def test_torch_rebuilds_the_same_tree_from_both(rewritten: tuple[Path, Path], tmp_path: Path) -> None:
+    theirs, ours = (whole_tree(folder, tmp_path / f"{n}.pt") for n, folder in enumerate(rewritten))
+    assert_equal(theirs, ours)
+
+
+class Unknown:
+    """A class of the user's own."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unknown) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+OBJECTS: dict[str, Any] = {
+    "numbers": [1, -(2**40), 2**70, 0.1, float("inf"), True, None, 1 + 2j],
+    "texts": ("näïve", "", b"\x00\xff", bytearray(b"ab")),
+    "sets": {1, 2, 3},
+    "frozen": frozenset({"a"}),
+    "ordered": collections.OrderedDict(b=1, a=(2, [3])),
+    "counter": collections.Counter({3: 1, 7: 2}),
+    "default": (collections.defaultdict(list, {1: [2]}),),
+    "rng": {
+        "python": random.Random(0).getstate(),
+        "numpy": np.random.RandomState(0).get_state(),
+        "torch": torch.arange(9),
+    },
+    "torch": (torch.float16, torch.Size([2, 3]), torch.device("cuda", 1)),
+    "array": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "inside": ("a tuple with a tensor", torch.arange(5, dtype=torch.int16)),
+    "loaders": [{"at": 3, "seen": [1, 2]}, {"at": 4, "seen": []}],
+    "own": Unknown(7),
+    "path": Path("/some/where"),
+}
+
+
+def test_objects_come_back_as_they_were(tmp_path: Path) -> None:
+    tree = {"model": {"w": torch.arange(6.0).reshape(3, 2)}, **OBJECTS}
+    source = saved(tree, tmp_path / "source")
+    ckpt_tools.reshard(source, tmp_path / "out", world_size=2)
+    theirs, ours = whole_tree(source, tmp_path / "theirs.pt"), whole_tree(tmp_path / "out", tmp_path / "ours.pt")
+    assert_equal(theirs, ours)
+    assert isinstance(ours["own"], Unknown)
+
+
+def test_a_step_that_was_a_number_is_a_number_again(tmp_path: Path) -> None:
+    optim = {"state": {"w": {"step": 7, "rms": 0.5, "flag": True, "exp_avg": torch.ones(3), "note": None}}}
+    tree = {
+        "model": {"w": torch.zeros(3)},
+        "optim": {**optim, "param_groups": [{"lr": torch.tensor(0.5), "params": ["w"]}]},
+    }
+    source = saved(tree, tmp_path / "source")
+    ckpt_tools.reshard(source, tmp_path / "out", world_size=2)
+    assert_equal(whole_tree(source, tmp_path / "theirs.pt"), whole_tree(tmp_path / "out", tmp_path / "ours.pt"))
+
+
+def test_entries_beside_the_tree_stay_where_they_were(tmp_path: Path) -> None:
+    tree = {
+        "app": {
+            "model": {"w": torch.zeros(3)},
+            "optim": {"state": {"w": {"m": torch.ones(3)}}, "param_groups": [{"params": ["w"]}]},
+        },
+        "loader": {"position": 3, "order": torch.arange(4)},
+        "epoch": 1,
+    }
+    tree["app"]["epoch"] = 2
+    source = saved(tree, tmp_path / "source")
+    ckpt_tools.reshard(source, tmp_path / "out", world_size=2)
+    assert_equal(whole_tree(source, tmp_path / "theirs.pt"), whole_tree(tmp_path / "out", tmp_path / "ours.pt"))
+
+
+# Ties
+
+
+def test_a_tie_is_written_once_and_loads_under_both_names(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint("zero2-fp32", "awkward", 2)
+    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=3)
+    index = index_of(tmp_path / "out")
+    places = {(at.fqn, at.offset): info for at, info in index.storage_data.items()}
+    ties = [(offset, info) for (fqn, offset), info in places.items() if fqn == "app.model.head.weight"]
+    assert ties and all(places["app.model.embed.weight", offset] == info for offset, info in ties)
+    masters = Truth.load(made.root).best_weights()
+    model = {name: torch.zeros(masters[name].shape) for name in ("head.weight", "embed.weight")}
+    found = loaded({"app": {"model": model}}, tmp_path / "out")["app"]["model"]
+    assert_same_bits({name: masters[name] for name in model}, {name: value.numpy() for name, value in found.items()})
+    assert not any(name.startswith("app.optim.state.head.weight") for name in index.state_dict_metadata)
+
+
+# Into torch, by real processes
+
+RESUMED = [
+    ("fsdp2", "awkward", 3, "fsdp2", 2),
+    ("fsdp2", "scalar", 2, "fsdp2", 3),
+    ("fsdp2", "plain", 3, "fsdp2-tp", 4),
+    ("fsdp2-tp", "plain", 4, "fsdp2-hsdp", 4),
+    ("fsdp2-hsdp", "awkward", 4, "fsdp2", 3),
+    ("fsdp2-pair", "awkward", 2, "fsdp2-pair", 3),
+    ("fsdp2-model", "awkward", 3, "fsdp2-model", 2),
+    ("fsdp2-titan", "awkward", 2, "fsdp2-titan", 3),
+    ("fsdp2-bf16", "awkward", 2, "fsdp2-bf16", 3),
+    ("zero1-fp32", "sgd", 3, "fsdp2", 2),
+    ("zero2-fp32", "lone", 2, "fsdp2", 3),
+    ("zero3-fp32", "plain", 3, "fsdp2-tp", 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "case", "ranks", "target", "new_ranks"), RESUMED, ids=lambda value: str(value))
+def test_torch_resumes(
+    kind: str,
+    case: str,
+    ranks: int,
+    target: str,
+    new_ranks: int,
+    checkpoint: Checkpoint,
+    resume: Resume,
+    tmp_path: Path,
+) -> None:
+    made = checkpoint(kind, case, ranks)
+    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=new_ranks)
+    truth, resumed = Truth.load(made.root), resume(target, case, tmp_path / "out", new_ranks)
+    assert_same_bits(truth.best_weights(), resumed.best_weights())
+    assert_same_bits(
+        *({key: t for key, t in run.tensors.items() if key[1] not in (WEIGHT, "master")} for run in (truth, resumed))
+    )
+    assert resumed.facts["groups"] == truth.facts["groups"]
+    if kind != "fsdp2-model":
+        assert resumed.facts["scheduler"]["last_epoch"] == truth.facts["scheduler"]["last_epoch"]
+        np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=1e-6, atol=0)
+
+
+def test_empty_parameters_get_the_state_that_torch_asks_for(
+    checkpoint: Checkpoint, resume: Resume, tmp_path: Path
+) -> None:
+    made = checkpoint("zero2-fp32", "empty", 2)
+    report = ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=3)
+    assert [note.what for note in report.plan.notes if note.fate is Fate.DEFAULTED] == [
+        "optimizer state of 1 empty parameters"
+    ]
+    truth, resumed = Truth.load(made.root), resume("fsdp2", "empty", tmp_path / "out", 3)
+    np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=1e-6, atol=0)
+    assert_same_bits(truth.best_weights(), resumed.best_weights())
+
+
+def test_strict_refuses_to_drop_what_only_deepspeed_uses(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint("zero2-fp32", "awkward", 2)
+    with pytest.raises(LossError, match="DeepSpeed's own"):
+        ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=2, strict=True)
+    assert not (tmp_path / "out").exists()
