@@ -58,20 +58,57 @@ def _table(source: DType, target: DType) -> NDArray[Any]:
 
 
 def _convert(values: NDArray[Any], result: NDArray[Any], target: DType) -> None:
-    """One numpy assignment: from float32 a thread makes bfloat16 at 8 GB/s read, float16 at 1.5.
-
-    Adding a suitable power of two rounds to float16 1.8 times as fast in one thread, but two are then no faster than
-    one: its dozen short numpy calls a block wait for the interpreter's lock.
-    """
+    """Between the wide types, and from them to the narrow ones."""
     if target is DType.FLOAT16:
-        values = values.astype(np.float32, copy=False)
+        _round_to_half(values.astype(np.float32, copy=False), result.view(np.uint16))
+        return
     result[:] = values
-    if target.item_bytes == 2 and np.isnan(np.maximum.reduce(values, initial=0)):
-        nans = np.isnan(values)
-        result.view(np.uint16)[nans] = _BF16_NAN if target is DType.BFLOAT16 else _quiet_halves(values[nans])
+    if target is DType.BFLOAT16 and _any_nan(values):
+        result.view(np.uint16)[np.isnan(values)] = _BF16_NAN
 
 
-def _quiet_halves(nans: NDArray[np.float32]) -> NDArray[Any]:
-    """float16 NaNs with the signs and upper payloads of ``nans``; numpy would leave signalling ones signalling."""
-    bits = nans.view(np.uint32)
-    return (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x01FF
+def _any_nan(values: NDArray[Any]) -> bool:
+    """A tenth of the time that rounding takes; ``np.isnan(values).any()`` takes twice as long."""
+    return bool(np.isnan(np.maximum.reduce(values, initial=0)))
+
+
+def _round_to_half(single: NDArray[np.float32], halves: NDArray[np.uint16]) -> None:
+    """float32 to the bits of float16, at 3.3 GB/s read by a thread whatever the numbers.
+
+    numpy's own takes 2.4 ns for a number, and 65 for one that overflows or is subnormal in float16, as small weights
+    are. Adding to a number the power of two that is ``2**13`` times its own, or 0.5 where it is subnormal in float16,
+    leaves it rounded to ten bits at the lower end of the sum. The difference of the two as integers is the rounded
+    significand; the power's exponent, less 126, is the float16's own. What is 65,536 or more is infinite like 65,536.
+    """
+    size = np.absolute(single)
+    np.minimum(size, _constant(65536.0, len(size)), out=size)
+    power = size.view(np.uint32) & 0x7F80_0000
+    power += 13 << 23
+    np.maximum(power.view(np.float32), _constant(0.5, len(size)), out=power.view(np.float32))
+    size += power.view(np.float32)
+    bits = size.view(np.uint32)
+    bits -= power
+    power >>= 13
+    bits += power
+    halves[:] = bits
+    halves -= np.uint16((126 << 10) % (1 << 16))
+    halves |= np.left_shift(np.signbit(single), 15, dtype=np.uint16)
+    if _any_nan(single):
+        _quiet_nans(single, halves)
+
+
+def _quiet_nans(single: NDArray[np.float32], halves: NDArray[np.uint16]) -> None:
+    """float16 NaNs with the signs and upper payloads of those in ``single``."""
+    nans = np.isnan(single)
+    bits = single.view(np.uint32)[nans]
+    halves[nans] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x01FF
+
+
+def _constant(value: float, length: int) -> NDArray[np.float32]:
+    """``value`` over and over: numpy's minimum of two arrays is five times as fast as that of an array and a number."""
+    return _constants(value, 1 << (length - 1).bit_length())[:length]
+
+
+@cache
+def _constants(value: float, length: int) -> NDArray[np.float32]:
+    return np.full(length, value, np.float32)
