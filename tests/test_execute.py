@@ -32,6 +32,7 @@ from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Buffer, FileWriter, Store
 from ckpt_tools.stores.local import LocalStore, LocalWriter
 from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.staging import staged
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
 
@@ -301,6 +302,23 @@ class TestFailures:
         with pytest.raises(StoreError, match="No space left on device"):
             run(self.plan, MemoryStore({"source": bytearray(DATA)}), FullStore(tmp_path))
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+    @pytest.mark.parametrize("old", [None, b"old"])
+    def test_a_destination_stays_as_it_was(self, tmp_path: Path, old: bytes | None) -> None:
+        if old is not None:
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out/a").write_bytes(old)
+
+        def convert() -> None:
+            with staged(tmp_path / "out", is_file=False, overwrite=True) as staging:
+                run(self.plan, MemoryStore({"source": bytearray(DATA[:-1])}), staging.store)
+                staging.publish(fsync=False)
+
+        with pytest.raises(IncompleteError):
+            convert()
+        found = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert found == ({} if old is None else {"a": old})
+        assert [path.name for path in tmp_path.iterdir()] == ([] if old is None else ["out"])
 
 
 class FullStore(LocalStore):
