@@ -27,9 +27,6 @@ MAX_ELEMENTS_OF_ONE_RANK = 2
 """A group so small lies on the first rank at any world size, since partitions have at least two elements; the others
 have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]``."""
 
-ADAGRAD_SLOT = "sum"
-"""stage_1_and_2.py ``initialize_optimizer_states`` makes Adagrad anew with a single group."""
-
 
 def portable(groups: Sequence[Group]) -> tuple[tuple[Group, ...], tuple[Note, ...]]:
     """The groups without the state that has no form in ``zero/<fqn>/``, and what became of it.
@@ -84,7 +81,7 @@ def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
     yield from _untrained("buffers", state.buffers.values())
     yield from _untrained("frozen parameters", [entry for entry in state.frozen.values() if entry.numel])
     yield from _slots_in_stage3(state.groups)
-    yield from _groups_in_stage3(state.groups, extras)
+    yield from _groups_in_stage3(state, extras)
     yield from _groups_in_stages_1_and_2(state.groups)
 
 
@@ -118,22 +115,30 @@ def _has(group: Group, slot: str) -> bool:
     return slot in group.scalars or any(found.name == slot for found in group.slots)
 
 
-def _groups_in_stage3(groups: Sequence[Group], extras: Extras) -> Iterator[Note]:
-    """All sub-groups get one and the same step tensor, which the optimizer then counts up once for each."""
-    if _missing_in_stage3(groups):
+def _groups_in_stage3(state: TrainingState, extras: Extras) -> Iterator[Note]:
+    """All sub-groups get one and the same step; a tensor is then counted up once for each of them."""
+    if _missing_in_stage3(state.groups):
         return
-    if len(groups) > 1:
-        options = [group.options for group in groups]
-        differing = sorted({name for group in options for name in group} - set(stage3_options(options)))
-        same = f"the same hyperparameters, so that {', '.join(differing)} stay as the job sets them, and "
-        why = f"they get {same if differing else ''}one step count, which runs ahead; zero3 restores each group's own"
-        yield Note(Fate.DEFAULTED, f"{len(groups)} parameter groups in stage 3", why, len(groups))
-    elif sum(groups[0].numels) > _sub_group_size(extras):
+    options = [group.options for group in state.groups]
+    differing = sorted({name for group in options for name in group} - set(stage3_options(options)))
+    shared = [] if _counts_in_python(state) else ["one step count, which runs ahead"]
+    if differing:
+        shared.insert(0, f"the same hyperparameters, so that {', '.join(differing)} stay as the job sets them")
+    if len(options) > 1 and shared:
+        why = f"they get {', and '.join(shared)}; zero3 restores each group's own"
+        yield Note(Fate.DEFAULTED, f"{len(options)} parameter groups in stage 3", why, len(options))
+    elif shared and sum(state.groups[0].numels) > _sub_group_size(extras):
         why = (
             f"a rank with more than sub_group_size ({_sub_group_size(extras):,}) elements cuts them into sub-groups, "
-            "which get one step count that runs ahead; zero3 restores each one's own"
+            f"which get {shared[0]}; zero3 restores each one's own"
         )
         yield Note(Fate.DEFAULTED, "the step count in stage 3", why)
+
+
+def _counts_in_python(state: TrainingState) -> bool:
+    """Whether steps are plain numbers, as in DeepSpeed's own optimizers: each sub-group counts up its own."""
+    steps = [state.manifest.tensors[group.scalars[STEP]] for group in state.groups]
+    return all(set(entry.shards.files) <= state.manifest.literals.keys() for entry in steps)
 
 
 def _sub_group_size(extras: Extras) -> int:
@@ -149,6 +154,3 @@ def _groups_in_stages_1_and_2(groups: Sequence[Group]) -> Iterator[Note]:
                 "zero1 and zero2 load"
             )
             yield Note(Fate.DEFAULTED, f"parameter group {number} of {numel} elements", why)
-    if len(groups) > 1 and any(_has(group, ADAGRAD_SLOT) for group in groups):
-        why = "stages 1 and 2 make Adagrad's groups into one and load the first alone; zero1 and zero2 load all"
-        yield Note(Fate.DEFAULTED, f"{len(groups)} parameter groups of Adagrad", why, len(groups))
