@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.dtypes import DType
+from ckpt_tools.formats.zero_writer.kinds import is_deepspeed
 from ckpt_tools.formats.zero_writer.objects import DEFAULT_SCALER, is_scaling
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
@@ -97,7 +98,7 @@ def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
     notes = []
     if steps is None:
         notes.append(Note(Fate.DEFAULTED, "global_steps", "the source does not say; DeepSpeed starts counting at 0"))
-    if manifest.extra.get("lr_scheduler") is None and not manifest.format.startswith("zero"):
+    if manifest.extra.get("lr_scheduler") is None and not is_deepspeed(manifest):
         why = "the source has none; a run that has a scheduler loads it with load_lr_scheduler_states=False"
         notes.append(Note(Fate.DEFAULTED, "lr_scheduler", why))
     partitions = _dict(_dict(manifest.extra.get("deepspeed")).get("partition_state"))

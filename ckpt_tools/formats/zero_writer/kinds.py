@@ -21,9 +21,14 @@ from dataclasses import dataclass
 from ckpt_tools.dtypes import DType
 from ckpt_tools.manifest import WEIGHT, Kind, Manifest, TensorEntry
 
-_FORMATS_THAT_TELL = ("zero", "universal")
+_DEEPSPEED_FORMATS = ("zero", "universal")
 
 _PARAMETER_ENDINGS = ("weight", "bias")
+
+
+def is_deepspeed(manifest: Manifest) -> bool:
+    """Whether DeepSpeed made the source, so that it tells everything as DeepSpeed wants it."""
+    return manifest.format.startswith(_DEEPSPEED_FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
 
 def _unknown(manifest: Manifest, kinds: Mapping[str, Kind], trained: Collection[str]) -> list[str]:
     """Names of which the source does not tell what they are."""
-    if manifest.format.startswith(_FORMATS_THAT_TELL):
+    if is_deepspeed(manifest):
         return []
     return [name for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained]
 

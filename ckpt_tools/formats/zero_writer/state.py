@@ -15,12 +15,14 @@ from typing import Any
 from ckpt_tools.casts import CASTABLE
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.zero_writer.kinds import untrained
+from ckpt_tools.formats.zero_writer.kinds import is_deepspeed, untrained
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 
 FLAVOURS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 """What DeepSpeed trains in."""
+
+_ADAM_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
 
 MAX_NAMES = 4
 """Names that a note lists."""
@@ -173,11 +175,20 @@ class _Reading:
         return Group(
             params,
             tuple(self._weight(name).numel for name in params),
-            group.options,
+            self._options(number, group.options),
             Slot(MASTER, DType.FLOAT32, tuple(self._master(name) for name in params)),
             slots,
             scalars,
         )
+
+    def _options(self, number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """DeepSpeed's own Adams ask their groups for ``bias_correction`` (KeyError at the first step, ops/adam), which
+        torch's do not have because they always correct."""
+        if is_deepspeed(self.manifest) or not options.keys() >= _ADAM_OPTIONS or "bias_correction" in options:
+            return options
+        why = "DeepSpeed's own Adam asks for it, and the source's always corrects: True"
+        self._note(Fate.DEFAULTED, f"bias_correction of parameter group {number}", why)
+        return {**options, "bias_correction": True}
 
     def _master(self, name: str) -> StateKey:
         key = StateKey(name, MASTER)
