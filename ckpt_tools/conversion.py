@@ -99,7 +99,7 @@ def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_m
     Raises:
         UsageError: the options do not fit this checkpoint or each other.
     """
-    notes: tuple[Note, ...] = ()
+    notes = manifest.notes
     for step in _steps(options, whole, holds_masters):
         manifest, more = step(manifest)
         notes += more

@@ -14,6 +14,8 @@ class Fate(Enum):
     """Written in another element type."""
     DEFAULTED = "defaulted"
     """The target needs it and the source does not say; a stated value was used."""
+    KEPT = "kept"
+    """It was not understood and goes along as the user's own entry."""
     DROPPED = "dropped"
     """The target has no place for it, or it was not asked for."""
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ckpt_tools.boxes import Box, Shape, contiguous_strides, from_flat
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.ledger import Note
 
 WEIGHT = "weight"
 """Slot of the tensor that the model itself holds: a parameter in the model's dtype, or a buffer."""
@@ -449,7 +450,8 @@ class Manifest:
 
     ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is no tensor:
     global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
-    itself. ``tree`` is None where the source is no tree of the user's making.
+    itself. ``tree`` is None where the source is no tree of the user's making. ``notes`` say what reading it could not
+    settle.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there.
@@ -464,6 +466,7 @@ class Manifest:
     step: int | None = None
     world_size: int | None = None
     tree: StateTree | None = None
+    notes: tuple[Note, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -18,6 +18,7 @@ from typing import Any
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
+from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import (
     ByteRange,
     Kind,
@@ -31,6 +32,7 @@ from ckpt_tools.manifest import (
     TensorRef,
 )
 from ckpt_tools.manifest import Path as Path
+from ckpt_tools.numbered import NumberedGroup, match_numbers
 from ckpt_tools.values import StoredTensor
 
 MODEL_NAMES = ("model", "module", "state_dict")
@@ -218,6 +220,7 @@ def manifest_of(
     """
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
     tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
+    leaves, tree, notes = _by_name(leaves, tree)
     places = {name: _place(name, leaves, tree) for name in leaves.paths}
     aliases, twins = _aliases(ties or {}, places)
     numbers = {name: leaves.objects[name] for name in leaves.objects if isinstance(places[name], State)}
@@ -234,7 +237,77 @@ def manifest_of(
         step=_step(extra),
         world_size=world_size,
         tree=StateTree(tree.model, tree.optim, _is_flattened(leaves.paths.values(), tree.optim), homes),
+        notes=notes,
     )
+
+
+def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]]:
+    """The tree with its optimizer's numbers as names; as the user's own entry, where they could mean several."""
+    groups = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
+    if tree.optim is None or not groups:
+        return leaves, tree, ()
+    names = match_numbers(list(groups.values()), _state_shapes(leaves, tree.optim), _parameter_shapes(leaves, tree))
+    if names is None:
+        why = "it numbers its parameters, and their order and shapes do not prove which they are; carried as it is"
+        return leaves, replace(tree, optim=None), (Note(Fate.KEPT, _dotted(tree.optim) or "the optimizer", why),)
+    return _renamed(leaves, tree.optim, groups, names), tree, ()
+
+
+def _numbered_groups(leaves: Leaves, optim: Path) -> dict[str, NumberedGroup]:
+    """Groups of numbers, by the names of the leaves that list these."""
+    found: dict[str, NumberedGroup] = {}
+    for name, value in leaves.objects.items():
+        *group, option = leaves.paths[name] or ("",)
+        is_group = tuple(group[:-1]) == (*optim, "param_groups") and option == "params"
+        if is_group and isinstance(value, list) and value and all(type(number) is int for number in value):
+            found[name] = NumberedGroup(tuple(value), _param_names(leaves, tuple(group)))
+    return dict(sorted(found.items(), key=lambda item: int(leaves.paths[item[0]][-2])))
+
+
+def _param_names(leaves: Leaves, group: Path) -> tuple[str, ...] | None:
+    """What an optimizer made of named parameters says."""
+    paths = {leaves.paths[name]: name for name in leaves.objects}
+    names = leaves.objects.get(paths.get((*group, "param_names"), ""))
+    return tuple(names) if isinstance(names, list) and all(type(name) is str for name in names) else None
+
+
+def _state_number(path: Path, optim: Path) -> int | None:
+    """The number of the parameter whose state lies at ``path``; DCP makes text of the numbers."""
+    match path[len(optim) :] if path[: len(optim)] == optim else ():
+        case ("state", int(number) | str(number), _, *_) if str(number).isdecimal():
+            return int(number)
+    return None
+
+
+def _state_shapes(leaves: Leaves, optim: Path) -> dict[int, Shape]:
+    """The one shape that all state of a parameter has but its step."""
+    found: defaultdict[int, set[Shape]] = defaultdict(set)
+    for name, tensor in leaves.tensors.items():
+        path = leaves.paths[name]
+        number = _state_number(path, optim)
+        if number is not None and path[len(optim) + 2] != "step":
+            found[number].add(tensor.shape)
+    return {number: next(iter(shapes)) for number, shapes in found.items() if len(shapes) == 1}
+
+
+def _parameter_shapes(leaves: Leaves, tree: Tree) -> dict[str, Shape]:
+    """The model's tensors that could be parameters, in order."""
+    found = {}
+    for name, tensor in leaves.tensors.items():
+        where = place(leaves.paths[name], tree, is_tensor=True)
+        if isinstance(where, Weight) and tensor.dtype.is_floating:
+            found[where.fqn] = tensor.shape
+    return found
+
+
+def _renamed(leaves: Leaves, optim: Path, groups: Mapping[str, NumberedGroup], names: Mapping[int, str]) -> Leaves:
+    paths = dict(leaves.paths)
+    for name, path in leaves.paths.items():
+        number = _state_number(path, optim)
+        if number is not None:
+            paths[name] = (*optim, "state", names[number], *path[len(optim) + 2 :])
+    params = {name: [names[number] for number in group.numbers] for name, group in groups.items()}
+    return replace(leaves, paths=paths, objects={**leaves.objects, **params})
 
 
 def _place(name: str, leaves: Leaves, tree: Tree) -> Place:
@@ -398,6 +471,10 @@ def _with_lists(value: Any) -> Any:
     if not isinstance(value, _Node):
         return value
     inner = {part: _with_lists(item) for part, item in value.items()}
+    state = value.get("state")
+    if "param_groups" in value and isinstance(state, _Node):
+        # By number, as Optimizer.load_state_dict wants it, and no list.
+        inner["state"] = {part: _with_lists(item) for part, item in state.items()}
     if set(inner) == set(range(len(inner))):
         return [inner[position] for position in range(len(inner))]
     return {str(part): item for part, item in inner.items()}

@@ -243,6 +243,10 @@ def _as_lists(value: Any) -> Any:
     if not isinstance(value, _Branch) and type(value) is not dict:
         return value
     inner = {key: _as_lists(item) for key, item in value.items()}
+    if "param_groups" in value and isinstance(value.get("state"), _Branch):
+        # An optimizer's own state dict: by number, of which entries make text, and no list.
+        state = value["state"].items()
+        inner["state"] = {int(key) if str(key).isdecimal() else key: _as_lists(item) for key, item in state}
     is_list = isinstance(value, _Branch) and list(inner) == list(range(len(inner)))
     return list(inner.values()) if is_list else inner
 

@@ -7,19 +7,25 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import ckpt_tools
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import ReadOptions
+from ckpt_tools.ledger import Fate
 from ckpt_tools.manifest import Kind, Manifest, StateKey, StateTree
 from ckpt_tools.opening import read_checkpoint
 from fixtures.store import Fixture
-from tests.support.truth import Key, Truth, assert_same_bits, dtype_of
+from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits, dtype_of
 
 Checkpoint = Callable[[str, str, int], Fixture]
 
@@ -95,7 +101,7 @@ def test_accelerates_model_alone(checkpoint: Checkpoint, tmp_path: Path) -> None
     made = checkpoint("fsdp2-accelerate", "awkward", 2)
     shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", tmp_path / "pytorch_model_fsdp_0")
     assert_same_bits(
-        {key: tensor for key, tensor in Truth.load(made.root).tensors.items() if key[1] == "weight"},
+        {key: tensor for key, tensor in Truth.load(made.root).tensors.items() if key[1] == WEIGHT},
         gathered(tmp_path),
     )
 
@@ -158,3 +164,64 @@ def _write_piece(path: Path, start: list[int] | None, shape: list[int]) -> None:
     where = {"w": {"saved_offsets": start} if start is not None else {}}
     tensors = {"w": np.ones(shape, np.float32)}
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(where)})
+
+
+def test_numbers_of_an_optimizer_that_could_mean_several(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A frozen bias has the shape of trained ones, so that nothing says which of them has no state."""
+    made = checkpoint("torch-ids", "scalar", 1)
+    manifest = manifest_of(made.checkpoint)
+    assert not manifest.groups and not manifest.of_kind(Kind.STATE)
+    assert [(note.fate, note.what) for note in manifest.notes] == [(Fate.KEPT, "optimizer")]
+    ckpt_tools.convert(made.checkpoint, tmp_path / "all.pt", state="all")
+    kept, wanted = (torch.load(path) for path in (tmp_path / "all.pt", made.checkpoint / "model.pt"))
+    assert_same_tree(wanted["optimizer"], kept["optimizer"])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_numbers_of_an_optimizer_that_mean_one_thing(named: bool, tmp_path: Path) -> None:
+    model, optimizer = _trained(named=named)
+    by_number = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(by_number, tmp_path / "numbers.pt")
+    optim: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    state, groups = optim["state"], optim["param_groups"]
+    found = gathered(tmp_path / "numbers.pt")
+    wanted = {(fqn, slot): tensor.numpy() for fqn, slots in state.items() for slot, tensor in slots.items()}
+    assert_same_bits(wanted, {key: tensor for key, tensor in found.items() if key[1] != WEIGHT})
+    manifest = manifest_of(tmp_path / "numbers.pt")
+    assert [list(group.params) for group in manifest.groups] == [group["params"] for group in groups]
+    assert (manifest.notes, manifest.extra) == ((), {"epoch": 3})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_numbers_in_a_dcp(tmp_path: Path) -> None:
+    model, optimizer = _trained(named=False)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state_dict_saver.save(tree, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    torch.save(tree, tmp_path / "numbers.pt")
+    assert_same_bits(gathered(tmp_path / "numbers.pt"), gathered(tmp_path / "dcp"))
+
+
+def _trained(*, named: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Two groups that interleave in the model, and buffers of the shape of parameters."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    weights = [(name, p) for name, p in model.named_parameters() if p.ndim > 1]
+    others = [(name, p) for name, p in model.named_parameters() if p.ndim == 1]
+    groups: list[dict[str, Any]] = [{"params": part if named else [p for _, p in part]} for part in (weights, others)]
+    optimizer = torch.optim.AdamW([groups[0], groups[1] | {"weight_decay": 0.0}])
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def assert_same_tree(wanted: Any, found: Any) -> None:
+    assert type(found) is type(wanted)
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+    if isinstance(wanted, dict | list):
+        for key in wanted if isinstance(wanted, dict) else range(len(wanted)):
+            assert_same_tree(wanted[key], found[key])
+    elif isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted)
+    else:
+        assert found == wanted
