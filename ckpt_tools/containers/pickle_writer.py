@@ -60,6 +60,15 @@ _FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
 _TUPLE_OPCODES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
+class Pairs:
+    """A dict whose items are made while they are written, and not kept: those of a million chunks take 400 MB."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Iterable[tuple[Value, Value]]) -> None:
+        self.items = items
+
+
 def dumps(value: Value) -> bytes:
     """``value`` as a pickle of protocol 2.
 
@@ -232,6 +241,10 @@ class _Writer:
                 self.write(key)
                 self.write(item)
             self.out += b"s" if single else b"u"
+
+    def pairs(self, value: Pairs) -> None:
+        self.out += b"}"
+        self._pairs(value.items)
 
     def set_(self, value: set[Value]) -> None:
         self._set(_SET, value)
@@ -485,6 +498,7 @@ _ENCODERS: dict[type, Callable[[_Writer, Any], None]] = {
     tuple: _Writer.tuple_,
     list: _Writer.list_,
     dict: _Writer.dict_,
+    Pairs: _Writer.pairs,
     set: _Writer.set_,
     frozenset: _Writer.frozenset_,
     OrderedDict: _Writer.ordered_dict,

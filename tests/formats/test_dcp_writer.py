@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 import ckpt_tools
 from ckpt_tools.boxes import Box
+from ckpt_tools.containers.pickle_writer import Pairs, dumps
 from ckpt_tools.dtypes import DType
 from ckpt_tools.entries import chosen_tree, entries_of, leaves
 from ckpt_tools.errors import LossError, UnsupportedError
@@ -251,6 +252,11 @@ def test_two_entries_of_one_name_are_refused() -> None:
 # Many ranks
 
 
+def test_pairs_are_pickled_as_the_dict_they_are() -> None:
+    items = {f"name {n}": (n, [n]) for n in range(3000)}
+    assert pickle.loads(dumps({"a": Pairs(iter(items.items())), "b": 1})) == {"a": items, "b": 1}
+
+
 def test_a_thousand_ranks_are_planned_in_little_memory() -> None:
     """100,000 chunks: what is kept is the index and a few files' segments, not every segment."""
     tensors = {StateKey(f"layers.{n}.weight"): stored((4096, 2048), Kind.PARAMETER) for n in range(100)}
@@ -262,7 +268,7 @@ def test_a_thousand_ranks_are_planned_in_little_memory() -> None:
     assert len(layout.files) == 1025
     assert made > 700_000
     assert layout.size_bytes > 100 * 4096 * 2048 * 4
-    assert peak < 100 << 20
+    assert peak < 60 << 20
 
 
 def test_ranks_without_anything_have_no_file() -> None:

@@ -31,7 +31,7 @@ from ckpt_tools.containers.dcp_classes import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from ckpt_tools.containers.pickles import dumps
+from ckpt_tools.containers.pickle_writer import Pairs, dumps
 from ckpt_tools.dtypes import DType
 from ckpt_tools.entries import Entries, chosen_tree, entries_of
 from ckpt_tools.formats.base import WriteOptions
@@ -243,15 +243,12 @@ class LazyFile(FileLayout):
 
 
 def metadata_of(entries: Entries, placed: Placed) -> Metadata:
-    """The index of the checkpoint, as torch would pickle it."""
+    """The index of the checkpoint, as torch would pickle it; what it says of each item is made while it is written."""
     index = _Index(placed)
-    for name in entries.paths:
-        owner = entries.aliases.get(name, name)
-        if owner in placed.cut:
-            index.add_cut(name, placed.cut[owner])
-        else:
-            index.add_whole(name, placed.whole[owner])
-    return Metadata(index.described, dict(entries.paths), index.storage, StorageMeta(), VERSION)
+    owners = {name: entries.aliases.get(name, name) for name in entries.paths}
+    described = {name: index.described(owner) for name, owner in owners.items()}
+    storage: Any = Pairs(item for name, owner in owners.items() for item in index.items(name, owner))
+    return Metadata(described, dict(entries.paths), storage, StorageMeta(), VERSION)
 
 
 class _Index:
@@ -260,31 +257,40 @@ class _Index:
         self._properties = _Properties()
         self._files = [file_name(rank) for rank in range(len(placed.sizes))]
         self._chunks: dict[int, list[ChunkStorageMetadata]] = {}
-        self.described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self.storage: dict[MetadataIndex, StorageInfo] = {}
 
-    def add_whole(self, name: str, piece: Whole) -> None:
-        info = StorageInfo(self._files[piece.rank], piece.offset, piece.item.num_bytes)
-        if piece.key is None:
-            self.described[name] = BytesStorageMetadata()
-            self.storage[MetadataIndex(name)] = info
-            return
-        chunk = _chunk(Box.whole(self._placed.tensors[piece.key].shape))
-        self.described[name] = self._tensor(piece.key, [chunk])
-        self.storage[MetadataIndex(name, chunk.offsets, 0)] = info
-
-    def add_cut(self, name: str, cut: Cut) -> None:
-        chunks = self._chunks.setdefault(id(cut.chunks), [])
-        if not chunks:
-            chunks += map(_chunk, cut.chunks.boxes)
-        self.described[name] = self._tensor(cut.key, chunks)
-        lengths = cut.chunks.lengths.tolist()
-        for rank, (chunk, offset, length) in enumerate(zip(chunks, cut.offsets.tolist(), lengths, strict=True)):
-            self.storage[MetadataIndex(name, chunk.offsets, rank)] = StorageInfo(self._files[rank], offset, length)
-
-    def _tensor(self, key: StateKey, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
+    def described(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        cut = self._placed.cut.get(name)
+        key = cut.key if cut is not None else self._placed.whole[name].key
+        if key is None:
+            return BytesStorageMetadata()
         entry = self._placed.tensors[key]
+        chunks = self._chunks_of(cut) if cut is not None else [_chunk(Box.whole(entry.shape))]
         return TensorStorageMetadata(self._properties.of(entry.dtype), Size(entry.shape), chunks)
+
+    def items(self, name: str, owner: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
+        """Where each item of an entry is; an alias has those of its owner."""
+        cut = self._placed.cut.get(owner)
+        if cut is None:
+            piece = self._placed.whole[owner]
+            info = StorageInfo(self._files[piece.rank], piece.offset, piece.item.num_bytes)
+            yield self._index_of_whole(name, piece), info
+            return
+        lengths = cut.chunks.lengths.tolist()
+        for rank, (offset, length) in enumerate(zip(cut.offsets.tolist(), lengths, strict=True)):
+            at = MetadataIndex(name, self._chunks_of(cut)[rank].offsets, rank)
+            yield at, StorageInfo(self._files[rank], offset, length)
+
+    def _index_of_whole(self, name: str, piece: Whole) -> MetadataIndex:
+        if piece.key is None:
+            return MetadataIndex(name)
+        return MetadataIndex(name, Size((0,) * len(self._placed.tensors[piece.key].shape)), 0)
+
+    def _chunks_of(self, cut: Cut) -> list[ChunkStorageMetadata]:
+        """One list for all tensors that are cut alike; it is pickled once."""
+        known = self._chunks.get(id(cut.chunks))
+        if known is None:
+            known = self._chunks[id(cut.chunks)] = list(map(_chunk, cut.chunks.boxes))
+        return known
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
