@@ -87,10 +87,17 @@ def test_a_run_goes_on_in_any_stage_at_any_world_size(
     write(read(kind, made.checkpoint), made.checkpoint, tmp_path / "out")
     truth, resumed = Truth.load(made.root), resume(f"universal-{flavour}", "plain", tmp_path / "out", to_ranks)
     assert_same_bits(trained(truth, truth.slot("exp_avg")), trained(resumed, truth.slot("exp_avg")))
-    for fact in ("groups", "scheduler", "global_step"):
+    assert of_torch(resumed.facts["groups"]) == truth.facts["groups"]
+    for fact in ("scheduler", "global_step"):
         assert resumed.facts[fact] == truth.facts[fact], fact
     tolerance = 0 if from_ranks == to_ranks else 1e-6
     np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=tolerance, atol=0)
+
+
+def of_torch(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups without the option that DeepSpeed's own Adams need and torch's do not know."""
+    options = [{name: value for name, value in g["options"].items() if name != "bias_correction"} for g in groups]
+    return [{**group, "options": option} for group, option in zip(groups, options, strict=True)]
 
 
 def trained(truth: Truth, names: Mapping[str, Any]) -> dict[tuple[str, str], np.ndarray]:
@@ -219,7 +226,7 @@ def test_reads_back_what_it_wrote(
     assert masters == {key for key in got if (key[0], "exp_avg") in got or (key[0], "momentum_buffer") in got} & masters
     assert want.keys() <= got.keys() and got.keys() - want.keys() <= masters
     assert back.aliases == source.aliases
-    assert groups_of(back) == groups_of(source)
+    assert of_torch(groups_of(back)) == groups_of(source)
     assert back.step == source.step == recipe.STEPS_BEFORE
     assert to_json(back.extra["lr_scheduler"]) == to_json(source.extra["lr_scheduler"])
     assert to_json(back.extra.get("loss_scaler")) == to_json(source.extra.get("loss_scaler"))
