@@ -20,8 +20,9 @@ from ckpt_tools.dtypes import DType, to_numpy
 from ckpt_tools.formats.zero_writer.partition import Vector
 from ckpt_tools.formats.zero_writer.state import Group, Slot
 from ckpt_tools.layout import FileLayout, Padding, Payload, Segment
-from ckpt_tools.manifest import Manifest, StateKey, TensorEntry, TensorRef
-from ckpt_tools.values import DefaultDict, Opaque, OrderedDict, StorageRef, StoredTensor, Value
+from ckpt_tools.manifest import Manifest, StateKey, TensorEntry
+from ckpt_tools.references import replaced
+from ckpt_tools.values import StorageRef, StoredTensor, Value
 
 _NUMBERS = (DType.INT64, DType.FLOAT64, DType.BOOL)
 """What readers make of a plain number that stands where a tensor could."""
@@ -34,7 +35,6 @@ class Tensors:
     manifest: Manifest
     _storages: dict[str, list[Segment]] = field(default_factory=dict)
     _holes: list[Padding] = field(default_factory=list)
-    _restored: dict[int, tuple[Value, Value]] = field(default_factory=dict)
 
     def file(self, path: str, value: Value) -> FileLayout:
         """The file of ``value``, whose tensors came from here."""
@@ -70,47 +70,8 @@ class Tensors:
         return self.whole(key, entry) if number is None else number
 
     def restored(self, value: Value) -> Value:
-        """``value`` with a tensor in the place of each reference; what was shared or cyclic stays so."""
-        if isinstance(value, TensorRef):
-            return self.whole(value.key, self.manifest.tensors[value.key])
-        if id(value) in self._restored:
-            return self._restored[id(value)][1]
-        if isinstance(value, dict):
-            return self._dict(value)
-        if isinstance(value, list):
-            return self._list(value)
-        if isinstance(value, Opaque):
-            return self._opaque(value)
-        if type(value) in (tuple, set, frozenset):
-            return self._keep(value, type(value)(self.restored(item) for item in value))
-        return value
-
-    def _keep(self, value: Value, copy: Value) -> Value:
-        # The original is kept too: an id belongs to one object only while that lives.
-        self._restored[id(value)] = (value, copy)
-        return copy
-
-    def _dict(self, value: dict[Value, Value]) -> Value:
-        copy: dict[Value, Value] = {}
-        if isinstance(value, OrderedDict):
-            copy = OrderedDict((), value.attributes)
-        elif isinstance(value, DefaultDict):
-            copy = DefaultDict(value.factory)
-        self._keep(value, copy)
-        copy.update((key, self.restored(item)) for key, item in value.items())
-        return copy
-
-    def _list(self, value: list[Value]) -> Value:
-        copy: list[Value] = self._keep(value, [])
-        copy.extend(self.restored(item) for item in value)
-        return copy
-
-    def _opaque(self, value: Opaque) -> Value:
-        copy = self._keep(value, Opaque(value.ref, form=value.form))
-        copy.args, copy.kwargs = self.restored(value.args), self.restored(value.kwargs)
-        copy.state, copy.items = self.restored(value.state), self.restored(value.items)
-        copy.pairs = self.restored(value.pairs)
-        return copy
+        """``value`` with a tensor in the place of each reference to one."""
+        return replaced(value, lambda found: self.whole(found.key, self.manifest.tensors[found.key]))
 
 
 @dataclass(frozen=True, slots=True)
