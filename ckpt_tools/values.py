@@ -27,7 +27,7 @@ MAX_DIMS = 64
 
 INT64_MAX = 2**63 - 1
 
-MAX_SHARED_VISITS = 1_000_000
+MAX_SHARED_VISITS = 100_000
 """How often ``to_json`` may write a value it has written before: shared lists in lists double with every level."""
 
 

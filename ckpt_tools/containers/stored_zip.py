@@ -40,6 +40,9 @@ ALIGNMENT = 64
 MAX_DIRECTORY_BYTES = 1 << 28
 """About four million records."""
 
+MAX_MERGED_BYTES = 1 << 20
+"""Size of such a read: a million small tensors lie one after the other."""
+
 MERGE_GAP_BYTES = 4096
 """Local headers closer than this are read at once; farther ones would drag tensor bytes along."""
 
@@ -128,7 +131,8 @@ def _header_bytes(record: Record) -> int:
 def _neighbours(records: list[Record]) -> list[list[Record]]:
     groups: list[list[Record]] = []
     for record in records:
-        if groups and record.header_offset - groups[-1][-1].header_offset <= MERGE_GAP_BYTES:
+        near = groups and record.header_offset - groups[-1][-1].header_offset <= MERGE_GAP_BYTES
+        if near and record.header_offset - groups[-1][0].header_offset <= MAX_MERGED_BYTES:
             groups[-1].append(record)
         else:
             groups.append([record])
@@ -163,7 +167,8 @@ class _DirectoryReader:
         if stop - start > MAX_DIRECTORY_BYTES or count * CENTRAL.size > stop - start:
             self._fail(f"a directory of {count:,} records in {stop - start:,} bytes")
         records = self._records(self._bytes(start, stop), count)
-        self._check_apart(records, start)
+        if records:
+            self._check_apart(records, start)
         return Directory(MappingProxyType({record.name: record for record in records}), start, self._path)
 
     def _bytes(self, start: int, stop: int) -> bytes:
@@ -190,7 +195,7 @@ class _DirectoryReader:
             end, (disk, first_disk, here, count, num_bytes, start) = self._end64(end)
         if disk or first_disk or here != count:
             raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
-        # Some writers add the zip64 records where no field needs them.
+        # torch adds the zip64 end records also where no number needs them.
         if start + num_bytes != end and not self._is_end64_at(start + num_bytes, end):
             self._fail("its directory does not end where its end record starts")
         return start, start + num_bytes, count
@@ -307,6 +312,7 @@ class ArchiveWriter:
         self._base = base
         self._position = 0
         self._segments: list[Segment] = []
+        self._literals: list[bytes] = []
         self._entries: list[_Entry] = []
 
     def add(self, name: str, content: Sequence[Segment]) -> None:
@@ -327,6 +333,7 @@ class ArchiveWriter:
             for segment in _central_header(entry):
                 self._append(segment)
         self._append(Literal(_end(len(self._entries), start, self._position)))
+        self._join_literals()
         return self._segments
 
     def _checksum(self, content: Sequence[Segment], start: int, stop: int) -> Segment:
@@ -341,11 +348,16 @@ class ArchiveWriter:
     def _append(self, segment: Segment) -> None:
         """Literals in a row become one, as a writer takes a step for each segment."""
         self._position += segment.num_bytes
-        last = self._segments[-1] if self._segments else None
-        if isinstance(segment, Literal) and isinstance(last, Literal):
-            self._segments[-1] = Literal(last.data + segment.data)
+        if isinstance(segment, Literal):
+            self._literals.append(segment.data)
         elif segment.num_bytes:
+            self._join_literals()
             self._segments.append(segment)
+
+    def _join_literals(self) -> None:
+        if self._literals:
+            self._segments.append(Literal(b"".join(self._literals)))
+            self._literals = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,11 +413,10 @@ _CRC_AT = struct.calcsize("<4s6H")
 
 
 def _end(count: int, start: int, stop: int) -> bytes:
+    """The end records; torch's writer adds those of zip64 always, also where no number needs them."""
     end = END.pack(
         END_MAGIC, 0, 0, min(count, MAX16), min(count, MAX16), min(stop - start, MAX32), min(start, MAX32), 0
     )
-    if count < MAX16 and start < MAX32 and stop - start < MAX32:
-        return end
     # Made on UNIX by version 3.0, needs version 4.5: what miniz says of itself.
     end64 = END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, stop - start, start)
     return end64 + LOCATOR64.pack(LOCATOR64_MAGIC, 0, stop, 1) + end

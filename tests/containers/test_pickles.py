@@ -60,13 +60,13 @@ def saved(value: Any) -> bytes:
 
 
 @given(values, st.sampled_from(PROTOCOLS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_plain_values_are_read_from_every_protocol(value: Any, protocol: int) -> None:
     assert repr(_plain(read(pickle.dumps(value, protocol)))) == repr(_plain(value))
 
 
 @given(values)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_plain_values_are_written_for_pickle_and_ourselves(value: Any) -> None:
     ours = read(pickle.dumps(value))
     assert repr(_plain(pickle.loads(dumps(ours)))) == repr(_plain(value))
