@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError
+from ckpt_tools.opening import local_path
 from training.config import RESUME_LATEST, TrainConfig
 
 CHECKPOINTS = "checkpoints"
@@ -35,7 +36,7 @@ def resume_folder(config: TrainConfig) -> Path | None:
     if config.resume == RESUME_LATEST:
         return _latest(config.out)
     _check_unused(config.out)
-    return _existing(Path(config.resume)) if config.resume is not None else None
+    return _existing(local_path(config.resume)) if config.resume is not None else None
 
 
 def _check_unused(out: Path) -> None:
@@ -46,10 +47,10 @@ def _check_unused(out: Path) -> None:
         )
 
 
-def _existing(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise SourceNotFoundError(f"there is no checkpoint folder {folder} to resume from")
-    return folder.absolute()
+def _existing(checkpoint: Path) -> Path:
+    if not checkpoint.exists():
+        raise SourceNotFoundError(f"there is no checkpoint {checkpoint} to resume from")
+    return checkpoint.absolute()
 
 
 def _latest(out: Path) -> Path:

@@ -28,12 +28,16 @@ def small_config(out: Path, **values: Any) -> TrainConfig:
 
 
 def configs(out: Path) -> Iterator[TrainConfig]:
-    """Every engine's uninterrupted run ``<engine>``; the resumed one of two, ``<engine>-resumed``; one in bf16."""
+    """Every engine's uninterrupted run ``<engine>``; the resumed one of two, ``<engine>-resumed``; two that resume
+    another engine's, ``<engine>-of-<other>``; one in bf16."""
     for engine in ("fsdp2", "zero1", "zero2", "zero3"):
         yield small_config(out / engine, engine=engine)
     for engine in ("fsdp2", "zero3"):
         first_epoch = out / engine / "checkpoints" / "epoch_0001"
         yield small_config(out / f"{engine}-resumed", engine=engine, resume=str(first_epoch))
+    for engine, other in (("fsdp2", "zero3"), ("zero1", "fsdp2")):
+        first_epoch = out / other / "checkpoints" / "epoch_0001"
+        yield small_config(out / f"{engine}-of-{other}", engine=engine, resume=str(first_epoch))
     for engine in ("fsdp2", "zero2"):
         yield small_config(out / f"{engine}-bf16", engine=engine, precision="bf16", until=1)
 

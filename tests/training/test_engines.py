@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import ckpt_tools
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, small_config
 from training.data import load_dataset
@@ -22,6 +23,13 @@ def test_a_resumed_run_continues_bit_for_bit(engine: str, small_run: SmallRun) -
     assert [epoch.epoch for epoch in resumed.history] == [2]
     assert resumed.history[0].losses == whole.history[1].losses
     assert resumed.predicted == whole.predicted
+
+
+@pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), ("zero1", "fsdp2")])
+def test_an_engine_continues_the_run_of_another(engine: str, other: str, small_run: SmallRun) -> None:
+    whole, resumed = small_run(other), small_run(f"{engine}-of-{other}")
+    assert [epoch.epoch for epoch in resumed.history] == [2]
+    assert resumed.history[0].losses == pytest.approx(whole.history[1].losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
@@ -71,10 +79,24 @@ def test_the_command_starts_torchrun_and_trains_as_the_loop_does(small_run: Smal
     ]
 
 
+@pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero2"), ("zero3", "fsdp2")])
+def test_an_engine_continues_at_another_world_size(
+    engine: str, other: str, small_run: SmallRun, tmp_path: Path
+) -> None:
+    expected = small_run(other)
+    url = Path(expected.checkpoint).with_name("epoch_0001").as_uri()
+    done = in_process(
+        "-m", "training", *small_config(tmp_path / "run", engine=engine, num_workers=1, resume=url).to_args()
+    )
+    assert done.returncode == 0, done.stderr
+    result = RunResult.read(tmp_path / "run" / "result.json")
+    assert result.history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
+
+
 def test_a_rank_that_cannot_resume_says_why_in_one_sentence(small_run: SmallRun, tmp_path: Path) -> None:
-    of_zero = small_run("zero3").checkpoint
-    config = small_config(tmp_path / "run", engine="fsdp2", num_workers=1, resume=of_zero)
+    ckpt_tools.convert(small_run("zero3").checkpoint, tmp_path / "weights.safetensors")
+    config = small_config(tmp_path / "run", engine="fsdp2", num_workers=1, resume=str(tmp_path / "weights.safetensors"))
     done = in_process("-m", "training", *config.to_args())
-    assert done.returncode == 4
-    assert done.stderr.startswith(f"error: {of_zero} holds no .metadata, so it is no DCP checkpoint")
+    assert done.returncode == 2
+    assert "the checkpoint does not fit the job: it lacks the state of an optimizer" in done.stderr
     assert done.stderr.count("\n") == 1

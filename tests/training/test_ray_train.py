@@ -30,8 +30,8 @@ with cluster(2):
     (out / "run/result.json").rename(out / "first.json")
     launch(replace(first, until=None, resume="latest"))
     try:
-        of_zero3 = str(out / "run/checkpoints/epoch_0001")
-        launch(replace(first, out=out / "bad", engine="zero2", num_workers=1, resume=of_zero3))
+        (out / "empty").mkdir()
+        launch(replace(first, out=out / "bad", engine="zero2", num_workers=1, resume=str(out / "empty")))
     except CkptError as error:
         (out / "error.json").write_text(json.dumps([type(error).__name__, str(error)]))
 """
@@ -77,5 +77,5 @@ def test_a_person_sees_one_line_an_epoch(ray_run: Path) -> None:
 
 def test_a_failing_worker_is_heard_as_its_own_error(ray_run: Path) -> None:
     kind, message = json.loads((ray_run / "error.json").read_text())
-    assert kind == "FormatError"
-    assert message.endswith("is a ZeRO-3 checkpoint, which stage 2 cannot resume from")
+    assert kind == "SourceNotFoundError"
+    assert message.endswith("is an empty folder")

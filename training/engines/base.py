@@ -38,8 +38,9 @@ class Engine(Protocol):
         """Write this rank's shards into ``folder``, which exists and may be another folder on every rank."""
         ...
 
-    def resume(self, folder: Path) -> Progress:
-        """Restore model, optimizer and schedule from a folder that holds all shards; raises ``FormatError``."""
+    def resume(self, checkpoint: Path) -> Progress:
+        """Restore model, optimizer and schedule from a checkpoint of any format and world size, all of which every
+        rank can read; raises ``CkptError``."""
         ...
 
     def close(self) -> None:

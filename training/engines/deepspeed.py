@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_tools.errors import FormatError
 from training.config import TrainConfig
 from training.engines.base import Progress
+from training.engines.resuming import as_zero, progress_of
 from training.models import build_model
 from training.schedule import WarmupCosine
 
@@ -51,10 +51,10 @@ class DeepSpeedEngine:
         client_state = {"epoch": progress.epoch, "step": progress.step}
         self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state)
 
-    def resume(self, folder: Path) -> Progress:
-        check_resumable(folder, self._engine.zero_optimization_stage())
-        _, client_state = self._engine.load_checkpoint(str(folder))
-        return Progress(client_state["epoch"], client_state["step"])
+    def resume(self, checkpoint: Path) -> Progress:
+        with as_zero(checkpoint, self._engine.zero_optimization_stage()) as folder:
+            _, client_state = self._engine.load_checkpoint(str(folder))
+        return progress_of(client_state, checkpoint)
 
     def close(self) -> None:
         self._engine.destroy()
@@ -62,20 +62,6 @@ class DeepSpeedEngine:
     def _forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self._engine(images.to(self._dtype))
         return logits.float()
-
-
-def check_resumable(folder: Path, stage: int) -> None:
-    """Raise ``FormatError`` for what ``load_checkpoint`` passes over in silence or meets with a bare assertion.
-
-    Stages 1 and 2 save the module once, stage 3 once a rank under another name; neither loads the other's.
-    """
-    if not (folder / "latest").is_file():
-        raise FormatError(f"{folder} holds no file named latest, so it is no DeepSpeed checkpoint to resume from")
-    tag = (folder / "latest").read_text().strip()
-    by_rank = any((folder / tag).glob("zero_pp_rank_*_mp_rank_*_model_states.pt"))
-    if by_rank != (stage == 3):
-        saved = "ZeRO-3" if by_rank else "ZeRO-1 or ZeRO-2"
-        raise FormatError(f"{folder} is a {saved} checkpoint, which stage {stage} cannot resume from")
 
 
 def join_process_group(device: torch.device) -> None:

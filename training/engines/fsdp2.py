@@ -1,6 +1,6 @@
 """PyTorch FSDP2: ``fully_shard`` on every encoder block and on the root, saved through DCP.
 
-The checkpoint is the tree ``{"app": {"model", "optim", "scheduler", "epoch", "step"}}``: one ``Stateful`` owns the
+The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch", "step"}}``: one ``Stateful`` owns the
 whole state, and ``get_state_dict`` names optimizer state by fqn, so the files do not depend on the world size.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,9 +21,10 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchvision.models import VisionTransformer
 
-from ckpt_tools.errors import FormatError
+from ckpt_tools import load_into
 from training.config import Precision, TrainConfig
 from training.engines.base import Progress
+from training.engines.resuming import progress_of, scheduler_of
 from training.models import build_model, encoder_blocks
 from training.schedule import WarmupCosine
 
@@ -42,7 +43,7 @@ class AppState(Stateful):
         return {
             "model": model,
             "optim": optim,
-            "scheduler": self.scheduler.state_dict(),
+            "lr_scheduler": self.scheduler.state_dict(),
             "epoch": self.progress.epoch,
             "step": self.progress.step,
         }
@@ -54,7 +55,7 @@ class AppState(Stateful):
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optim"],
         )
-        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self.scheduler.load_state_dict(state_dict["lr_scheduler"])
         self.progress = Progress(state_dict["epoch"], state_dict["step"])
 
 
@@ -85,11 +86,10 @@ class Fsdp2Engine:
         self._app.progress = progress
         state_dict_saver.save({"app": self._app}, checkpoint_id=folder)
 
-    def resume(self, folder: Path) -> Progress:
-        if not (folder / ".metadata").is_file():
-            raise FormatError(f"{folder} holds no .metadata, so it is no DCP checkpoint that fsdp2 can resume from")
-        state_dict_loader.load({"app": self._app}, checkpoint_id=folder)
-        return self._app.progress
+    def resume(self, checkpoint: Path) -> Progress:
+        entries = load_into(self._app.model, self._app.optimizer, checkpoint)
+        self._app.scheduler.load_state_dict(scheduler_of(entries, checkpoint))
+        return progress_of(entries, checkpoint)
 
     def close(self) -> None:
         """Nothing outlives the process group."""

@@ -1,0 +1,68 @@
+"""Resuming from a checkpoint of any format, of any engine and world size."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import FormatError
+from training.engines.base import Progress
+
+
+def progress_of(entries: Mapping[str, Any], checkpoint: Path) -> Progress:
+    """How far the run had come that wrote these entries beside model and optimizer. Raises ``FormatError``."""
+    epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
+    if type(epoch) is not int or type(step) is not int:
+        raise FormatError(f"{checkpoint} does not say after which epoch and step it was saved")
+    return Progress(epoch, step)
+
+
+def scheduler_of(entries: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """The learning rate schedule's state among these entries. Raises ``FormatError``."""
+    state = entries.get("lr_scheduler")
+    if not isinstance(state, dict):
+        raise FormatError(f"{checkpoint} holds no state of a learning rate scheduler")
+    return state
+
+
+@contextmanager
+def as_zero(checkpoint: Path, stage: int) -> Iterator[Path]:
+    """``checkpoint`` as a folder that ``load_checkpoint`` takes at this stage and world size; collective.
+
+    Where it is of another format, stage or world size, the first rank of each machine converts it into a temporary
+    folder, which takes as much room as the checkpoint until it is loaded.
+
+    Raises:
+        CkptError: it cannot be read or has no form in this stage.
+    """
+    found = ckpt_tools.inspect(checkpoint)
+    world_size = torch.distributed.get_world_size()
+    if (found.format, found.world_size) == (f"zero{stage}", world_size) and (checkpoint / "latest").is_file():
+        yield checkpoint
+        return
+    folder, leads = _temporary_folder(), int(os.environ["LOCAL_RANK"]) == 0
+    try:
+        if leads:
+            ckpt_tools.convert(checkpoint, folder, to=f"zero{stage}", world_size=world_size)
+        torch.distributed.barrier()
+        yield folder
+        torch.distributed.barrier()
+    finally:
+        if leads:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folder() -> Path:
+    """A new name, the same on every rank."""
+    name = [f"resume-{uuid.uuid4().hex}"]
+    torch.distributed.broadcast_object_list(name)
+    return Path(tempfile.gettempdir(), name[0])
