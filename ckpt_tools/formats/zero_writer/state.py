@@ -147,7 +147,7 @@ class _Reading:
         names = tuple(self.manifest.aliases.get(name, name) for name in group.params)
         for name in names:
             if StateKey(name) not in self.manifest.tensors:
-                raise IncompleteError("a parameter group names it, and it is not in the checkpoint", key=name)
+                raise IncompleteError("a parameter group names it, and there is no such weight", key=name)
         return names
 
     def _flavour(self, trained: Sequence[str]) -> DType:
