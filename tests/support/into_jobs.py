@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt_tools.loading import load_into
-from ckpt_tools.torch_reader import storage_reader
+from ckpt_tools import load_into, storage_reader
+from ckpt_tools.assemble import Assembler
 from fixtures import fsdp2, recipe
 
 
@@ -43,3 +49,58 @@ def _finish(run: fsdp2.Run, out: str) -> None:
     if dist.get_rank() == 0:
         truth.write(Path(out))
     dist.barrier()
+
+
+def bytes_read(kind: str, case: str, url: str) -> int:
+    """Bytes of elements that this rank reads to load a run in place."""
+    run = fsdp2.Run(recipe.CASES[case], fsdp2.FLAVOURS[kind], seed=2)
+    counted = 0
+    read = Assembler.read
+
+    def counting(
+        assembler: Assembler, entry: Any, box: Any, shape: Any, start: int, stop: int, out: memoryview
+    ) -> None:
+        nonlocal counted
+        counted += len(out)
+        read(assembler, entry, box, shape, start, stop, out)
+
+    with patch.object(Assembler, "read", counting):
+        load_into(run.model, run.optimizer, url)
+    return counted
+
+
+class Holder(nn.Module):
+    """Parameters by name."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+PLACEMENTS = (
+    (Shard(0), Replicate()),
+    (Shard(0), Shard(0)),
+    (Shard(0), Shard(1)),
+    (Shard(1), Shard(0)),
+    (Replicate(), Shard(1)),
+    (_StridedShard(0, split_factor=2), Shard(0)),
+    (_StridedShard(1, split_factor=2), Shard(1)),
+    (Shard(0), _StridedShard(0, split_factor=2)),
+)
+
+
+def loads_every_placement(path: str) -> bool:
+    """A model of every placement on a 2 x 2 mesh holds the pieces that torch itself would give this rank."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    stored = torch.load(path)
+    for placements in PLACEMENTS:
+        want = {
+            name: distribute_tensor(tensor, mesh, placements, src_data_rank=None) for name, tensor in stored.items()
+        }
+        model = Holder({name: torch.zeros_like(tensor) for name, tensor in want.items()})
+        load_into(model, None, path)
+        got = dict(model.named_parameters())
+        for name, tensor in want.items():
+            assert tensor.to_local().equal(got[name].to_local()), (name, placements)
+    return True
