@@ -22,7 +22,7 @@ from ckpt_tools.conversion import (
     run,
 )
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.registry import FormatInfo, table, writers
+from ckpt_tools.format.registry import FormatInfo, table, writers
 from ckpt_tools.integrity import check_integrity
 from ckpt_tools.lazy import Checkpoint
 from ckpt_tools.manifest import Kind

@@ -12,8 +12,8 @@ from ckpt_tools import transforms
 from ckpt_tools.comparison import Progress
 from ckpt_tools.errors import LossError, UsageError
 from ckpt_tools.execute import execute
-from ckpt_tools.formats.base import WriteOptions, Writer
-from ckpt_tools.formats.registry import writer_for
+from ckpt_tools.format.base import WriteOptions, Writer
+from ckpt_tools.format.registry import writer_for
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import implied_format, local_path, read_checkpoint

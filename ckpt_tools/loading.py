@@ -19,7 +19,7 @@ from ckpt_tools.dtensors import local_parts
 from ckpt_tools.entries import beside
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.filling import SCRATCH_BYTES, Filling, fill_all, read_whole
-from ckpt_tools.formats.base import ReadOptions
+from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.live import live
 from ckpt_tools.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
 from ckpt_tools.opening import read_checkpoint

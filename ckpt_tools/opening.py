@@ -7,8 +7,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
-from ckpt_tools.formats.base import ReadOptions
-from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.format.base import ReadOptions
+from ckpt_tools.format.registry import reader_for
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.stores.base import Source
 from ckpt_tools.stores.local import LocalStore

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from ckpt_tools.formats.base import ReadOptions
+from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.options_names import DTYPE_NAMES
 
 MAX_DEFAULT_WORKERS = 8

@@ -20,7 +20,7 @@ from ckpt_tools.boxes import Box
 from ckpt_tools.entries import Entries, chosen_tree, entries_of
 from ckpt_tools.errors import UnsafeError
 from ckpt_tools.filling import SCRATCH_BYTES, Filling, fill_all, read_whole, torch_dtype
-from ckpt_tools.formats.base import ReadOptions
+from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.job_names import JobNames
 from ckpt_tools.live import live
 from ckpt_tools.manifest import Manifest, TensorRef

@@ -17,7 +17,8 @@ import fixtures
 from fixtures.store import Fixture
 from tests.support.truth import Truth, assert_same_bits, dtype_of
 
-TRAINED = [f for f in fixtures.CORE if f.kind.startswith(("fsdp2", "zero"))]
+REFUSED = ("fsdp2-zstd", "fsdp2-alone")
+TRAINED = [f for f in fixtures.CORE if f.kind.startswith(("fsdp2", "zero")) and f.kind not in REFUSED]
 
 
 def name_of(fixture: Fixture) -> str:
@@ -57,7 +58,9 @@ def test_weights_have_the_bits_the_framework_gathered(
     made = checkpoint(fixture.kind, fixture.case, fixture.world_size)
     target = tmp_path / f"model{suffix}"
     ckpt_tools.convert(made.checkpoint, target)
-    assert_same_bits(expected(Truth.load(made.root)), READ[suffix](target))
+    truth = Truth.load(made.root)
+    stored = {name for name in truth.kinds if fixture.kind != "fsdp2-hf" or name not in truth.facts["ties"]}
+    assert_same_bits({name: t for name, t in expected(truth).items() if name in stored}, READ[suffix](target))
     assert ckpt_tools.verify(made.checkpoint, target).equal
 
 

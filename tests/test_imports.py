@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "stores": {"errors"},
     "runners": set(),
     "containers": {*NOUNS, "layout", "stores.base"},
-    "formats": {*NOUNS, "casts", "ledger", "tree", "entries", "references", "layout", "containers", "stores.base"},
+    "format": {*NOUNS, "casts", "ledger", "tree", "entries", "references", "layout", "containers", "stores.base"},
     "assemble": {*NOUNS, "casts", "planning", "containers", "coalesce", "stores.base"},
     "execute": {*NOUNS, "layout", "planning", "assemble", "coalesce", "stores.base", "runners.base"},
 }
@@ -159,7 +159,7 @@ def test_nobody_imports_the_command_line_or_what_is_for_tests() -> None:
 def test_formats_do_not_know_each_other() -> None:
     def format_of(module: str) -> str | None:
         parts = inside(module).split(".")
-        return parts[1] if parts[0] == "formats" and len(parts) > 1 else None
+        return parts[1] if parts[0] == "format" and len(parts) > 1 else None
 
     def allowed(found: Import) -> bool:
         here, there = format_of(found.module), format_of(found.target)

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError
-from ckpt_tools.opening import local_path
 from training.config import RESUME_LATEST, TrainConfig
 
 CHECKPOINTS = "checkpoints"
@@ -36,7 +35,7 @@ def resume_folder(config: TrainConfig) -> Path | None:
     if config.resume == RESUME_LATEST:
         return _latest(config.out)
     _check_unused(config.out)
-    return _existing(local_path(config.resume)) if config.resume is not None else None
+    return _existing(Path(config.resume.removeprefix("file://")).expanduser()) if config.resume is not None else None
 
 
 def _check_unused(out: Path) -> None:

@@ -107,7 +107,7 @@ def _samples() -> list[bytes]:
         collections.OrderedDict(a=torch.Size([1, 2]), b=collections.defaultdict(list, {1: [2]})),
         np.float64(3),
         datetime.datetime(2024, 1, 1),
-        _metadata(5),
+        sample_metadata(5),
     ]
     return [pickle.dumps(value, protocol) for value in objects for protocol in PROTOCOLS] + [
         saved({"w": torch.ones(3), "p": torch.nn.Parameter(torch.ones(2, 2))})
@@ -142,7 +142,7 @@ def _samples_cache() -> list[bytes]:
     return _samples()
 
 
-def _metadata(chunks: int, *, transforms: bool = False) -> metadata.Metadata:
+def sample_metadata(chunks: int, *, transforms: bool = False) -> metadata.Metadata:
     """Two tensors and an object, as a coordinator gathers them: names come anew from every rank."""
     sizes = torch.Size([4, 1 << 20, 300])
     entries: dict[str, Any] = {"object": metadata.BytesStorageMetadata()}
@@ -174,7 +174,7 @@ def _metadata(chunks: int, *, transforms: bool = False) -> metadata.Metadata:
 @pytest.mark.parametrize("chunks", [1, 3, 300])
 @pytest.mark.parametrize("transforms", [False, True])
 def test_dcp_metadata_is_read_field_by_field(protocol: int, chunks: int, transforms: bool) -> None:
-    theirs = _metadata(chunks, transforms=transforms)
+    theirs = sample_metadata(chunks, transforms=transforms)
     ours = read(pickle.dumps(theirs, protocol))
     assert isinstance(ours, dcp_classes.Metadata)
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
@@ -197,7 +197,7 @@ def test_dcp_metadata_is_read_field_by_field(protocol: int, chunks: int, transfo
 
 @pytest.mark.parametrize("chunks", [1, 300])
 def test_dcp_metadata_is_written_for_torch(chunks: int) -> None:
-    theirs = _metadata(chunks)
+    theirs = sample_metadata(chunks)
     ours = read(pickle.dumps(theirs))
     assert pickle.loads(dumps(ours)) == theirs
     assert repr(read(dumps(ours))) == repr(ours)
@@ -205,7 +205,7 @@ def test_dcp_metadata_is_written_for_torch(chunks: int) -> None:
 
 def test_a_macro_reads_what_its_opcodes_say() -> None:
     """The same metadata without macros: protocol 2 puts every value by number, which they do not read."""
-    theirs = _metadata(700)
+    theirs = sample_metadata(700)
     by_opcodes = read(pickle.dumps(theirs, 2))
     assert repr(read(pickle.dumps(theirs, 4))) == repr(by_opcodes) == repr(read(dumps(by_opcodes)))
 
@@ -223,7 +223,7 @@ def test_metadata_of_older_versions_is_read() -> None:
 
 
 def test_attributes_that_others_set_on_metadata_are_kept() -> None:
-    theirs = _metadata(1)
+    theirs = sample_metadata(1)
     theirs.mcore_data = {"x": 1}  # type: ignore[attr-defined]
     ours = read(pickle.dumps(theirs))
     assert ours.extra == {"mcore_data": {"x": 1}}
@@ -569,7 +569,7 @@ def test_only_values_can_be_written() -> None:
 def test_a_value_can_be_sent_between_our_own_processes() -> None:
     ours = read(saved({"t": torch.nn.Parameter(torch.ones(2)), "d": torch.device("cpu"), "n": Custom()}))
     ours |= {"o": OrderedDict({"a": 1}, {"b": 2}), "f": DefaultDict(None, {1: 2}), "s": Size((1, 2))}
-    ours |= {"m": read(pickle.dumps(_metadata(2)))}
+    ours |= {"m": read(pickle.dumps(sample_metadata(2)))}
     again = pickle.loads(pickle.dumps(ours))
     assert to_json(again) == to_json(ours) and repr(again["m"]) == repr(ours["m"]) and again["t"] == ours["t"]
     assert again["n"].attributes["me"] is again["n"] and again["o"].attributes == {"b": 2}

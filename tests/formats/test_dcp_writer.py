@@ -29,9 +29,9 @@ from ckpt_tools.containers.pickle_writer import Pairs, dumps
 from ckpt_tools.dtypes import DType
 from ckpt_tools.entries import chosen_tree, entries_of, leaves
 from ckpt_tools.errors import LossError, UnsupportedError
-from ckpt_tools.formats.base import WriteOptions
-from ckpt_tools.formats.dcp import DcpWriter
-from ckpt_tools.formats.dcp.chunks import row_chunks
+from ckpt_tools.format.base import WriteOptions
+from ckpt_tools.format.dcp import DcpWriter
+from ckpt_tools.format.dcp.chunks import row_chunks
 from ckpt_tools.ledger import Fate
 from ckpt_tools.manifest import (
     ByteRange,

@@ -26,9 +26,9 @@ from ckpt_tools.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from ckpt_tools.formats.base import ReadOptions
-from ckpt_tools.formats.deepspeed import DeepSpeedReader
-from ckpt_tools.formats.deepspeed.zero12 import original_order
+from ckpt_tools.format.base import ReadOptions
+from ckpt_tools.format.deepspeed import DeepSpeedReader
+from ckpt_tools.format.deepspeed.zero12 import original_order
 from ckpt_tools.manifest import MASTER, Kind, Manifest, StateKey, TensorEntry, TensorRef
 from ckpt_tools.stores.base import Source
 from ckpt_tools.stores.memory import MemoryStore

@@ -14,13 +14,14 @@ import pytest
 import safetensors.numpy
 import torch
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt_tools
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.base import ReadOptions
+from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.ledger import Fate
 from ckpt_tools.manifest import Kind, Manifest, StateKey, StateTree
 from ckpt_tools.opening import read_checkpoint
@@ -225,3 +226,38 @@ def assert_same_tree(wanted: Any, found: Any) -> None:
         assert torch.equal(found, wanted)
     else:
         assert found == wanted
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_dcp_of_safetensors_that_torch_itself_cannot_read(tmp_path: Path) -> None:
+    kind = SerializationFormat.SAFETENSORS
+    writer = FileSystemWriter(tmp_path, serialization_format=kind)
+    state_dict_saver.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnsupportedError, match="which torch cannot read either"):
+        manifest_of(tmp_path)
+
+
+def test_compressed_items(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UnsupportedError, match=r"stored through stream\.zstd"):
+        manifest_of(checkpoint("fsdp2-zstd", "plain", 2).checkpoint)
+
+
+def test_ranks_that_saved_by_themselves(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UnsupportedError, match="use_collectives=False"):
+        manifest_of(checkpoint("fsdp2-alone", "plain", 2).checkpoint)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_transformers_trainer_with_deepspeed(stage: int, checkpoint: Checkpoint) -> None:
+    made = checkpoint(f"trainer-zero{stage}", "plain", 2)
+    assert manifest_of(made.checkpoint).format == f"zero{stage}"
+    assert_same_bits(Truth.load(made.root).tensors, gathered(made.checkpoint))
+
+
+def test_lightnings_folder_with_deepspeed(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """DeepSpeed's own files under the tag ``checkpoint``."""
+    made = checkpoint("zero3-fp32", "awkward", 2)
+    tag = (made.checkpoint / "latest").read_text().strip()
+    shutil.copytree(made.checkpoint / tag, tmp_path / "epoch=1.ckpt" / "checkpoint")
+    (tmp_path / "epoch=1.ckpt" / "latest").write_text("checkpoint")
+    assert_same_bits(Truth.load(made.root).tensors, gathered(tmp_path / "epoch=1.ckpt"))

@@ -10,8 +10,8 @@ import safetensors
 import safetensors.numpy
 
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.base import ReadOptions, WriteOptions
-from ckpt_tools.formats.safetensors import SafetensorsReader, SafetensorsWriter
+from ckpt_tools.format.base import ReadOptions, WriteOptions
+from ckpt_tools.format.safetensors import SafetensorsReader, SafetensorsWriter
 from ckpt_tools.layout import Literal
 from ckpt_tools.manifest import Manifest, StateKey
 from ckpt_tools.stores.base import Source

@@ -16,9 +16,9 @@ import fixtures
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.base import ReadOptions
-from ckpt_tools.formats.deepspeed import DeepSpeedReader
-from ckpt_tools.formats.universal import UniversalReader
+from ckpt_tools.format.base import ReadOptions
+from ckpt_tools.format.deepspeed import DeepSpeedReader
+from ckpt_tools.format.universal import UniversalReader
 from ckpt_tools.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.stores.base import Source, Store
 from ckpt_tools.stores.local import LocalStore

@@ -1,0 +1,102 @@
+"""DCP to a manifest.
+
+Tensors come from the index alone. Objects (``lr``, ``betas``, an epoch, a scheduler) are items of their own, a
+kilobyte each, and are read and interpreted here, since they are the checkpoint's small print and not its bulk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt_tools.containers.torch_zip import open_archive
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.format.base import ReadOptions
+from ckpt_tools.format.dcp.folders import is_metadata, is_of_one_rank, metadata_files
+from ckpt_tools.format.dcp.index import Index, read_index
+from ckpt_tools.manifest import ByteRange, Manifest, ShardTable, StateKey, TensorRef
+from ckpt_tools.references import extracted
+from ckpt_tools.stores.base import Source
+from ckpt_tools.tree import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.values import StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class DcpReader:
+    """Reads the folder that holds ``.metadata``, or one with such a folder below it, or with accelerate's two."""
+
+    name: str = "dcp"
+
+    def detect(self, source: Source) -> bool:
+        return any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        index = _joined({path: read_index(source, path) for path in metadata_files(source.files)})
+        ties = _ties(index.tensors)
+        tensors = {fqn: tensor for fqn, tensor in index.tensors.items() if fqn not in ties}
+        inner: dict[StateKey, TensorLeaf] = {}
+        objects = {fqn: _read_object(source, fqn, at, inner) for fqn, at in index.objects.items()}
+        return manifest_of(
+            Leaves(index.paths, tensors, objects, inner),
+            format_name="dcp",
+            model_key=options.model_key,
+            optim_key=options.optim_key,
+            world_size=index.num_ranks,
+            ties=ties,
+        )
+
+
+def _joined(indexes: Mapping[str, Index]) -> Index:
+    """The trees of several folders as one. Raises MalformedError where they share a name."""
+    first, *others = indexes.values()
+    for path, other in zip(list(indexes)[1:], others, strict=True):
+        twice = first.paths.keys() & other.paths.keys()
+        if twice:
+            raise MalformedError(
+                "another folder of the checkpoint has an entry of this name", path=path, key=min(twice)
+            )
+        first = Index(
+            {**first.tensors, **other.tensors}, {**first.objects, **other.objects}, {**first.paths, **other.paths}
+        )
+    return first
+
+
+def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+    """Names of which every piece is stored in the very item of another name, which torch never does but we do."""
+    owners: dict[tuple[str, int], str] = {}
+    ties = {}
+    for fqn, tensor in tensors.items():
+        table = tensor.shards
+        if len(table):
+            at = table.byte_range(0)
+            owner = owners.setdefault((at.file, at.start), fqn)
+            if owner != fqn and _same_pieces(table, tensors[owner].shards):
+                ties[fqn] = owner
+    return ties
+
+
+def _same_pieces(one: ShardTable, other: ShardTable) -> bool:
+    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops")
+    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
+    return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files
+
+
+def _read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
+    """The value of an item; tensors inside it are added to ``inner``, and leave references."""
+
+    def read(start: int, stop: int) -> bytes:
+        return source.read(at.file, at.start + start, at.start + stop)
+
+    def refer(tensor: StoredTensor) -> Any:
+        if tensor.storage is None:
+            return tensor
+        key = Leaves.inner_key(fqn, len(inner))
+        start, _ = archive.storage_range(tensor.storage.key)
+        inner[key] = TensorLeaf.of(tensor, at.file, at.start + start)
+        return TensorRef(key)
+
+    archive = open_archive(read, at.stop - at.start, f"{at.file}: {fqn}")
+    return extracted(archive.value, refer)

@@ -1,6 +1,0 @@
-"""PyTorch Distributed Checkpoint. ``docs/formats/dcp.md`` says what its files hold."""
-
-from ckpt_tools.formats.dcp.reader import DcpReader
-from ckpt_tools.formats.dcp.writer import DcpWriter
-
-__all__ = ["DcpReader", "DcpWriter"]

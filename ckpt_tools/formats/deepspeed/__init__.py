@@ -1,5 +1,0 @@
-"""Native DeepSpeed ZeRO checkpoints."""
-
-from ckpt_tools.formats.deepspeed.reader import DeepSpeedReader
-
-__all__ = ["DeepSpeedReader"]

@@ -1,6 +1,0 @@
-"""DeepSpeed universal checkpoints."""
-
-from ckpt_tools.formats.universal.reader import UniversalReader
-from ckpt_tools.formats.universal.writer import UniversalWriter
-
-__all__ = ["UniversalReader", "UniversalWriter"]

@@ -1,5 +1,0 @@
-"""Native DeepSpeed ZeRO checkpoints, written for any number of ranks."""
-
-from ckpt_tools.formats.zero_writer.writer import ZeroWriter
-
-__all__ = ["ZeroWriter"]
