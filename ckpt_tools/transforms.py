@@ -87,12 +87,16 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     if not include and not exclude:
         return manifest, ()
     manifest = _reowned(manifest, lambda fqn: _chosen(fqn, include, exclude))
-    names = manifest.fqns | set(manifest.aliases)
+    names = _model_names(manifest)
     for glob in include:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(f"--include {glob!r} matches no tensor; see inspect --tensors")
-    kept = {key: entry for key, entry in manifest.tensors.items() if _chosen(key.fqn, include, exclude)}
-    if not kept:
+    kept = {
+        key: entry
+        for key, entry in manifest.tensors.items()
+        if entry.kind is Kind.EXTRA or _chosen(key.fqn, include, exclude)
+    }
+    if all(entry.kind is Kind.EXTRA for entry in kept.values()):
         raise UsageError("--include and --exclude leave no tensor")
     left = len(manifest.tensors) - len(kept)
     aliases = {
@@ -106,6 +110,13 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     )
     notes = (Note(Fate.DROPPED, f"{left} tensors", "not selected", left, asked=True),) if left else ()
     return replace(manifest, tensors=kept, aliases=aliases, groups=groups), notes
+
+
+def _model_names(manifest: Manifest) -> frozenset[str]:
+    """Every name of the model's; tensors of the user's own entries are no part of it, and keep the keys by which their
+    entries refer to them."""
+    kinds = manifest.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
+    return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
 
 
 def _chosen(fqn: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
@@ -134,7 +145,7 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
     Raises:
         UsageError: two names become one, or one becomes empty.
     """
-    names = {name: new_name(name) for name in sorted(manifest.fqns | set(manifest.aliases))}
+    names = {name: new_name(name) for name in sorted(_model_names(manifest))}
     taken: dict[str, str] = {}
     for old, new in names.items():
         if not new or new in taken:
@@ -143,11 +154,15 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
         taken[new] = old
     renamed = replace(
         manifest,
-        tensors={StateKey(names[key.fqn], key.slot): entry for key, entry in manifest.tensors.items()},
+        tensors={_renamed(key, entry, names): entry for key, entry in manifest.tensors.items()},
         aliases={names[alias]: names[owner] for alias, owner in manifest.aliases.items()},
         groups=tuple(replace(g, params=tuple(names.get(n, n) for n in g.params)) for g in manifest.groups),
     )
     return renamed, ()
+
+
+def _renamed(key: StateKey, entry: TensorEntry, names: Mapping[str, str]) -> StateKey:
+    return key if entry.kind is Kind.EXTRA else StateKey(names[key.fqn], key.slot)
 
 
 def substitutions(rules: Iterable[str], key_map: Mapping[str, str]) -> Callable[[str], str]:
@@ -182,7 +197,7 @@ def _rule(rule: str) -> tuple[re.Pattern[str], str]:
 def without_wrappers(manifest: Manifest) -> Transformed:
     """Names as the bare model has them: parts that wrappers put in are taken out, and a ``module.`` that all names
     share."""
-    names = manifest.fqns | set(manifest.aliases)
+    names = _model_names(manifest)
     shared = bool(names) and all(name.startswith("module.") for name in names)
 
     def bare(name: str) -> str:
