@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ckpt_tools.entries import Entries
 from ckpt_tools.errors import UsageError
 from ckpt_tools.manifest import Manifest, Path, StateTree
+from ckpt_tools.transforms import WRAPPER_PARTS
 
 MODEL, OPTIM, EXTRA = "model", "optimizer", "entry"
 
@@ -45,8 +46,8 @@ class JobNames:
         return cls(known, {MODEL: model_key, OPTIM: optim_key})
 
     def find(self, name: str) -> Match | None:
-        """The entry that a job means by ``name``."""
-        for prefix, own in _splits(name):
+        """The entry that a job means by ``name``, in which wrappers of the model may have left their marks."""
+        for prefix, own in _splits(".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)):
             for part in (OPTIM, MODEL, EXTRA):
                 entry = self.entries[part].get(own)
                 if entry is not None and self._may_stand(prefix, part):

@@ -9,7 +9,7 @@ checkpoint names is ever called.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,9 @@ def storage_reader(
     options = ReadOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(url, options, format_name=from_)
     manifest, _ = transforms.one_copy(manifest, weights=weights)
-    tree = chosen_tree(manifest, model_key=None, optim_key=None)
+    manifest, _ = transforms.without_wrappers(manifest)
+    # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
+    tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False)
     entries = entries_of(manifest, tree)
     names = JobNames.of(manifest, entries, tree, model_key=job_model_key, optim_key=job_optim_key)
     reader: StorageReader = _reader_class()(_Served(manifest, entries, names, Assembler(source.store, SCRATCH_BYTES)))

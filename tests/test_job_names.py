@@ -105,3 +105,8 @@ def test_two_optimizers_need_a_choice() -> None:
 def test_an_entry_elsewhere_is_not_the_one_beside_the_model() -> None:
     with pytest.raises(UsageError, match=r"no entry 'app\.trainer\.epoch'"):
         job_names("w").check(["app.model.w", "app.trainer.epoch"])
+
+
+def test_marks_of_wrappers_are_passed_over() -> None:
+    match = job_names("blocks.0.up").find("model._orig_mod.blocks.0._checkpoint_wrapped_module.up")
+    assert match is not None and (match.entry, match.prefix) == ("app.model.blocks.0.up", "model.")

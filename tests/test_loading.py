@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt_tools
-from ckpt_tools import load_into, storage_reader
+from ckpt_tools import filling, load_into, storage_reader
 from ckpt_tools.errors import UsageError
 from ckpt_tools.values import Opaque
 from fixtures import launch, models, recipe
@@ -179,6 +179,25 @@ def test_strided_targets_are_filled(whole: Path) -> None:
     target = torch.zeros(3, 4).t()
     quietly(dcp.load, {"w": target}, storage_reader=storage_reader(whole), no_dist=True)
     assert target.equal(torch.arange(12.0).reshape(4, 3))
+
+
+def test_large_targets_are_filled_block_by_block(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those on a device are."""
+    monkeypatch.setattr(filling, "BLOCK_BYTES", 12)
+    target = torch.zeros(3, 4).t()
+    quietly(dcp.load, {"w": target}, storage_reader=storage_reader(whole), no_dist=True)
+    assert target.equal(torch.arange(12.0).reshape(4, 3))
+
+
+def test_a_flattened_optimizer_serves_groups_and_the_other_way_round(checkpoint: Checkpoint, whole: Path) -> None:
+    flattened: dict[str, Any] = {"optimizer": {"param_groups.w.lr": 0.0, "state.w.step": torch.zeros(())}}
+    quietly(dcp.load, flattened, storage_reader=storage_reader(whole), no_dist=True)
+    assert flattened["optimizer"] == {"param_groups.w.lr": 0.25, "state.w.step": torch.tensor(7.0)}
+    made = checkpoint("fsdp2-titan", "awkward", 2)
+    grouped: dict[str, Any] = {"optim": {"param_groups": [{"betas": None, "params": None}]}}
+    quietly(dcp.load, grouped, storage_reader=storage_reader(made.checkpoint), no_dist=True)
+    groups = Truth.load(made.root).facts["groups"]
+    assert grouped["optim"]["param_groups"][0]["params"] in [group["fqns"] for group in groups]
 
 
 def test_a_name_that_is_not_there(whole: Path) -> None:
