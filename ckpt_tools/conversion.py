@@ -10,17 +10,18 @@ from typing import Any
 
 from ckpt_tools import transforms
 from ckpt_tools.comparison import Progress
-from ckpt_tools.errors import LossError, UsageError
+from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import WriteOptions, Writer
-from ckpt_tools.format.registry import writer_for
+from ckpt_tools.format.registry import readers, writer_for
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import implied_format, local_path, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import Plan, make_plan
 from ckpt_tools.runners.threads import ThreadRunner
-from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.base import Source, Store
+from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.staging import staged
 
 SAME = "same"
@@ -221,6 +222,8 @@ def run(prepared: Prepared, *, overwrite: bool, fsync: bool, on_progress: Progre
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
     """
     started = time.perf_counter()
+    if overwrite:
+        check_replaceable(prepared)
     plan, report = prepared.plan, described(prepared)
     with staged(prepared.target, is_file=prepared.is_file, overwrite=overwrite) as staging:
         meter = _Meter(on_progress, report.bytes_written)
@@ -235,6 +238,26 @@ def run(prepared: Prepared, *, overwrite: bool, fsync: bool, on_progress: Progre
         staging.publish(fsync=fsync)
     seconds = time.perf_counter() - started
     return ConvertReport(report, str(prepared.target), outcome.bytes_read, outcome.bytes_written, seconds)
+
+
+def check_replaceable(prepared: Prepared) -> None:
+    """A folder is replaced only if it is a checkpoint, and nothing in it but the one to be written anew.
+
+    Raises:
+        DestinationExistsError: replacing it would delete other things with it.
+    """
+    target = prepared.target
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    present = Source.open(LocalStore(target))
+    if not any(reader.detect(present) for reader in readers().values()):
+        raise DestinationExistsError(f"{target} is no checkpoint, so it is not replaced; remove it or choose another")
+    written = {file.path.partition("/")[0] for file in prepared.plan.layout.files}
+    others = sorted(path.name for path in target.iterdir() if path.is_dir() and path.name not in written)
+    if others and any("/" in file.path for file in prepared.plan.layout.files):
+        raise DestinationExistsError(
+            f"{target} holds {others[0]} too, which replacing it would delete; choose another destination"
+        )
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ the user can do; ``path`` and ``key`` carry the same for programs.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -37,11 +38,16 @@ class CkptError(Exception):
         self.key = key
 
     def __str__(self) -> str:
-        where = ": ".join(part for part in (self.path, self.key) if part and part not in self.message)
+        where = ": ".join(part for part in (self.path, self.key) if part and not _names(self.message, part))
         return f"{where}: {self.message}" if where else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.path, self.key)
+
+
+def _names(message: str, part: str) -> bool:
+    """Whether ``part`` stands in ``message`` as a word of its own, and not only inside another name."""
+    return re.search(rf"(?<![\w./-]){re.escape(part)}(?![\w/-])", message) is not None
 
 
 def _rebuild(kind: type[CkptError], message: str, path: str | None, key: str | None) -> CkptError:

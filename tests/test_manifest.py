@@ -181,7 +181,7 @@ class TestCover:
         boxes = data.draw(strategies.box_shardings(shape))
         left = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
         if left.numel:
-            with pytest.raises(IncompleteError, match=f"^{left.numel} of {prod(shape):,} elements are in no shard"):
+            with pytest.raises(IncompleteError, match=f"^{left.numel:,} of {prod(shape):,} elements are in no shard"):
                 entry(shape, boxes)
         else:
             entry(shape, boxes)

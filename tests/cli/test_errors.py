@@ -128,6 +128,19 @@ def test_an_existing_destination(dcp: Path, tmp_path: Path) -> None:
     assert run("convert", dcp, tmp_path / "m.pt", "--overwrite").returncode == 0
 
 
+def test_overwrite_deletes_no_folder_that_is_no_checkpoint(dcp: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.txt").write_text("mine")
+    refused(run("convert", dcp, tmp_path / "thesis", "--to", "dcp", "--overwrite"), 8, "no checkpoint")
+    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "mine"
+
+
+def test_overwrite_deletes_no_other_tag(dcp: Path, tmp_path: Path) -> None:
+    assert run("convert", dcp, tmp_path / "out", "--to", "zero2", "--tag", "first").returncode == 0
+    refused(run("convert", dcp, tmp_path / "out", "--to", "zero2", "--tag", "second", "--overwrite"), 8, "first")
+    assert run("convert", dcp, tmp_path / "out", "--to", "zero2", "--tag", "first", "--overwrite").returncode == 0
+
+
 def test_a_budget_that_nothing_fits_in(dcp: Path, tmp_path: Path) -> None:
     refused(run("convert", dcp, tmp_path / "m.pt", "--memory", "1MiB"), 9, "--memory")
 
