@@ -413,9 +413,11 @@ def test_a_group_of_empty_parameters_alone_is_left_out() -> None:
 
 def test_weights_alone_are_one_group_without_hyperparameters() -> None:
     made = Checkpoint().weight("a", floats(3)).weight("b", floats(2)).weight("n", np.int64([1]), Kind.BUFFER)
+    made.weight("table", np.float64([1])).weight("none", floats(0, 2))
     layout = layout_of(manifest := made.manifest(), stage=2)
     files = opened(write(made, manifest, layout))
     assert [list(shapes) for shapes in model(files)["param_shapes"]] == [["a", "b"]]
+    assert model(files)["buffer_names"] == ["n", "table", "none"] and model(files)["frozen_param_fragments"] is None
     assert optim(files, 0)["base_optimizer_state"] == {"state": {}, "param_groups": [{"params": [0]}]}
     assert "load_optimizer_states=False" in notes_about(layout.notes, "parameter groups")[0].why
 

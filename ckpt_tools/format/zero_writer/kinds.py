@@ -41,9 +41,14 @@ class Untrained:
 
 
 def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
-    """The weights and buffers of ``manifest`` that are not among ``trained``."""
+    """The weights and buffers of ``manifest`` that are not among ``trained``.
+
+    Without an optimizer nothing is frozen: what is not trained is stored whole, as buffers are, since such a checkpoint
+    is loaded as weights alone, and then DeepSpeed asks for no fragments.
+    """
     model = {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
-    kinds = {name: Kind.PARAMETER if name in trained else entry.kind for name, entry in model.items()}
+    other = None if manifest.groups else Kind.BUFFER
+    kinds = {name: Kind.PARAMETER if name in trained else other or entry.kind for name, entry in model.items()}
     evidence = _Evidence.of([model[name] for name in trained])
     seen = {name: evidence.kind(model[name]) for name in _unknown(manifest, kinds, trained)}
     guessed = tuple(name for name, kind in seen.items() if kind is None)

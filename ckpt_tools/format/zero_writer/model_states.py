@@ -32,7 +32,7 @@ class WholeModel:
     def file(self, path: str) -> FileLayout:
         tensors = Tensors(self.target.state.manifest)
         weights = self._weights(tensors)
-        frozen = {name: weights[name] for name in self.target.state.frozen} if self.target.stage == 2 else None
+        frozen = {name: weights[name] for name in self.target.state.frozen}
         return tensors.file(path, _content(self.target, tensors, weights, frozen, rank=0))
 
     def _weights(self, tensors: Tensors) -> dict[str, StoredTensor]:
@@ -102,22 +102,23 @@ def _content(
     target: Target,
     tensors: Tensors,
     weights: Mapping[str, StoredTensor],
-    frozen: Mapping[str, StoredTensor] | None,
+    frozen: Mapping[str, StoredTensor],
     *,
     rank: int,
 ) -> dict[str, Value]:
-    """The whole dictionary; ``frozen`` are the fragments, or None where frozen parameters are not listed."""
+    """The whole dictionary; ``frozen`` are the fragments, which stage 1 does not list, nor a checkpoint of weights
+    alone, whose module has everything."""
     state = target.state
     module = _module(target, tensors, weights)
-    listed = None if frozen is None else OrderedDict(_shapes(state, state.frozen))
+    lists_frozen = target.stage > 1 and bool(state.manifest.groups)
     return {
         "module": module,
         "buffer_names": [name for name in module if state.manifest.aliases.get(name, name) in state.buffers],
         "optimizer": None,
         "param_shapes": [OrderedDict(_shapes(state, flat.group.params)) for flat in target.flat_groups],
-        "frozen_param_shapes": listed,
+        "frozen_param_shapes": OrderedDict(_shapes(state, state.frozen)) if lists_frozen else None,
         "shared_params": _ties(state) if rank == 0 else {},
-        "frozen_param_fragments": None if frozen is None else OrderedDict(frozen),
+        "frozen_param_fragments": OrderedDict(frozen) if lists_frozen else None,
         **_counters(target, tensors),
         **tensors.restored(dict(target.extras.client_state)),
     }

@@ -7,7 +7,7 @@ finds a part of its state takes it for the whole.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,17 +131,22 @@ class _Reading:
         return self.manifest.tensors[StateKey(name)]
 
     def _source_groups(self) -> Sequence[ParamGroup]:
-        """The source's own groups; without any, one of all parameters, which loads as weights alone."""
+        """The source's own groups; without any, one of all weights of the main type, which loads as weights alone."""
         if self.manifest.groups:
             return self.manifest.groups
-        every = [key.fqn for key, e in self.manifest.tensors.items() if key.slot == WEIGHT and e.kind is Kind.PARAMETER]
         self._note(
             Fate.DEFAULTED,
             "parameter groups",
             "the source has none: one group of all parameters, without hyperparameters; "
             "load it with load_optimizer_states=False",
         )
-        return [ParamGroup(tuple(every), {})]
+        weights = [(k.fqn, e) for k, e in self.manifest.tensors.items() if k.slot == WEIGHT]
+        weights = [(name, entry) for name, entry in weights if entry.kind is Kind.PARAMETER]
+        numels: Counter[DType] = Counter()
+        for _, entry in weights:
+            numels[entry.dtype] += entry.numel
+        main = max(numels, key=lambda dtype: numels[dtype], default=None)
+        return [ParamGroup(tuple(name for name, entry in weights if entry.dtype is main and entry.numel), {})]
 
     def _members(self, group: ParamGroup) -> tuple[str, ...]:
         names = tuple(self.manifest.aliases.get(name, name) for name in group.params)
