@@ -100,7 +100,7 @@ def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_m
     Raises:
         UsageError: the options do not fit this checkpoint or each other.
     """
-    notes = manifest.notes
+    notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
     for step in _steps(options, whole, holds_masters):
         manifest, more = step(manifest)
         notes += more

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from ckpt_tools.companions import with_companions
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.format.registry import reader_for
@@ -64,7 +65,7 @@ def read_checkpoint(
     """
     source = open_source(url)
     reader = reader_for(source, format_name)
-    manifest = reader.read_manifest(source, options)
+    manifest = with_companions(reader.read_manifest(source, options), source)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 

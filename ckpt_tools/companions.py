@@ -1,0 +1,87 @@
+"""Files that training tools lay beside a checkpoint: a scheduler's state, counts, RNG.
+
+accelerate and transformers keep the scheduler in ``scheduler.bin`` or ``scheduler.pt`` and the counts in
+``trainer_state.json``, Lightning both in ``meta.pt``. What of them has a place in a manifest is read into it; the
+others are noted, so that leaving them behind is not silent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt_tools.containers.torch_zip import open_archive
+from ckpt_tools.errors import FormatError
+from ckpt_tools.ledger import Fate, Note
+from ckpt_tools.manifest import Manifest
+from ckpt_tools.stores.base import Source
+
+MAX_COMPANION_BYTES = 64 << 20
+"""A trainer's log of a million steps; what is larger is none of these files."""
+
+UNREAD = ("random_states_*.pkl", "rng_state*.pth", "sampler*.bin", "dl_state_dict*.bin", "scaler.pt", "optimizer.pt",
+          "optimizer.bin")  # fmt: skip
+"""Of accelerate and transformers: each rank's own generators, samplers, and optimizers that are not sharded."""
+
+
+def with_companions(manifest: Manifest, source: Source) -> Manifest:
+    """``manifest`` with what the companions of the checkpoint say; what it says itself wins."""
+    extra, notes, step = dict(manifest.extra), [], manifest.step
+    used = {file for entry in manifest.tensors.values() for file in entry.shards.files}
+    for path in source.files:
+        name = path.rpartition("/")[2]
+        if path in used:
+            continue
+        if name in _READ:
+            found, note = _read(source, path, _READ[name])
+            extra = {**found, **extra}
+            notes += note
+        elif any(fnmatchcase(name, pattern) for pattern in UNREAD):
+            notes.append(Note(Fate.DROPPED, path, "it lies beside the checkpoint and is not read"))
+    if step is None and type(extra.get("global_step")) is int:
+        step = extra["global_step"]
+    return replace(manifest, extra=extra, notes=(*manifest.notes, *notes), step=step)
+
+
+def _read(
+    source: Source, path: str, meaning: Callable[[Any], Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], list[Note]]:
+    try:
+        return meaning(_content(source, path)), []
+    except (FormatError, ValueError, RecursionError) as error:
+        reason = error.message if isinstance(error, FormatError) else str(error)
+        return {}, [Note(Fate.DROPPED, path, f"it lies beside the checkpoint and cannot be read: {reason}")]
+
+
+def _content(source: Source, path: str) -> Any:
+    if path.endswith(".json"):
+        return json.loads(source.read_all(path, limit_bytes=MAX_COMPANION_BYTES))
+    return open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path).value
+
+
+def _scheduler(content: Any) -> Mapping[str, Any]:
+    return {"lr_scheduler": content} if isinstance(content, dict) else {}
+
+
+def _trainer_state(content: Any) -> Mapping[str, Any]:
+    names = ("global_step", "epoch")
+    return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
+
+
+def _lightning(content: Any) -> Mapping[str, Any]:
+    found = dict(_trainer_state(content))
+    schedulers = content.get("lr_schedulers") if isinstance(content, dict) else None
+    if isinstance(schedulers, list) and len(schedulers) == 1:
+        found["lr_scheduler"] = schedulers[0]
+    return found
+
+
+_READ: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
+    "scheduler.bin": _scheduler,
+    "scheduler.pt": _scheduler,
+    "trainer_state.json": _trainer_state,
+    "meta.pt": _lightning,
+}
