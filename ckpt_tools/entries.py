@@ -109,6 +109,10 @@ class _Found:
             self._add_state(self._state_path(key), key)
         self._add_empty_state()
         for number, group in enumerate(self.manifest.groups):
+            if self.manifest.tree is None:
+                options, notes = for_torch(group.options, number, _adam_decays_apart(self.manifest.extra))
+                group = replace(group, options=options)
+                self.notes += notes
             for path, value in self._options(number, group):
                 self._add_leaves(path, value)
 
@@ -206,6 +210,45 @@ class _Found:
         for key in self.manifest.of_kind(Kind.EXTRA):
             if key not in used:
                 yield Note(Fate.DROPPED, str(key), "no entry of the checkpoint refers to it")
+
+
+ADAM_OPTIONS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+"""What torch's Adam and AdamW keep in a group and DeepSpeed's own Adams do not, at torch's defaults (2.15.0): that is
+how DeepSpeed computes."""
+
+
+def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tuple[dict[str, Any], list[Note]]:
+    """A group of DeepSpeed as one of torch, which asks for every option of its own.
+
+    ``bias_correction`` is DeepSpeed's, and torch always does it.
+    """
+    found = dict(options)
+    notes = []
+    if found.pop("bias_correction", True) is not True:
+        notes.append(Note(Fate.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
+    if {"betas", "eps"} <= found.keys():
+        missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
+        missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
+        if missing:
+            what = f"{', '.join(missing)} of parameter group {number}"
+            notes.append(Note(Fate.DEFAULTED, what, "torch's Adam keeps them and DeepSpeed's does not", len(missing)))
+        found |= missing
+    return found, notes
+
+
+def _adam_decays_apart(extra: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's Adam was an AdamW: ``adam_w_mode`` of its config, true unless it says otherwise."""
+    found: Any = extra.get("deepspeed", {})
+    for name in ("ds_config", "optimizer", "params", "adam_w_mode"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found is not False
 
 
 def _number(manifest: Manifest, key: StateKey) -> Any:

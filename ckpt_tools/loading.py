@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 KEPT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Of a param group: how a job computes its updates, which depends on its device and not on the checkpoint."""
 
+DEEPSPEED_OPTIONS = frozenset({"bias_correction", "step"})
+"""Of a param group: what only DeepSpeed's own Adams keep there, and other optimizers do not ask for."""
+
 MAX_NAMED = 5
 """Names that an error lists of each kind."""
 
@@ -278,7 +281,7 @@ class _OptimizerLoader:
         for name, value in options.items():
             found = live(value, tensor=self.loader.whole, unknown=_refuse)
             current = group.get(name)
-            if name in KEPT_OPTIONS:
+            if name in KEPT_OPTIONS or (name in DEEPSPEED_OPTIONS and name not in group):
                 continue
             if isinstance(current, torch.Tensor):
                 current.fill_(found)

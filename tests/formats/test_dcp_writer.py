@@ -249,6 +249,44 @@ def test_two_entries_of_one_name_are_refused() -> None:
         names(manifest(extra={"client_state": {"a.b": 1, "a": {"b": 2}}}))
 
 
+# DeepSpeed's own Adams
+
+FUSED = {"lr": 0.25, "bias_correction": True, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def options_of(options: dict[str, Any], config: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """What a group becomes, and what is noted."""
+    extra = {"deepspeed": {"ds_config": config or {}}}
+    found = manifest(groups=(ParamGroup(("w",), options),), extra=extra)
+    entries = entries_of(found, chosen_tree(found, model_key=None, optim_key=None))
+    prefix = "app.optim.param_groups.0."
+    values = {name.removeprefix(prefix): value for name, value in entries.objects.items() if name.startswith(prefix)}
+    return values, [note.what for note in entries.notes if "group" in note.what]
+
+
+def test_a_group_of_deepspeeds_adam_has_all_that_torch_asks_for() -> None:
+    values, notes = options_of(FUSED)
+    theirs = torch.optim.AdamW([torch.zeros(1)], lr=0.25, betas=(0.9, 0.95), weight_decay=0.1).param_groups[0]
+    assert values == {**theirs, "params": ["w"]}
+    assert notes == [
+        "amsgrad, maximize, foreach, capturable, differentiable, fused, decoupled_weight_decay of parameter group 0"
+    ]
+    config = {"optimizer": {"params": {"adam_w_mode": False}}}
+    assert options_of(FUSED, config)[0]["decoupled_weight_decay"] is False
+
+
+def test_groups_of_torch_are_left_as_they_are() -> None:
+    theirs = {
+        name: value for name, value in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items() if name != "params"
+    }
+    assert options_of(theirs) == ({**theirs, "params": ["w"]}, [])
+    assert options_of({"lr": 0.5, "momentum": 0.9}) == ({"lr": 0.5, "momentum": 0.9, "params": ["w"]}, [])
+
+
+def test_a_correction_that_was_off_is_said() -> None:
+    assert options_of({"lr": 0.5, "bias_correction": False})[1] == ["bias_correction of parameter group 0"]
+
+
 # Many ranks
 
 
