@@ -293,6 +293,16 @@ def test_a_fresh_parameter_beside_others_gets_zeros_and_a_note(stage: int) -> No
     assert note.fate is Fate.DEFAULTED and note.num_bytes == 8
 
 
+def test_0d_slots_of_several_parameters_are_noted_unless_they_are_one() -> None:
+    one = np.float32([4]).reshape(())
+    made = small().add("a.weight", "step", one).add("a.bias", "step", one)
+    (note,) = notes_about(layout_of(made.manifest(PARAMS), stage=1).notes, "step of parameter group 0")
+    assert (note.fate, note.count) == (Fate.DEFAULTED, 2) and "that of a.weight" in note.why
+    shared = StateKey("a.weight", "step")
+    made.tensors[StateKey("a.bias", "step")] = made.tensors[shared]
+    assert not notes_about(layout_of(made.manifest(PARAMS), stage=1).notes, "step of")
+
+
 def test_a_group_without_state_has_none_and_a_note() -> None:
     made = small().weight("head", floats(2))
     layout = layout_of(manifest := made.manifest(PARAMS, ["head"]), stage=1)
@@ -587,13 +597,14 @@ def checkpoints(draw: st.DrawFn) -> tuple[Checkpoint, Manifest]:
     shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
     groups = draw(st.lists(st.lists(shapes, min_size=1, max_size=4), min_size=1, max_size=3))
     dtype = draw(st.sampled_from([np.dtype(np.float32), BF16, np.dtype(np.float16)]))
+    step = Checkpoint(made.store).add("", "step", np.float32([3]).reshape(())).tensors[StateKey("", "step")]
     names: list[list[str]] = [[f"g{g}.p{p}" for p in range(len(group))] for g, group in enumerate(groups)]
     for name, shape in zip([n for group in names for n in group], [s for group in groups for s in group], strict=True):
         master = floats(*shape, first=first) / 7
         first += master.size
         weight = master.astype(dtype)
         made.weight(name, weight).add(name, MASTER, master)
-        made.add(name, "exp_avg", -master).add(name, "step", np.float32([3]).reshape(()))
+        made.add(name, "exp_avg", -master).tensors[StateKey(name, "step")] = step
     for number, shape in enumerate(draw(st.lists(shapes, max_size=3))):
         made.weight(f"frozen{number}", floats(*shape, first=1000).astype(dtype))
     made.weight("buffer", np.int64([1, 2]), Kind.BUFFER)

@@ -15,7 +15,7 @@ from ckpt_tools.boxes import Box
 from ckpt_tools.dtypes import DType
 from ckpt_tools.format.zero_writer.objects import DS_VERSION
 from ckpt_tools.format.zero_writer.partition import ParamCut
-from ckpt_tools.format.zero_writer.state import Group, TrainingState
+from ckpt_tools.format.zero_writer.state import TrainingState
 from ckpt_tools.format.zero_writer.target import Target
 from ckpt_tools.format.zero_writer.tensors import Form, Tensors
 from ckpt_tools.layout import FileLayout, Padding, Payload, Segment
@@ -37,17 +37,14 @@ class WholeModel:
 
     def _weights(self, tensors: Tensors) -> dict[str, StoredTensor]:
         state = self.target.state
-        trained = [pair for group in state.groups for pair in _sources(group, state.dtype)]
-        found = {name: tensors.whole(key, state.weight(name)) for name, key in trained}
+        trained = [name for group in state.groups for name in group.params]
+        found = {name: tensors.whole(_source(state, name), state.weight(name)) for name in trained}
         return found | {name: tensors.whole(StateKey(name), entry) for name, entry in state.frozen.items()}
 
 
-def _sources(group: Group, dtype: DType) -> list[tuple[str, StateKey]]:
-    """The tensor that each weight of a group is read from. In fp32 it is its master, of which it may be a rounded
-    copy."""
-    if dtype is not DType.FLOAT32:
-        return [(name, StateKey(name)) for name in group.params]
-    return [(name, key or StateKey(name)) for name, key in zip(group.params, group.masters.keys, strict=True)]
+def _source(state: TrainingState, name: str) -> StateKey:
+    """What a trained weight is read from. In fp32 it is its master, of which it may be a rounded copy."""
+    return state.master(name) if state.dtype is DType.FLOAT32 else StateKey(name)
 
 
 @dataclass(frozen=True)

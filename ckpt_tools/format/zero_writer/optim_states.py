@@ -15,7 +15,7 @@ from ckpt_tools.format.zero_writer.objects import DS_VERSION, fragment_address, 
 from ckpt_tools.format.zero_writer.partition import Vector
 from ckpt_tools.format.zero_writer.state import Group
 from ckpt_tools.format.zero_writer.target import Target
-from ckpt_tools.format.zero_writer.tensors import Form, Tensors, elements
+from ckpt_tools.format.zero_writer.tensors import Form, Tensors, elements, rows_of
 from ckpt_tools.layout import FileLayout
 from ckpt_tools.values import OrderedDict, Value
 
@@ -55,8 +55,8 @@ class ParamCutOptim:
     target: Target
 
     def file(self, path: str, rank: int) -> FileLayout:
-        rows = [(flat.group, flat.cut.vector(rank)) for flat in self.target.flat_groups]
-        contents = [elements(v, group, slot) for group, v in rows for slot in (*group.slots, group.masters)]
+        groups = [(flat.group, rows_of(flat.cut.vector(rank))) for flat in self.target.flat_groups]
+        contents = [elements(rows, group, slot) for group, rows in groups for slot in (*group.slots, group.masters)]
         return self._form.filled(path, contents)
 
     @cached_property

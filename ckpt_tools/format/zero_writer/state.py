@@ -1,21 +1,16 @@
-"""The training state in DeepSpeed's terms, for any stage and world size: groups, slots, flavour, and what is lost.
-
-DeepSpeed optimizes flat fp32 vectors. So a group has one value of each 0-d slot (``step``), and every other slot has to
-have the shape of its parameter. A group of which some slot cannot be cut like that starts afresh: an optimizer that
-finds a part of its state takes it for the whole.
-"""
+"""The training state in DeepSpeed's terms, for any stage and world size: groups, flavour, and what is lost."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.casts import CASTABLE
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.format.zero_writer.kinds import is_deepspeed, untrained
+from ckpt_tools.format.zero_writer.slots import OptimizerState, Slot, listed, noted
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 
@@ -23,21 +18,6 @@ FLAVOURS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 """What DeepSpeed trains in."""
 
 _ADAM_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
-
-MAX_NAMES = 4
-"""Names that a note lists."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """State that is cut as the parameters are: each one's tensor, or None where it has none, and zeros are meant."""
-
-    name: str
-    dtype: DType
-    keys: tuple[StateKey | None, ...]
-
-    def picked(self, positions: Sequence[int]) -> Slot:
-        return Slot(self.name, self.dtype, tuple(self.keys[i] for i in positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,47 +65,43 @@ class TrainingState:
     def weight(self, name: str) -> TensorEntry:
         return self.manifest.tensors[StateKey(name)]
 
+    def master(self, name: str) -> StateKey:
+        """What the master of a trained parameter is read from."""
+        return _master(self.manifest, name)
+
     @classmethod
     def of(cls, manifest: Manifest) -> TrainingState:
         """Raises UnsupportedError where the weights are of a type that DeepSpeed does not train in, or of several;
         FormatError where a group names what is not there."""
-        return _Reading(manifest).state()
+        return _Reading(manifest, OptimizerState.of(manifest)).state()
 
 
 @dataclass(slots=True)
 class _Reading:
-    """One manifest on its way; ``slots_of`` has the names of a parameter's optimizer state."""
+    """One manifest on its way; notes are taken as it goes."""
 
     manifest: Manifest
+    optimizer: OptimizerState
     notes: list[Note] = field(default_factory=list)
-    slots_of: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def state(self) -> TrainingState:
-        for key, entry in self.manifest.tensors.items():
-            if entry.kind is Kind.STATE and key.slot not in (WEIGHT, MASTER):
-                self.slots_of[key.fqn].append(key.slot)
-        named = [(group, self._members(group)) for group in self._source_groups()]
-        trained = [name for _, members in named for name in members]
-        _refuse_twice(trained)
-        dtype = self._flavour([name for name in trained if self._weight(name).numel])
-        groups = [self._group(number, group, members) for number, (group, members) in enumerate(named)]
-        self._note_masters(groups)
-        self._note_strays(trained)
-        rest = untrained(self.manifest, dict.fromkeys(trained))
+        groups = [(group, self._members(group)) for group in self._source_groups()]
+        trained = _distinct(name for _, members in groups for name in members)
         empty = {name: entry for name in trained if not (entry := self._weight(name)).numel}
+        self._note_lost(trained, empty)
+        dtype = self._flavour([name for name in trained if name not in empty])
+        found = [self._group(number, group, members) for number, (group, members) in enumerate(groups)]
+        self._note_masters(name for group in found if group for name in group.params)
+        rest = untrained(self.manifest, trained)
         return TrainingState(
             self.manifest,
             dtype,
-            tuple(group for group in groups if group is not None),
+            tuple(group for group in found if group is not None),
             {**empty, **rest.frozen},
             rest.buffers,
             rest.guessed,
             tuple(self.notes),
         )
-
-    def _note(self, fate: Fate, what: str, why: str, entries: Iterable[TensorEntry] = ()) -> None:
-        found = list(entries)
-        self.notes.append(Note(fate, what, why, max(1, len(found)), sum(entry.num_bytes for entry in found)))
 
     def _weight(self, name: str) -> TensorEntry:
         return self.manifest.tensors[StateKey(name)]
@@ -134,19 +110,13 @@ class _Reading:
         """The source's own groups; without any, one of all weights of the main type, which loads as weights alone."""
         if self.manifest.groups:
             return self.manifest.groups
-        self._note(
-            Fate.DEFAULTED,
-            "parameter groups",
-            "the source has none: one group of all parameters, without hyperparameters; "
-            "load it with load_optimizer_states=False",
-        )
-        weights = [(k.fqn, e) for k, e in self.manifest.tensors.items() if k.slot == WEIGHT]
-        weights = [(name, entry) for name, entry in weights if entry.kind is Kind.PARAMETER]
-        numels: Counter[DType] = Counter()
-        for _, entry in weights:
-            numels[entry.dtype] += entry.numel
-        main = max(numels, key=lambda dtype: numels[dtype], default=None)
-        return [ParamGroup(tuple(name for name, entry in weights if entry.dtype is main and entry.numel), {})]
+        why = "the source has none: one group of all parameters, without hyperparameters; "
+        why += "load it with load_optimizer_states=False"
+        self.notes.append(Note(Fate.DEFAULTED, "parameter groups", why))
+        weights = {key.fqn: e for key, e in self.manifest.tensors.items() if key.slot == WEIGHT}
+        weights = {name: entry for name, entry in weights.items() if entry.kind is Kind.PARAMETER and entry.numel}
+        main = _main_type(weights.values())
+        return [ParamGroup(tuple(name for name, entry in weights.items() if entry.dtype is main), {})]
 
     def _members(self, group: ParamGroup) -> tuple[str, ...]:
         names = tuple(self.manifest.aliases.get(name, name) for name in group.params)
@@ -167,23 +137,22 @@ class _Reading:
             )
         return next(iter(found))
 
-    # Groups
-
     def _group(self, number: int, group: ParamGroup, members: Sequence[str]) -> Group | None:
+        """None for a group without elements."""
         params = tuple(name for name in members if self._weight(name).numel)
-        self._note_empty(members)
         if not params:
             why = "DeepSpeed has no group without elements to optimize"
-            self._note(Fate.DROPPED, f"hyperparameters of parameter group {number}", why)
+            self.notes.append(Note(Fate.DROPPED, f"hyperparameters of parameter group {number}", why))
             return None
-        scalars, slots = self._slots(number, params)
+        state = self.optimizer.group(number, params)
+        self.notes.extend(state.notes)
         return Group(
             params,
             tuple(self._weight(name).numel for name in params),
             self._options(number, group.options),
-            Slot(MASTER, DType.FLOAT32, tuple(self._master(name) for name in params)),
-            slots,
-            scalars,
+            Slot(MASTER, DType.FLOAT32, tuple(_master(self.manifest, name) for name in params)),
+            state.cut,
+            state.scalars,
         )
 
     def _options(self, number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,101 +161,45 @@ class _Reading:
         if is_deepspeed(self.manifest) or not options.keys() >= _ADAM_OPTIONS or "bias_correction" in options:
             return options
         why = "DeepSpeed's own Adam asks for it, and the source's always corrects: True"
-        self._note(Fate.DEFAULTED, f"bias_correction of parameter group {number}", why)
+        self.notes.append(Note(Fate.DEFAULTED, f"bias_correction of parameter group {number}", why))
         return {**options, "bias_correction": True}
 
-    def _master(self, name: str) -> StateKey:
-        key = StateKey(name, MASTER)
-        return key if key in self.manifest.tensors else StateKey(name)
+    def _note_lost(self, trained: Mapping[str, None], empty: Mapping[str, TensorEntry]) -> None:
+        """State of parameters that DeepSpeed does not optimize."""
+        why = {"no parameter group has them": [name for name in self.optimizer.slots if name not in trained]}
+        why["they have no elements to optimize"] = [name for name in empty if name in self.optimizer.slots]
+        for reason, names in why.items():
+            if names:
+                lost = self.optimizer.entries(names)
+                self.notes.append(noted(Fate.DROPPED, f"optimizer state of {listed(names)}", reason, lost))
 
-    def _slots(self, number: int, params: Sequence[str]) -> tuple[dict[str, StateKey], tuple[Slot, ...]]:
-        """The 0-d slots of a group, and those that are cut."""
-        names = list(dict.fromkeys(slot for param in params for slot in self.slots_of[param]))
-        if not names and self.manifest.groups:
-            why = "the source has none, so DeepSpeed starts it at the first step"
-            self._note(Fate.DEFAULTED, f"optimizer state of parameter group {number}", why)
-        whole = [slot for slot in names if self._is_scalar(slot, params)]
-        foreign = [slot for slot in names if slot not in whole and not self._is_cut(slot, params)]
-        if foreign:
-            self._drop_state(number, params, foreign)
-            return {}, ()
-        scalars = {slot: next(key for key in self._keys(slot, params) if key is not None) for slot in whole}
-        return scalars, tuple(self._cut_slot(slot, params) for slot in names if slot not in whole)
-
-    def _keys(self, slot: str, params: Sequence[str]) -> tuple[StateKey | None, ...]:
-        keys = (StateKey(param, slot) for param in params)
-        return tuple(key if key in self.manifest.tensors else None for key in keys)
-
-    def _present(self, slot: str, params: Sequence[str]) -> list[TensorEntry]:
-        return [self.manifest.tensors[key] for key in self._keys(slot, params) if key is not None]
-
-    def _is_scalar(self, slot: str, params: Sequence[str]) -> bool:
-        """0-d for a parameter that is not, or ``step``."""
-        found = zip(params, self._keys(slot, params), strict=True)
-        pairs = [(self._weight(param).shape, self.manifest.tensors[key].shape) for param, key in found if key]
-        return all(state == () and (shape != () or slot == "step") for shape, state in pairs)
-
-    def _is_cut(self, slot: str, params: Sequence[str]) -> bool:
-        """Of its parameter's shape everywhere, and of one type, or of types that become fp32."""
-        found = zip(params, self._keys(slot, params), strict=True)
-        pairs = [(self._weight(param), self.manifest.tensors[key]) for param, key in found if key]
-        dtypes = {entry.dtype for _, entry in pairs}
-        return all(a.shape == b.shape for a, b in pairs) and (len(dtypes) == 1 or dtypes <= CASTABLE)
-
-    def _cut_slot(self, slot: str, params: Sequence[str]) -> Slot:
-        keys = self._keys(slot, params)
-        found = self._present(slot, params)
-        missing = [param for param, key in zip(params, keys, strict=True) if key is None]
-        if missing:
-            why = "the source has none, as of parameters that never had a gradient; zeros, at their group's step"
-            self._note(Fate.DEFAULTED, f"{slot} of {_listed(missing)}", why, map(self._weight, missing))
-        wide = [entry for entry in found if entry.dtype is DType.FLOAT64]
-        if wide:
-            self._note(Fate.CAST, f"{slot} of {len(wide)} tensors", "float64 to float32", wide)
-        dtype = DType.FLOAT32 if found[0].dtype in CASTABLE else found[0].dtype
-        return Slot(slot, dtype, keys)
-
-    # Notes
-
-    def _drop_state(self, number: int, params: Sequence[str], foreign: Sequence[str]) -> None:
-        lost = [entry for param in params for slot in self.slots_of[param] for entry in self._present(slot, [param])]
-        self._note(
-            Fate.DROPPED,
-            f"optimizer state of parameter group {number}",
-            f"{', '.join(foreign)} cannot be cut as the parameters are, so DeepSpeed starts this group afresh",
-            lost,
-        )
-
-    def _note_empty(self, members: Iterable[str]) -> None:
-        empty = [name for name in members if not self._weight(name).numel and self.slots_of[name]]
-        if empty:
-            why = "DeepSpeed does not optimize parameters without elements"
-            self._note(Fate.DROPPED, f"optimizer state of {_listed(empty)}", why)
-
-    def _note_masters(self, groups: Iterable[Group | None]) -> None:
+    def _note_masters(self, trained: Iterable[str]) -> None:
         """Where a master comes from a weight that is stored in fewer bits."""
-        keys = [key for group in groups if group for key in group.masters.keys if key and key.slot == WEIGHT]
+        keys = [_master(self.manifest, name) for name in trained]
         narrow = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
         if narrow:
             why = "the source keeps none, so the weights are widened"
-            self._note(Fate.DEFAULTED, f"fp32 masters of {len(narrow)} parameters", why, narrow)
-
-    def _note_strays(self, trained: Collection[str]) -> None:
-        known = set(trained)
-        strays = [name for name, slots in self.slots_of.items() if slots and name not in known]
-        if strays:
-            lost = [entry for name in strays for slot in self.slots_of[name] for entry in self._present(slot, [name])]
-            self._note(Fate.DROPPED, f"optimizer state of {_listed(strays)}", "no parameter group has them", lost)
+            self.notes.append(noted(Fate.DEFAULTED, f"fp32 masters of {len(narrow)} parameters", why, narrow))
 
 
-def _refuse_twice(trained: Sequence[str]) -> None:
-    seen: set[str] = set()
-    for name in trained:
-        if name in seen:
+def _master(manifest: Manifest, name: str) -> StateKey:
+    key = StateKey(name, MASTER)
+    return key if key in manifest.tensors else StateKey(name)
+
+
+def _main_type(entries: Iterable[TensorEntry]) -> DType | None:
+    """The element type of most elements."""
+    numels: Counter[DType] = Counter()
+    for entry in entries:
+        numels[entry.dtype] += entry.numel
+    return max(numels, key=lambda dtype: numels[dtype], default=None)
+
+
+def _distinct(names: Iterable[str]) -> dict[str, None]:
+    """``names`` in order. Raises MalformedError where one comes twice."""
+    found: dict[str, None] = {}
+    for name in names:
+        if name in found:
             raise MalformedError("it is in two parameter groups, or twice in one", key=name)
-        seen.add(name)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+        found[name] = None
+    return found

@@ -18,7 +18,8 @@ from ckpt_tools.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.containers.torch_zip import archive_segments
 from ckpt_tools.dtypes import DType, to_numpy
 from ckpt_tools.format.zero_writer.partition import Vector
-from ckpt_tools.format.zero_writer.state import Group, Slot
+from ckpt_tools.format.zero_writer.slots import Slot
+from ckpt_tools.format.zero_writer.state import Group
 from ckpt_tools.layout import FileLayout, Padding, Payload, Segment
 from ckpt_tools.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.references import replaced
@@ -56,7 +57,7 @@ class Tensors:
 
     def vector(self, vector: Vector, group: Group, slot: Slot) -> StoredTensor:
         """One rank's vector of a slot."""
-        return self.add(elements(vector, group, slot), slot.dtype, (vector.numel,))
+        return self.add(elements(rows_of(vector), group, slot), slot.dtype, (vector.numel,))
 
     def hole(self, dtype: DType, numel: int) -> StoredTensor:
         """A vector whose elements each rank has for itself."""
@@ -88,16 +89,26 @@ class Form:
         return FileLayout(path, tuple(chain.from_iterable(parts)))
 
 
-def elements(vector: Vector, group: Group, slot: Slot) -> list[Segment]:
+Row = tuple[int, Box, int]
+"""A row of a vector: the parameter's position in its group, its elements, the zeros after them."""
+
+
+def rows_of(vector: Vector) -> list[Row]:
+    """The rows of a vector, which all slots share: a thousand ranks have millions."""
+    columns = (vector.params, vector.starts, vector.stops, vector.paddings)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [(param, Box((start,), (stop,)), padding) for param, start, stop, padding in rows]
+
+
+def elements(rows: Sequence[Row], group: Group, slot: Slot) -> list[Segment]:
     """The bytes of one rank's vector of a slot."""
     found: list[Segment] = []
-    columns = (vector.params, vector.starts, vector.stops, vector.paddings)
     item = slot.dtype.item_bytes
-    for param, start, stop, padding in zip(*(column.tolist() for column in columns), strict=True):
-        key = slot.keys[param]
-        if key is not None and start < stop:
-            found.append(Payload(key, Box((start,), (stop,)), (group.numels[param],), slot.dtype))
-        zeros = padding + (0 if key is not None else stop - start)
+    for param, box, padding in rows:
+        key, numel = slot.keys[param], box.stop[0] - box.start[0]
+        if key is not None and numel:
+            found.append(Payload(key, box, (group.numels[param],), slot.dtype))
+        zeros = padding + (0 if key is not None else numel)
         if zeros:
             found.append(Padding(zeros * item))
     return found

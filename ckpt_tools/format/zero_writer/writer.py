@@ -15,7 +15,8 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.format.base import WriteOptions
 from ckpt_tools.format.zero_writer.model_states import CutModel, WholeModel
 from ckpt_tools.format.zero_writer.optim_states import GroupCutOptim, ParamCutOptim
-from ckpt_tools.format.zero_writer.state import MAX_NAMES, TrainingState
+from ckpt_tools.format.zero_writer.slots import listed
+from ckpt_tools.format.zero_writer.state import TrainingState
 from ckpt_tools.format.zero_writer.target import Target
 from ckpt_tools.layout import FileLayout, Layout, Literal
 from ckpt_tools.ledger import Fate, Note
@@ -61,7 +62,7 @@ def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
     buffers = [name for name in state.guessed if name in state.buffers]
     why = "the source does not tell frozen parameters from buffers, so their names and places decided"
     return [
-        Note(Fate.DEFAULTED, f"{', '.join(names[:MAX_NAMES])} taken for {what}", why, len(names))
+        Note(Fate.DEFAULTED, f"{listed(names)} taken for {what}", why, len(names))
         for names, what in ((frozen, "frozen parameters"), (buffers, "buffers"))
         if names
     ]
