@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,21 @@ def assert_same_state(truth: Truth, resumed: Truth) -> None:
     """Weights, masters, moments and steps, bit for bit, and the groups with their hyperparameters."""
     assert_same_bits(truth.best_weights(), resumed.best_weights())
     assert_same_bits(_without_weights(truth), _without_weights(resumed))
-    assert resumed.facts["groups"] == truth.facts["groups"]
+    assert_same_groups(truth, resumed)
+
+
+def assert_same_groups(truth: Truth, resumed: Truth) -> None:
+    """Every group with every hyperparameter of the source.
+
+    ``bias_correction`` may come on top: DeepSpeed's own FusedAdam and DeepSpeedCPUAdam, which a job may use where the
+    source used torch's, raise KeyError at the first step without it. torch's optimizers leave it alone.
+    """
+    wanted, found = ([_shared_options(group) for group in each.facts["groups"]] for each in (truth, resumed))
+    assert found == wanted
+
+
+def _shared_options(group: dict[str, Any]) -> dict[str, Any]:
+    return {**group, "options": {name: v for name, v in group["options"].items() if name != "bias_correction"}}
 
 
 def _without_weights(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
@@ -120,7 +135,7 @@ def test_flavours(
     ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=2, **options)
     truth, resumed = Truth.load(made.root), resume(kind, "awkward", tmp_path / "out", 2)
     assert_same_bits(truth.tensors, resumed.tensors)
-    assert resumed.facts["groups"] == truth.facts["groups"]
+    assert_same_groups(truth, resumed)
     assert_same_course(truth, resumed, exactly=False)
 
 
