@@ -54,10 +54,12 @@ JOBS = [
     ("fsdp2-tp", "plain", 4, "fsdp2-hsdp", 4),
     ("fsdp2-bf16", "awkward", 3, "fsdp2-bf16", 2),
 ]
+BY_RANKS = sorted(JOBS, key=lambda cell: cell[-1])
+"""In an order that starts few pools of processes."""
 
 
 @pytest.mark.parametrize("how", [into_jobs.through_reader, into_jobs.in_place], ids=["reader", "in-place"])
-@pytest.mark.parametrize(("kind", "case", "ranks", "job", "new_ranks"), JOBS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("kind", "case", "ranks", "job", "new_ranks"), BY_RANKS, ids=lambda value: str(value))
 def test_a_job_goes_on(
     how: Callable[..., Any],
     kind: str,

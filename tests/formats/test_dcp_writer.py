@@ -483,9 +483,11 @@ RESUMED = [
     ("zero2-fp32", "lone", 2, "fsdp2", 3),
     ("zero3-fp32", "plain", 3, "fsdp2-tp", 4),
 ]
+BY_RANKS = sorted(RESUMED, key=lambda cell: cell[-1])
+"""In an order that starts few pools of processes."""
 
 
-@pytest.mark.parametrize(("kind", "case", "ranks", "target", "new_ranks"), RESUMED, ids=lambda value: str(value))
+@pytest.mark.parametrize(("kind", "case", "ranks", "target", "new_ranks"), BY_RANKS, ids=lambda value: str(value))
 def test_torch_resumes(
     kind: str,
     case: str,
