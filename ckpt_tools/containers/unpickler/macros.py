@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 
 from ckpt_tools.containers.dcp_classes import CLASSES, ChunkStorageMetadata, MetadataIndex, Record, StorageInfo
 from ckpt_tools.containers.unpickler.machine import UNSET, Machine, Unset
@@ -24,7 +25,7 @@ MAX_KEPT_SIZES = 1 << 16
 """Sizes kept by their opcodes: the chunks of a tensor have few sizes, but each its own offsets."""
 
 
-class RecordMacro:
+class RecordMacro(ABC):
     """Reads whole records of one class where they are written as torch and ``dumps`` write them.
 
     After the class was fetched from the memo that is a new object without arguments, a dict of its fields, BUILD. Field
@@ -53,13 +54,13 @@ class RecordMacro:
             return self.run(at)
         return 0
 
+    @abstractmethod
     def read(self, at: int) -> int:
         """Read what follows ``start``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def patterns(self, size: bytes, fetches: list[bytes]) -> tuple[bytes, bytes]:
         """Opcodes from the first field's name on: those that are always the same, and a pattern of the rest."""
-        raise NotImplementedError
 
     def _prepare(self, at: int) -> bool:
         self.attempts += 1
