@@ -11,13 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
-from ckpt_tools.stores.base import Source, checked_name
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.format.deepspeed.tags import choose_tag
+from ckpt_tools.stores.base import Source
 
 LATEST = "latest"
-
-MAX_LATEST_BYTES = 4096
-"""The longest path a file system takes; ``latest`` holds a name and nothing else."""
 
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 _RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -69,47 +67,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def choose_folder(source: Source, tag: str | None) -> str:
-    """The folder of ``tag``, or of the checkpoint that the source itself points to.
-
-    Raises:
-        SourceNotFoundError: there is no such tag; IncompleteError: ``latest`` names one that is not there;
-        UnsafeError: ``latest`` leads out of the source; UnsupportedError: there are several and nothing chooses.
-    """
-    folders = tag_folders(source.files)
-    if not folders:
-        raise SourceNotFoundError(f"{source.store.url} holds no DeepSpeed checkpoint")
-    if tag is not None:
-        return _tagged(source, folders, tag)
-    if "" in folders:
-        return ""
-    if LATEST in source.files:
-        return _latest(source, folders)
-    if len(folders) > 1:
-        raise UnsupportedError(f"there is no file 'latest', and several tags: name one with --tag ({_listed(folders)})")
-    return folders[0]
-
-
-def _tagged(source: Source, folders: list[str], tag: str) -> str:
-    name = tag.strip("/")
-    if not name or name not in folders:
-        raise SourceNotFoundError(f"{source.store.url} has no tag {tag!r}; it has {_listed(folders)}")
-    return name
-
-
-def _latest(source: Source, folders: list[str]) -> str:
-    try:
-        text = source.read_all(LATEST, limit_bytes=MAX_LATEST_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise MalformedError("it should hold the name of a tag, and it is no text", path=LATEST) from error
-    tag = checked_name(text.strip()).strip("/")
-    if tag not in folders:
-        raise IncompleteError(f"it names the tag {tag!r}, which is not here; there is {_listed(folders)}", path=LATEST)
-    return tag
-
-
-def _listed(folders: list[str], limit: int = 8) -> str:
-    shown = [folder or "the folder itself" for folder in folders[-limit:]]
-    return ("..., " if len(folders) > limit else "") + ", ".join(shown)
+    """The folder of ``tag``, or of the checkpoint that ``latest`` points to. Raises as ``choose_tag`` does."""
+    return choose_tag(source, tag, tag_folders(source.files), latest=LATEST, what="DeepSpeed checkpoint")
 
 
 def tag_files(source: Source, folder: str) -> TagFiles:

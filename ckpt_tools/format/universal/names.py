@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
-from ckpt_tools.stores.base import Source, checked_name
+from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.format.deepspeed.tags import choose_tag
+from ckpt_tools.stores.base import Source
 
 LATEST = "latest_universal"
 
@@ -25,9 +26,6 @@ OPTIMIZER_NAME = "zero/optimizer_state.pt"
 
 MASTER_FILE = "fp32"
 """The file of a parameter's fp32 master, and the one that every parameter has; without its suffix."""
-
-MAX_LATEST_BYTES = 4096
-"""The longest path a file system takes; the file holds a name and nothing else."""
 
 _STATE = re.compile(r"(?:(?P<folder>.+?)/)??zero/(?P<fqn>.+)/(?P<slot>[^/]+)\.pt", re.DOTALL)
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -83,47 +81,8 @@ def _is_native(path: str, universal: set[str]) -> bool:
 
 
 def choose_folder(source: Source, tag: str | None) -> str:
-    """The folder of ``tag``, or of the checkpoint that the source itself points to.
-
-    Raises:
-        SourceNotFoundError: there is no such tag; IncompleteError: ``latest_universal`` names one that is not there;
-        UnsafeError: it leads out of the source; UnsupportedError: there are several and nothing chooses.
-    """
-    folders = universal_folders(source.files)
-    if not folders:
-        raise SourceNotFoundError(f"{source.store.url} holds no universal checkpoint")
-    if tag is not None:
-        return _tagged(source, folders, tag)
-    if "" in folders:
-        return ""
-    if LATEST in source.files:
-        return _latest(source, folders)
-    if len(folders) > 1:
-        raise UnsupportedError(f"there is no file {LATEST!r}, and several tags: name one with --tag ({_some(folders)})")
-    return folders[0]
-
-
-def _tagged(source: Source, folders: list[str], tag: str) -> str:
-    name = tag.strip("/")
-    if not name or name not in folders:
-        raise SourceNotFoundError(f"{source.store.url} has no universal checkpoint {tag!r}; it has {_some(folders)}")
-    return name
-
-
-def _latest(source: Source, folders: list[str]) -> str:
-    try:
-        text = source.read_all(LATEST, limit_bytes=MAX_LATEST_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise MalformedError("it should hold the name of a tag, and it is no text", path=LATEST) from error
-    tag = checked_name(text.strip()).strip("/")
-    if tag not in folders:
-        raise IncompleteError(f"it names the tag {tag!r}, which is not here; there is {_some(folders)}", path=LATEST)
-    return tag
-
-
-def _some(folders: list[str], limit: int = 8) -> str:
-    shown = [folder or "the folder itself" for folder in folders[-limit:]]
-    return ("..., " if len(folders) > limit else "") + ", ".join(shown)
+    """The folder of ``tag``, or of the checkpoint that ``latest_universal`` points to."""
+    return choose_tag(source, tag, universal_folders(source.files), latest=LATEST, what="universal checkpoint")
 
 
 def universal_files(source: Source, folder: str) -> UniversalFiles:
