@@ -23,6 +23,18 @@ MAX_OPEN_FILES = 128
 """Descriptors kept open for reading: far under the usual limit of 1,024, and reopening costs 10 microseconds."""
 
 
+WRITE_BYTES = 256 << 10
+"""Most bytes of one system call.
+
+Larger ones, and aligned ones, have the kernel take its page cache in large pieces. In a virtual machine whose free
+memory went back to the host that costs more than all copying. Medians of 5 for 4.2 GB by 2 threads: 2.2 s by 256 KiB
+that straddle their alignment, 3.9 s aligned to it, 6.4 s by aligned 4 MiB; ``cp -r`` 2.8 s. Sizes of reads and of
+buffers made no difference."""
+
+_STRADDLE_BYTES = 4 << 10
+"""How far beyond a multiple of ``WRITE_BYTES`` each call ends: one page."""
+
+
 class _Descriptor:
     """An open file, closed when the last thread lets go of it."""
 
@@ -169,7 +181,7 @@ class LocalWriter:
         view = memoryview(data)
         while len(view):
             try:
-                count = os.pwrite(self.number, view, offset)
+                count = os.pwrite(self.number, view[: _until_next_call(offset)], offset)
             except OSError as error:
                 raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
             view, offset = view[count:], offset + count
@@ -186,6 +198,10 @@ class LocalWriter:
             os.close(self.number)
         except OSError as error:
             raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
+
+
+def _until_next_call(offset: int) -> int:
+    return WRITE_BYTES - (offset - _STRADDLE_BYTES) % WRITE_BYTES
 
 
 def _reserve(number: int, size_bytes: int) -> None:

@@ -27,6 +27,9 @@ assert not heavy, heavy
 """
 
 
+BARE = "import numpy, ml_dtypes, rich.table, click, json, pathlib"
+"""What any command line on arrays has to import."""
+
 LAUNCHER = """
 import os, subprocess, sys
 process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
@@ -49,15 +52,23 @@ def used(*words: str | Path) -> Usage:
     A small process starts it and waits for it alone: a child counts its parent's memory as its own until it is another
     program, and this one has torch in it.
     """
-    command = [sys.executable, "-S", "-c", LAUNCHER, sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    return _launched("-m", "ckpt_tools", *map(str, words))
+
+
+def _launched(*arguments: str) -> Usage:
+    command = [sys.executable, "-S", "-c", LAUNCHER, sys.executable, *arguments]
     code, seconds, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert code == "0"
     return Usage(float(seconds), int(peak))
 
 
-def processor_seconds(*words: str | Path) -> float:
-    """Of the best of three: the machine may be busy, the command's own work is the same."""
-    return min(used(*words).processor_seconds for _ in range(3))
+def cost(*words: str | Path) -> float:
+    """Processor time of the command in that of a Python that imports numpy and rich, the best of five of each.
+
+    Runs alternate, so that a machine that is slow for a while is slow for both.
+    """
+    pairs = [(used(*words).processor_seconds, _launched("-c", BARE).processor_seconds) for _ in range(5)]
+    return min(ours for ours, _ in pairs) / min(bare for _, bare in pairs)
 
 
 def sparse_safetensors(path: Path, num_tensors: int, num_elements: int) -> Path:
@@ -74,16 +85,16 @@ def sparse_safetensors(path: Path, num_tensors: int, num_elements: int) -> Path:
 
 
 def test_help_starts_at_once() -> None:
-    assert processor_seconds("--help") < 0.3
+    assert cost("--help") < 1
 
 
-def test_inspecting_a_thousand_tensors_takes_half_a_second(tmp_path: Path) -> None:
-    assert processor_seconds("inspect", sparse_safetensors(tmp_path / "m.safetensors", 1000, 64)) < 0.5
+def test_inspecting_a_thousand_tensors_costs_little_more_than_starting(tmp_path: Path) -> None:
+    assert cost("inspect", sparse_safetensors(tmp_path / "m.safetensors", 1000, 64)) < 4
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3-bf16"])
 def test_inspecting_what_frameworks_wrote_is_as_quick(kind: str, checkpoint: Any) -> None:
-    assert processor_seconds("inspect", checkpoint(kind, "awkward", 4).checkpoint) < 0.5
+    assert cost("inspect", checkpoint(kind, "awkward", 4).checkpoint) < 4
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan", "convert", "verify"])
