@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.comparison import Progress, Side, VerifyReport, compare
+from ckpt_tools.comparison import Progress, VerifyReport
 from ckpt_tools.conversion import (
     SAME,
     ConvertReport,
@@ -18,17 +18,15 @@ from ckpt_tools.conversion import (
     Prepared,
     described,
     prepare,
-    reduced,
     run,
 )
 from ckpt_tools.errors import UsageError
-from ckpt_tools.format.registry import FormatInfo, table, writers
-from ckpt_tools.integrity import check_integrity
+from ckpt_tools.format.registry import FormatInfo, table
 from ckpt_tools.lazy import Checkpoint
-from ckpt_tools.manifest import Kind
 from ckpt_tools.opening import read_checkpoint
 from ckpt_tools.options import ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
+from ckpt_tools.proofs import ChecksumReport, Running, compare_all, verify_alone, verify_pair, write_digests
 from ckpt_tools.summary import Summary, summarize
 
 
@@ -126,9 +124,9 @@ def convert(
 def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **options: Any) -> ConvertReport:
     """The model's weights alone as one model: safetensors, or what ``dst`` or ``to`` says. Takes ``convert``'s
     options."""
-    from ckpt_tools.opening import implied_format, local_path
+    from ckpt_tools.opening import implied_format, open_place
 
-    chosen = to or implied_format(local_path(dst)) or "safetensors"
+    chosen = to or implied_format(open_place(dst).name) or "safetensors"
     return convert(src, dst, to=chosen, state="model", **options)
 
 
@@ -171,37 +169,68 @@ def verify(
     dst: str | Path | None = None,
     *,
     from_: str | None = None,
+    digests: str | Path | None = None,
     workers: int | None = None,
     on_progress: Progress = _silent,
     **options: Any,
 ) -> VerifyReport:
     """Whether ``dst`` holds the tensors of ``src``, bit for bit, under the options it was converted with.
 
-    Without ``dst``: whether every byte of ``src`` can be read and agrees with the checksums stored in it.
+    Without ``dst``: whether every byte of ``src`` can be read, agrees with the checksums stored in it, and every tensor
+    with its digest: as ``digests`` lists them, else as the list that lies with ``src`` does, if there is one.
     """
+    if dst is not None and digests is not None:
+        raise UsageError("--digests is for one checkpoint; two are compared with each other")
     chosen = ConvertOptions(**options)
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
+    how = Running(_workers(workers), on_progress)
     if dst is None:
-        return check_integrity(source, manifest, num_workers=_workers(workers), on_progress=on_progress)
-    other_source, other = read_checkpoint(dst, ConvertOptions().reading)
-    target = writers().get(other.format)
-    expected, _ = reduced(
-        manifest,
-        chosen,
-        whole=chosen.state != "model" and bool(other.groups or other.of_kind(Kind.STATE)),
-        holds_masters=target is None or target.holds_masters,
-    )
-    total = sum(entry.num_bytes for entry in expected.tensors.values())
-    done = 0
+        return verify_alone(source, manifest, how, against=digests)
+    return verify_pair(source, manifest, dst, chosen, how)
 
-    def on_bytes(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        on_progress(min(done, total), total)
 
-    return compare(
-        Side(source.store, expected), Side(other_source.store, other), num_workers=_workers(workers), on_bytes=on_bytes
-    )
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    from_: str | None = None,
+    workers: int | None = None,
+    on_progress: Progress = _silent,
+    **options: Any,
+) -> VerifyReport:
+    """What differs between the tensors of ``a`` and ``b``, in whatever formats: optimizer state too, bit for bit, and how
+    far the values are apart.
+
+    ``state="model"`` compares weights alone; ``rename`` and ``key_map`` turn names of ``a`` into those of ``b``, and
+    ``include`` and ``exclude`` choose among the latter. ``from_``, ``tag`` and the keys say how ``a`` is read. Where one
+    side alone keeps fp32 masters, ``weights`` says which copy of it is compared.
+    """
+    chosen = ConvertOptions(**options)
+    first = read_checkpoint(a, chosen.reading, format_name=from_)
+    second = read_checkpoint(b, ConvertOptions().reading)
+    return compare_all(first, second, chosen, Running(_workers(workers), on_progress))
+
+
+def checksum(
+    src: str | Path,
+    *,
+    output: str | Path | None = None,
+    from_: str | None = None,
+    tag: str | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    on_progress: Progress = _silent,
+) -> ChecksumReport:
+    """Write down the digest of every tensor of ``src``, where ``verify`` finds them: in its folder, or beside its file.
+
+    ``output`` names another file, or is ``-`` for none: the report holds them.
+    """
+    options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
+    source, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    how = Running(_workers(workers), on_progress)
+    return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
 def formats() -> tuple[FormatInfo, ...]:

@@ -58,6 +58,11 @@ class Assembler:
         """What was asked of the store so far, headers of items and gaps between wanted elements included."""
         return self._bytes_read
 
+    @property
+    def bytes_read_here(self) -> int:
+        """The part of ``bytes_read`` that this thread asked for."""
+        return getattr(self._buffers, "bytes_read", 0)
+
     def read(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
         """Elements ``[start, stop)`` of the row-major order of ``box``, as ``entry.dtype``, into ``out``.
 
@@ -125,6 +130,7 @@ class Assembler:
 
     def _read_into(self, file: str, start: int, buffer: memoryview) -> None:
         self.store.read_into(file, start, buffer)
+        self._buffers.bytes_read = self.bytes_read_here + len(buffer)
         with self._lock:
             self._bytes_read += len(buffer)
 
@@ -166,6 +172,10 @@ class Assembler:
         self._read_strided(file, start_byte, strides, wanted[(*lower, slice(None, middle))])
         second = start_byte + middle * strides[dim] * wanted.dtype.itemsize
         self._read_strided(file, second, strides, wanted[(*lower, slice(middle, None))])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process: the same store, nothing read yet."""
+        return Assembler, (self.store, self.scratch_bytes)
 
     def _buffer(self, use: str, num_bytes: int) -> NDArray[np.uint8]:
         """``num_bytes`` of this thread's buffer for ``use``, which the next call overwrites."""

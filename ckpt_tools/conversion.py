@@ -14,15 +14,14 @@ from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import WriteOptions, Writer
 from ckpt_tools.format.registry import readers, writer_for
+from ckpt_tools.layout import Layout
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
-from ckpt_tools.opening import implied_format, local_path, read_checkpoint
+from ckpt_tools.opening import implied_format, open_place, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import Plan, make_plan
 from ckpt_tools.runners.threads import ThreadRunner
-from ckpt_tools.stores.base import Source, Store
-from ckpt_tools.stores.local import LocalStore
-from ckpt_tools.stores.staging import staged
+from ckpt_tools.stores.base import Place, Source, Store
 
 SAME = "same"
 """In the place of a format to write: the source's own."""
@@ -37,11 +36,11 @@ class Prepared:
     notes: tuple[Note, ...]
     source_format: str
     target_format: str
-    target: Path
+    place: Place
 
     @property
     def is_file(self) -> bool:
-        return implied_format(self.target) is not None
+        return implied_format(self.place.name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,43 +147,51 @@ def prepare(
     Raises:
         CkptError: whatever stands in the way is found here, before the destination is touched.
     """
-    target = local_path(dst)
-    writer = None if to == SAME else _writer(to, target)
+    place = open_place(dst)
+    writer = None if to == SAME else _writer(to, place.name)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
     source_format = manifest.format
-    writer = writer or _same_writer(manifest, target)
-    writing = _write_options(target, manifest, options)
+    writer = writer or _same_writer(manifest, place.name)
+    writing = _write_options(place.name, manifest, options)
     manifest, notes = reduced(manifest, options, whole=is_whole(options, writer), holds_masters=writer.holds_masters)
     layout = writer.layout(manifest, writing)
     notes += layout.notes
     if strict:
         _refuse_losses(notes)
-    plan = make_plan(manifest, layout, memory_bytes=memory_bytes, num_workers=num_workers)
-    return Prepared(source.store, plan, notes, source_format, writer.name, target)
+    wanted = _wanted_bytes(place, layout)
+    plan = make_plan(manifest, layout, memory_bytes=memory_bytes, num_workers=num_workers, wanted_bytes=wanted)
+    return Prepared(source.store, plan, notes, source_format, writer.name, place)
 
 
-def _writer(to: str | None, target: Path) -> Writer:
-    implied = implied_format(target)
+def _wanted_bytes(place: Place, layout: Layout) -> int:
+    """The size of tasks that the place asks for; files made one by one are not made for a place that does not care."""
+    if place.parts.max_parts is None:
+        return place.parts.wanted_bytes(0)
+    return place.parts.wanted_bytes(max((file.size_bytes for file in layout.files), default=0))
+
+
+def _writer(to: str | None, name: str) -> Writer:
+    implied = implied_format(name)
     if to is None and implied is None:
-        raise UsageError(f"say with --to in which format {target} is to be written")
+        raise UsageError(f"say with --to in which format {name} is to be written")
     if to is not None and implied is not None and to != implied:
-        raise UsageError(f"{target.name} is a {implied} file and --to says {to}; name a folder or drop --to")
+        raise UsageError(f"{name} is a {implied} file and --to says {to}; name a folder or drop --to")
     return writer_for(to or implied or "")
 
 
-def _same_writer(manifest: Manifest, target: Path) -> Writer:
+def _same_writer(manifest: Manifest, name: str) -> Writer:
     """The writer of the source's own format, for another world size."""
-    writer = _writer(manifest.format, target)
+    writer = _writer(manifest.format, name)
     if manifest.world_size is None or manifest.format == "universal":
         raise UsageError(f"a {manifest.format} checkpoint has no world size to change")
     return writer
 
 
-def _write_options(target: Path, manifest: Manifest, options: ConvertOptions) -> WriteOptions:
+def _write_options(name: str, manifest: Manifest, options: ConvertOptions) -> WriteOptions:
     """The keys say where a tree is read where the source is one, and where it is written elsewhere."""
     is_tree = manifest.tree is not None
     return WriteOptions(
-        file_name=target.name if implied_format(target) else None,
+        file_name=name if implied_format(name) else None,
         max_shard_bytes=options.max_shard_bytes,
         world_size=options.world_size or manifest.world_size or 1,
         tag=options.tag,
@@ -215,7 +222,9 @@ def described(prepared: Prepared) -> PlanReport:
     )
 
 
-def run(prepared: Prepared, *, overwrite: bool, fsync: bool, on_progress: Progress) -> ConvertReport:
+def run(
+    prepared: Prepared, *, overwrite: bool, fsync: bool, on_progress: Progress, resume: bool = False
+) -> ConvertReport:
     """Write the destination: whole, or not at all.
 
     Raises:
@@ -225,19 +234,19 @@ def run(prepared: Prepared, *, overwrite: bool, fsync: bool, on_progress: Progre
     if overwrite:
         check_replaceable(prepared)
     plan, report = prepared.plan, described(prepared)
-    with staged(prepared.target, is_file=prepared.is_file, overwrite=overwrite) as staging:
+    with prepared.place.claim(is_file=prepared.is_file, overwrite=overwrite, resume=resume) as claim:
         meter = _Meter(on_progress, report.bytes_written)
         outcome = execute(
             plan,
             prepared.store,
-            staging.store,
+            claim.destination,
             runner=ThreadRunner(plan.num_workers),
             fsync=fsync,
             on_bytes=meter.add,
         )
-        staging.publish(fsync=fsync)
+        claim.publish([file.path for file in plan.layout.files], fsync=fsync)
     seconds = time.perf_counter() - started
-    return ConvertReport(report, str(prepared.target), outcome.bytes_read, outcome.bytes_written, seconds)
+    return ConvertReport(report, prepared.place.url, outcome.bytes_read, outcome.bytes_written, seconds)
 
 
 def check_replaceable(prepared: Prepared) -> None:
@@ -246,17 +255,20 @@ def check_replaceable(prepared: Prepared) -> None:
     Raises:
         DestinationExistsError: replacing it would delete other things with it.
     """
-    target = prepared.target
-    if not target.is_dir() or not any(target.iterdir()):
+    place = prepared.place
+    existing = place.existing()
+    if existing is None:
         return
-    present = Source.open(LocalStore(target))
+    present = Source.open(existing)
     if not any(reader.detect(present) for reader in readers().values()):
-        raise DestinationExistsError(f"{target} is no checkpoint, so it is not replaced; remove it or choose another")
+        raise DestinationExistsError(
+            f"{place.url} is no checkpoint, so it is not replaced; remove it or choose another"
+        )
     written = {file.path.partition("/")[0] for file in prepared.plan.layout.files}
-    others = sorted(path.name for path in target.iterdir() if path.is_dir() and path.name not in written)
+    others = sorted(place.folders() - written)
     if others and any("/" in file.path for file in prepared.plan.layout.files):
         raise DestinationExistsError(
-            f"{target} holds {others[0]} too, which replacing it would delete; choose another destination"
+            f"{place.url} holds {others[0]} too, which replacing it would delete; choose another destination"
         )
 
 

@@ -1,102 +1,158 @@
 """Run a plan: read, place, cast, checksum, write.
 
-A task assembles its range in one buffer and writes it with one call. It returns the CRC-32 of the parts of its range
-that a checksum covers; once all tasks of a file are done these are combined, the checksums are written in their
-places, and the file is closed. Publishing is the caller's.
+A task assembles its range in one buffer, fills in the checksums that lie in it, and writes it with one call. It depends
+on nothing but its inputs and the checksums of earlier bytes, so it may run in any process, and twice. Once all tasks of
+a file are done the file is finished. Publishing is the caller's.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import reduce
+from typing import Protocol
 
 import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
 from ckpt_tools.assemble import Assembler
-from ckpt_tools.errors import CkptError
+from ckpt_tools.checksums import Board, LocalBoard, PartCrc
 from ckpt_tools.layout import Crc32, FileLayout, Layout
 from ckpt_tools.planning import Fill, Gather, Plan, Task, Zeros, steps
 from ckpt_tools.runners.base import Runner
-from ckpt_tools.stores.base import FileWriter, Store
+from ckpt_tools.stores.base import Destination, Store
 
 
 @dataclass(frozen=True, slots=True)
-class PartCrc:
-    """The CRC-32 of bytes ``[start, stop)`` of a file, a part of the range ``covers``."""
+class Job:
+    """A task, and the file that it fills a part of."""
 
-    covers: tuple[int, int]
-    start: int
-    stop: int
-    value: int
+    task: Task
+    handle: str
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A task that is done."""
+    """A task that is done: the CRC-32 of its bytes and of their parts in longer ranges, and the destination's proof."""
 
     task: Task
-    crcs: tuple[PartCrc, ...]
+    crc: int
+    parts: tuple[PartCrc, ...]
+    proof: str
+    bytes_read: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run moved, in bytes."""
+    """What a run moved, in bytes; what an earlier run had written already is not in ``bytes_written``."""
 
     bytes_read: int
     bytes_written: int
 
 
+class History(Protocol):
+    """What an earlier run left of the same plan, and where this one notes what a later one may need."""
+
+    @property
+    def handles(self) -> Mapping[int, str]:
+        """Files begun, by number."""
+
+    @property
+    def receipts(self) -> Iterable[Receipt]:
+        """Tasks that are done, checked."""
+
+    def begun(self, file: int, handle: str) -> None:
+        """A file was begun."""
+
+    def done(self, receipt: Receipt) -> None:
+        """A task was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoHistory:
+    """Every run is the first."""
+
+    handles: Mapping[int, str] = field(default_factory=dict)
+    receipts: tuple[Receipt, ...] = ()
+
+    def begun(self, file: int, handle: str) -> None:
+        """Nobody asks."""
+
+    def done(self, receipt: Receipt) -> None:
+        """Nobody asks."""
+
+
 def execute(
     plan: Plan,
     source: Store,
-    target: Store,
+    target: Destination,
     *,
     runner: Runner,
     fsync: bool,
     on_bytes: Callable[[int], None],
+    history: History | None = None,
+    board: Board | None = None,
 ) -> Outcome:
     """Fill every file of the plan's layout in ``target``; ``on_bytes`` hears of each task's bytes when they are
-    written.
+    written, or found to have been.
+
+    ``board`` is one that all of the runner's workers share, where they are not threads of this process.
 
     Raises:
         CkptError: reading or writing failed; the target then holds unfinished files.
     """
-    work = _Work(plan, Assembler(source, plan.task_bytes), _Outputs(plan.layout, target, fsync))
+    board, history = board or LocalBoard(), history or NoHistory()
+    files = _Files(plan, target, fsync, board, history)
+    work = Worker(plan, Assembler(source, plan.task_bytes), target, board)
+    bytes_read = bytes_written = 0
     try:
+        for receipt in history.receipts:
+            files.recover(receipt)
+            on_bytes(receipt.task.num_bytes)
         # Closed before the files are: a task still under way would write into whatever has its descriptor by then.
-        with closing(runner.run(work, plan.tasks())) as receipts:
+        with closing(runner.run(work, files.jobs())) as receipts:
             for receipt in receipts:
-                work.outputs.settle(receipt)
+                files.settle(receipt)
+                bytes_read += receipt.bytes_read
+                bytes_written += receipt.task.num_bytes
                 on_bytes(receipt.task.num_bytes)
-        assert work.outputs.num_complete == len(plan.layout.files), "every task was run"
+        assert files.num_finished == len(plan.layout.files), "every task was run"
     finally:
-        work.outputs.abandon()
-    return Outcome(work.assembler.bytes_read, plan.bytes_written)
+        target.abandon()
+    return Outcome(bytes_read, bytes_written)
 
 
 @dataclass(slots=True)
-class _Work:
-    """What a worker does with a task."""
+class Worker:
+    """What is done with a task. It may be sent to another process, where it starts with no buffer and no open file."""
 
     plan: Plan
     assembler: Assembler
-    outputs: _Outputs
-    _buffers: threading.local = field(default_factory=threading.local)
+    target: Destination
+    board: Board
+    _buffers: threading.local = field(default_factory=threading.local, repr=False)
+    _covered: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
 
-    def __call__(self, task: Task) -> Receipt:
-        file = self.plan.layout.files[task.file]
+    def __call__(self, job: Job) -> Receipt:
+        try:
+            return self._done(job)
+        except BaseException as error:
+            self.board.fail(error)
+            raise
+
+    def _done(self, job: Job) -> Receipt:
+        task, file, before = job.task, self.plan.layout.files[job.task.file], self.assembler.bytes_read_here
         buffer = self._buffer()[: task.num_bytes]
         for step in steps(file, task):
             self._fill(step, buffer)
-        self.outputs.writer(task.file).write_at(task.start, buffer.data)
-        return Receipt(task, tuple(_part_crcs(self.outputs.covered(task.file), task, buffer)))
+        parts = tuple(_part_crcs(self._ranges(task.file, file), task, buffer))
+        self._seal(file, task, parts, buffer)
+        proof = self.target.write(file.path, job.handle, task.number, task.start, buffer.data)
+        bytes_read = self.assembler.bytes_read_here - before
+        return Receipt(task, isal_zlib.crc32(buffer.data), parts, proof, bytes_read)
 
     def _fill(self, step: Fill | Zeros | Gather, buffer: NDArray[np.uint8]) -> None:
         match step:
@@ -109,68 +165,108 @@ class _Work:
                 room = buffer[offset : offset + (stop - start) * payload.dtype.item_bytes]
                 self.assembler.read(entry, payload.box, payload.shape, start, stop, room.data)
 
+    def _seal(self, file: FileLayout, task: Task, parts: tuple[PartCrc, ...], buffer: NDArray[np.uint8]) -> None:
+        """Fill in the checksums that lie in the task; those that others need are told first."""
+        self.board.post(task.file, parts)
+        for offset, segment in _checksums(file, task):
+            value = self.board.value(task.file, (segment.start, segment.stop)) if segment.start < segment.stop else 0
+            at = offset - task.start
+            buffer[at : at + segment.num_bytes] = np.frombuffer(value.to_bytes(4, "little"), np.uint8)
+
+    def _ranges(self, number: int, file: FileLayout) -> list[tuple[int, int]]:
+        """The ranges of a file that checksums cover, in order."""
+        found = self._covered.get(number)
+        if found is None:
+            if len(self._covered) > 64:
+                self._covered.clear()
+            found = self._covered[number] = _covered_ranges(file)
+        return found
+
     def _buffer(self) -> NDArray[np.uint8]:
         if not hasattr(self._buffers, "output"):
             self._buffers.output = np.empty(self.plan.task_bytes, np.uint8)
         output: NDArray[np.uint8] = self._buffers.output
         return output
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Worker, (self.plan, self.assembler, self.target, self.board)
+
 
 @dataclass(slots=True)
-class _Outputs:
-    """The files being written: opened by the first task that needs one, closed when the last is settled."""
+class _Files:
+    """The files being written: begun when their first task is handed out, finished when their last is done."""
 
-    layout: Layout
-    target: Store
+    plan: Plan
+    target: Destination
     fsync: bool
-    _writers: dict[int, FileWriter] = field(default_factory=dict)
-    _covered: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    _written: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    _crcs: defaultdict[int, list[PartCrc]] = field(default_factory=lambda: defaultdict(list))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    num_complete: int = 0
+    board: Board
+    history: History
+    num_finished: int = 0
+    _handles: dict[int, str] = field(default_factory=dict)
+    _missing: dict[int, int] = field(default_factory=dict)
+    _proofs: dict[int, dict[int, str]] = field(default_factory=dict)
+    _recovered: set[tuple[int, int]] = field(default_factory=set)
 
-    def writer(self, number: int) -> FileWriter:
-        with self._lock:
-            if number not in self._writers:
-                file = self.layout.files[number]
-                self._writers[number] = self.target.create(file.path, file.size_bytes)
-            return self._writers[number]
+    @property
+    def _layout(self) -> Layout:
+        return self.plan.layout
 
-    def covered(self, number: int) -> list[tuple[int, int]]:
-        """The ranges of a file that checksums cover, in order."""
-        found = self._covered.get(number)
-        if found is None:
-            found = self._covered[number] = _covered_ranges(self.layout.files[number])
-        return found
+    def jobs(self) -> Iterator[Job]:
+        """What is left to do, in order; runners take one at a time."""
+        for task in self.plan.tasks():
+            if (task.file, task.number) not in self._recovered:
+                yield Job(task, self._handle(task.file))
+
+    def _handle(self, number: int) -> str:
+        if number not in self._handles:
+            known = self.history.handles.get(number)
+            self._handles[number] = self._begin(number) if known is None else known
+        return self._handles[number]
+
+    def _begin(self, number: int) -> str:
+        file = self._layout.files[number]
+        handle = self.target.begin(file.path, file.size_bytes)
+        self.history.begun(number, handle)
+        return handle
+
+    def recover(self, receipt: Receipt) -> None:
+        """A task that an earlier run has done."""
+        self._recovered.add((receipt.task.file, receipt.task.number))
+        self.board.post(receipt.task.file, receipt.parts)
+        self._count(receipt)
 
     def settle(self, receipt: Receipt) -> None:
-        """Take note of a task; the last one of a file completes it."""
+        """A task that this run has done."""
+        self.history.done(receipt)
+        self._count(receipt)
+
+    def _count(self, receipt: Receipt) -> None:
+        """The last task of a file finishes it."""
         number = receipt.task.file
-        self._written[number] += receipt.task.num_bytes
-        self._crcs[number].extend(receipt.crcs)
-        if self._written[number] == self.layout.files[number].size_bytes:
-            self._complete(number)
+        proofs = self._proofs.setdefault(number, {})
+        proofs[receipt.task.number] = receipt.proof
+        missing = self._missing.get(number, self._layout.files[number].size_bytes) - receipt.task.num_bytes
+        self._missing[number] = missing
+        if missing == 0:
+            self._finish(number)
 
-    def _complete(self, number: int) -> None:
-        writer, file = self._writers[number], self.layout.files[number]
-        values = _combined(self._crcs.pop(number, []))
-        for offset, segment in zip(file.offsets, file.segments, strict=False):
-            if isinstance(segment, Crc32):
-                value = values.get((segment.start, segment.stop), 0)
-                writer.write_at(offset, value.to_bytes(4, "little"))
-        del self._writers[number]
-        del self._written[number]
-        self._covered.pop(number, None)
-        writer.close(fsync=self.fsync)
-        self.num_complete += 1
+    def _finish(self, number: int) -> None:
+        proofs = self._proofs.pop(number)
+        in_order = [proofs[part] for part in sorted(proofs)]
+        self.target.finish(self._layout.files[number].path, self._handle(number), in_order, fsync=self.fsync)
+        self.board.forget(number)
+        del self._missing[number]
+        self.num_finished += 1
 
-    def abandon(self) -> None:
-        """Close what a failed run left open, whose own errors matter no more."""
-        for writer in self._writers.values():
-            with suppress(CkptError):
-                writer.close(fsync=False)
-        self._writers.clear()
+
+def _checksums(file: FileLayout, task: Task) -> Iterator[tuple[int, Crc32]]:
+    """The checksums that lie in a task, and where in the file."""
+    index = bisect_left(file.offsets, task.start)
+    while index < len(file.segments) and file.offsets[index] < task.stop:
+        segment = file.segments[index]
+        if isinstance(segment, Crc32):
+            yield file.offsets[index], segment
+        index += 1
 
 
 def _covered_ranges(file: FileLayout) -> list[tuple[int, int]]:
@@ -178,9 +274,8 @@ def _covered_ranges(file: FileLayout) -> list[tuple[int, int]]:
     return sorted(pair for pair in ranges if pair[0] < pair[1])
 
 
-def _part_crcs(covered: list[tuple[int, int]], task: Task, buffer: NDArray[np.uint8]) -> list[PartCrc]:
+def _part_crcs(covered: list[tuple[int, int]], task: Task, buffer: NDArray[np.uint8]) -> Iterator[PartCrc]:
     """Checksums of what ``buffer`` holds of each covered range; the ranges do not overlap."""
-    parts = []
     first = max(0, bisect_left(covered, (task.start, task.start)) - 1)
     for lower, upper in covered[first:]:
         if lower >= task.stop:
@@ -188,16 +283,4 @@ def _part_crcs(covered: list[tuple[int, int]], task: Task, buffer: NDArray[np.ui
         start, stop = max(lower, task.start), min(upper, task.stop)
         if start < stop:
             value = isal_zlib.crc32(buffer[start - task.start : stop - task.start].data)
-            parts.append(PartCrc((lower, upper), start, stop, value))
-    return parts
-
-
-def _combined(parts: list[PartCrc]) -> dict[tuple[int, int], int]:
-    """The checksum of every covered range from those of its parts."""
-    by_range: defaultdict[tuple[int, int], list[PartCrc]] = defaultdict(list)
-    for part in sorted(parts, key=lambda part: part.start):
-        by_range[part.covers].append(part)
-    return {
-        covers: reduce(lambda crc, part: isal_zlib.crc32_combine(crc, part.value, part.stop - part.start), found, 0)
-        for covers, found in by_range.items()
-    }
+            yield PartCrc((lower, upper), start, stop, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.companions import with_companions
@@ -11,9 +11,10 @@ from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.format.registry import reader_for
 from ckpt_tools.manifest import Manifest
-from ckpt_tools.stores.base import Source
+from ckpt_tools.stores.base import Place, Source
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.stores.staging import LocalPlace
 
 FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 """Destinations that are one file, and the format each implies."""
@@ -69,6 +70,11 @@ def read_checkpoint(
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 
-def implied_format(target: Path) -> str | None:
+def open_place(url: str | Path) -> Place:
+    """Where an output is to be; nothing is touched. Raises UnsupportedError where nothing can be written there."""
+    return LocalPlace(local_path(url))
+
+
+def implied_format(name: str) -> str | None:
     """The format that a destination's name implies, where it is one file."""
-    return FILE_SUFFIXES.get(target.suffix)
+    return FILE_SUFFIXES.get(PurePosixPath(name).suffix)

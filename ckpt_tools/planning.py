@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 
 import numpy as np
@@ -43,9 +44,10 @@ BUFFERS_PER_TASK = 3
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Bytes ``[start, stop)`` of the layout's file number ``file``."""
+    """Bytes ``[start, stop)`` of the layout's file number ``file``, the part ``number`` of it, counted from 0."""
 
     file: int
+    number: int
     start: int
     stop: int
 
@@ -162,22 +164,27 @@ class Plan:
         return _fixed_bytes(self.manifest) + self.num_workers * BUFFERS_PER_TASK * self.task_bytes
 
 
-def make_plan(manifest: Manifest, layout: Layout, *, memory_bytes: int, num_workers: int) -> Plan:
+def make_plan(
+    manifest: Manifest, layout: Layout, *, memory_bytes: int, num_workers: int, wanted_bytes: int = 0
+) -> Plan:
     """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``.
+
+    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so.
 
     Raises:
         MemoryBudgetError: not even the smallest tasks fit.
     """
     spare = memory_bytes - _fixed_bytes(manifest)
     fitting = spare // (num_workers * BUFFERS_PER_TASK)
-    if fitting < MIN_TASK_BYTES:
-        needed = _fixed_bytes(manifest) + num_workers * BUFFERS_PER_TASK * MIN_TASK_BYTES
+    smallest = max(MIN_TASK_BYTES, wanted_bytes)
+    if fitting < smallest:
+        needed = _fixed_bytes(manifest) + num_workers * BUFFERS_PER_TASK * smallest
         raise MemoryBudgetError(
             f"this checkpoint needs at least {needed:,} bytes of memory with {num_workers} workers, "
             f"and the budget is {memory_bytes:,}: raise --memory or lower --workers"
         )
     aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES
-    return Plan(manifest, layout, min(MAX_TASK_BYTES, aligned), num_workers)
+    return Plan(manifest, layout, max(min(MAX_TASK_BYTES, aligned), wanted_bytes), num_workers)
 
 
 def _fixed_bytes(manifest: Manifest) -> int:
@@ -186,11 +193,11 @@ def _fixed_bytes(manifest: Manifest) -> int:
 
 
 def _cut(number: int, file: FileLayout, task_bytes: int) -> Iterator[Task]:
-    """Tasks of at most ``task_bytes`` that never split an element; one empty task for an empty file."""
+    """Tasks of at most ``task_bytes`` that never split an element or a checksum; one empty task for an empty file."""
     start = 0
-    while True:
+    for part in count():
         stop = _whole_elements(file, min(start + task_bytes, file.size_bytes))
-        yield Task(number, start, stop)
+        yield Task(number, part, start, stop)
         if stop == file.size_bytes:
             return
         start = stop
@@ -200,9 +207,13 @@ def _whole_elements(file: FileLayout, stop: int) -> int:
     """The last boundary between elements at or before ``stop``."""
     index = bisect_right(file.offsets, stop) - 1
     segment = file.segments[index] if index < len(file.segments) else None
-    if not isinstance(segment, Payload):
-        return stop
-    return stop - (stop - file.offsets[index]) % segment.dtype.item_bytes
+    match segment:
+        case Payload():
+            return stop - (stop - file.offsets[index]) % segment.dtype.item_bytes
+        case Crc32():
+            return file.offsets[index]
+        case _:
+            return stop
 
 
 def steps(file: FileLayout, task: Task) -> Iterator[Step]:

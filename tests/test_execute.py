@@ -30,6 +30,7 @@ from ckpt_tools.planning import Plan
 from ckpt_tools.runners.base import Item, Result
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Buffer, FileWriter, Store
+from ckpt_tools.stores.filled import StoreDestination
 from ckpt_tools.stores.local import LocalStore, LocalWriter
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.staging import staged
@@ -42,7 +43,9 @@ KIB = 1 << 10
 def run(
     plan: Plan, source: Store, target: Store, *, fsync: bool = False, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Outcome:
-    return execute(plan, source, target, runner=ThreadRunner(plan.num_workers), fsync=fsync, on_bytes=on_bytes)
+    return execute(
+        plan, source, StoreDestination(target), runner=ThreadRunner(plan.num_workers), fsync=fsync, on_bytes=on_bytes
+    )
 
 
 def plan_of(
@@ -289,7 +292,7 @@ class TestFailures:
             execute(
                 self.plan,
                 MemoryStore({"source": bytearray(DATA)}),
-                MemoryStore(),
+                StoreDestination(MemoryStore()),
                 runner=Lazy(),
                 fsync=False,
                 on_bytes=lambda _: None,
@@ -340,11 +343,13 @@ def test_few_files_are_open_at_a_time_however_slowly_they_are_closed(tmp_path: P
         from ckpt_tools.manifest import Manifest
         from ckpt_tools.planning import Plan
         from ckpt_tools.runners.threads import ThreadRunner
+        from ckpt_tools.stores.filled import StoreDestination
         from ckpt_tools.stores.local import LocalStore
         files = [FileLayout(f"{n}", (Literal(b"x"),)) for n in range(1000)]
         plan = Plan(Manifest("test", {}), Layout(files), 64, 2)
         source = LocalStore(Path(sys.argv[1]))
-        execute(plan, source, source, runner=ThreadRunner(2), fsync=False, on_bytes=lambda _: time.sleep(0.001))
+        target, pause = StoreDestination(source), lambda _: time.sleep(0.001)
+        execute(plan, source, target, runner=ThreadRunner(2), fsync=False, on_bytes=pause)
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))  # noqa: E731

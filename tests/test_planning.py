@@ -118,7 +118,7 @@ class TestTasks:
 
     def test_an_empty_file_has_one_empty_task_that_makes_it(self) -> None:
         plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
-        assert list(plan.tasks()) == [Task(0, 0, 0), Task(1, 0, 0)]
+        assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
         assert plan.num_tasks == 2
 
     def test_an_odd_header_shifts_the_cuts_to_elements(self) -> None:

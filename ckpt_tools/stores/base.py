@@ -7,7 +7,8 @@ whoever gave it. It knows nothing of formats, staging or retries.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Protocol
@@ -47,6 +48,111 @@ class Store(Protocol):
 
     def create(self, path: str, size_bytes: int) -> FileWriter:
         """A new file of exactly ``size_bytes``. Raises StoreError, for example where the disk is full."""
+
+    def reopen(self, path: str) -> FileWriter:
+        """A file that was created before, for writing on. Raises StoreError."""
+
+
+SPARE_BYTES = 64
+"""More than any element has."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartRules:
+    """How a destination wants its files cut: all parts but a file's last hold at least ``min_bytes``, and a file has at
+    most ``max_parts``."""
+
+    min_bytes: int = 0
+    max_parts: int | None = None
+
+    def wanted_bytes(self, largest_file: int) -> int:
+        """The size to cut at, with room for parts that end a little earlier so as to split no element."""
+        by_number = 0 if self.max_parts is None else -(-largest_file // self.max_parts) + SPARE_BYTES
+        return max(self.min_bytes + SPARE_BYTES if self.min_bytes else 0, by_number)
+
+
+class Destination(Protocol):
+    """Files being written, part by part, none of which anybody else can see yet.
+
+    Parts of a file are numbered from 0 in order of their bytes, and may be written in any order, from any thread or
+    process that was given the destination and the file's handle; a part may be written twice, and holds the same
+    bytes both times.
+    """
+
+    def begin(self, path: str, size_bytes: int) -> str:
+        """Make a new file of exactly ``size_bytes``; its handle. Raises StoreError."""
+
+    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        """Write part ``number``, all of ``data`` at ``offset``; a proof of it. Raises StoreError."""
+
+    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, proof: str) -> bool:
+        """Whether that part is there, whole, as the process that wrote it said: its CRC-32 and its proof."""
+
+    def finish(self, path: str, handle: str, proofs: Sequence[str], *, fsync: bool) -> None:
+        """All parts were written, with these proofs; with ``fsync`` the file outlives a power failure."""
+
+    def abandon(self) -> None:
+        """Let go of what is open; nothing is removed, nothing is raised."""
+
+
+class Log(Protocol):
+    """Bytes kept beside unfinished output, which outlive the process that wrote them."""
+
+    def read(self) -> bytes:
+        """All that was appended, perhaps but for an end that was cut off. Raises StoreError."""
+
+    def append(self, data: bytes) -> None:
+        """Add ``data``. Raises StoreError."""
+
+    def clear(self) -> None:
+        """Forget everything. Raises StoreError."""
+
+
+class Claim(Protocol):
+    """A place that this process alone is writing to."""
+
+    @property
+    def destination(self) -> Destination:
+        """Where to write."""
+
+    @property
+    def log(self) -> Log:
+        """Where to note what was written."""
+
+    def publish(self, paths: Sequence[str], *, fsync: bool) -> None:
+        """Make the finished files visible, the last of ``paths`` last. Raises DestinationExistsError, StoreError."""
+
+
+class Place(Protocol):
+    """Where an output is to be, before anything is written there."""
+
+    @property
+    def url(self) -> str:
+        """For messages."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+
+    @property
+    def parts(self) -> PartRules:
+        """How files are cut there."""
+
+    def existing(self) -> Store | None:
+        """The folder that is there already, if there is one and it holds anything."""
+
+    def folders(self) -> frozenset[str]:
+        """The names of the folders directly in it, hidden ones too."""
+
+    def claim(self, *, is_file: bool, overwrite: bool, resume: bool) -> AbstractContextManager[Claim]:
+        """Take the place, as one file or as a folder; on leaving, what was not published is removed.
+
+        With ``resume`` what a killed run left is kept, and is kept again where this run fails.
+
+        Raises:
+            DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.
+            UsageError: the place cannot be replaced. StoreError: it cannot be written.
+        """
 
 
 def checked_name(path: str) -> str:

@@ -141,6 +141,17 @@ class LocalStore:
         writer.allocate(size_bytes)
         return writer
 
+    def reopen(self, path: str) -> LocalWriter:
+        target = self.root / checked_name(path)
+        try:
+            return LocalWriter(target, os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except OSError as error:
+            raise StoreError(f"opening failed: {error.strerror}", path=str(target)) from error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process: the same folder, no file open."""
+        return LocalStore, (self.root, self.only)
+
 
 def _raise(error: OSError) -> None:
     raise error

@@ -34,6 +34,9 @@ class MemoryStore:
         data = self.files[checked_name(path)] = bytearray(size_bytes)
         return MemoryWriter(data)
 
+    def reopen(self, path: str) -> MemoryWriter:
+        return MemoryWriter(self.files[checked_name(path)])
+
 
 @dataclass(slots=True)
 class MemoryWriter:

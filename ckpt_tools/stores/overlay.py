@@ -34,3 +34,6 @@ class Overlay:
 
     def create(self, path: str, size_bytes: int) -> FileWriter:
         return self.store.create(path, size_bytes)
+
+    def reopen(self, path: str) -> FileWriter:
+        return self.store.reopen(path)

@@ -12,19 +12,72 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
+from ckpt_tools.stores.base import PartRules, Store
+from ckpt_tools.stores.filled import StoreDestination
 from ckpt_tools.stores.local import LocalStore
 
 STAGING_SUFFIX = ".ckpt-tools-partial"
 REPLACED_SUFFIX = ".ckpt-tools-replaced"
+LOG_NAME = ".ckpt-tools-log"
+"""In the staging folder, beside unfinished files; gone before they are published."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """fcntl.h and linux/fs.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """A path of the local file system, as the place of an output."""
+
+    path: Path
+
+    @property
+    def url(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def parts(self) -> PartRules:
+        return PartRules()
+
+    def existing(self) -> Store | None:
+        return LocalStore(self.path) if _is_full_folder(self.path) else None
+
+    def folders(self) -> frozenset[str]:
+        return frozenset(path.name for path in self.path.iterdir() if path.is_dir())
+
+    def claim(self, *, is_file: bool, overwrite: bool, resume: bool) -> AbstractContextManager[Staging]:
+        return staged(self.path, is_file=is_file, overwrite=overwrite, resume=resume)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLog:
+    """A file that is appended to."""
+
+    path: Path
+
+    def read(self) -> bytes:
+        with _reporting("reading failed", self.path), suppress(FileNotFoundError):
+            return self.path.read_bytes()
+        return b""
+
+    def append(self, data: bytes) -> None:
+        with _reporting("writing failed", self.path), self.path.open("ab", buffering=0) as file:
+            while data:
+                data = data[file.write(data) :]
+
+    def clear(self) -> None:
+        with _reporting("removing failed", self.path):
+            self.path.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
@@ -37,14 +90,21 @@ class Staging:
     overwrite: bool
     moved: bool = False
     """Whether the hidden folder has itself become the target, so that nothing of it is left to remove."""
+    destination: StoreDestination = field(init=False)
+    log: LocalLog = field(init=False)
 
-    def publish(self, *, fsync: bool) -> None:
+    def __post_init__(self) -> None:
+        self.destination = StoreDestination(self.store)
+        self.log = LocalLog(self.store.root / LOG_NAME)
+
+    def publish(self, paths: Sequence[str] = (), *, fsync: bool) -> None:
         """Put the finished output in its place, in one step.
 
         Raises:
             DestinationExistsError: somebody else put something there meanwhile. StoreError: renaming failed.
         """
         folder = self.store.root
+        self.log.clear()
         with _reporting("publishing failed", self.target):
             if fsync:
                 _sync_folders(folder)
@@ -61,8 +121,10 @@ class Staging:
 
 
 @contextmanager
-def staged(target: Path, *, is_file: bool, overwrite: bool) -> Iterator[Staging]:
+def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False) -> Iterator[Staging]:
     """A staging folder for ``target``; on leaving, it is gone unless it was published.
+
+    With ``resume`` it holds what a killed run left there, and stays for the next one where this one fails.
 
     A target that is a link to a folder stands for that folder; one that is a link to a file is replaced itself.
 
@@ -75,15 +137,17 @@ def staged(target: Path, *, is_file: bool, overwrite: bool) -> Iterator[Staging]
     with _reporting("cannot write there", place.parent):
         _check_free(place, is_file=is_file, overwrite=overwrite)
         lock = _claim(folder)
-    staging = Staging(LocalStore(folder), place, is_file, overwrite)
+    staging, kept = Staging(LocalStore(folder), place, is_file, overwrite), resume
     try:
         with _reporting("cannot write there", place.parent):
-            _empty(folder)
+            if not resume:
+                _empty(folder)
             _recover(place)
             _check_free(place, is_file=is_file, overwrite=overwrite)
         yield staging
+        kept = False
     finally:
-        if not staging.moved:
+        if not staging.moved and not kept:
             shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 

@@ -36,6 +36,7 @@ from ckpt_tools.manifest import (
 from ckpt_tools.planning import make_plan
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Source
+from ckpt_tools.stores.filled import StoreDestination
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.transforms import cast
@@ -61,7 +62,9 @@ def write(manifest: Manifest, source: Path, out: Path, options: WriteOptions | N
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=1)
     out.mkdir()
     store = Overlay(LocalStore(source), manifest.literals)
-    execute(plan, store, LocalStore(out), runner=ThreadRunner(1), fsync=False, on_bytes=lambda _: None)
+    execute(
+        plan, store, StoreDestination(LocalStore(out)), runner=ThreadRunner(1), fsync=False, on_bytes=lambda _: None
+    )
     return layout
 
 

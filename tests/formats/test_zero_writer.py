@@ -44,6 +44,7 @@ from ckpt_tools.manifest import (
 from ckpt_tools.planning import make_plan
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Source
+from ckpt_tools.stores.filled import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.transforms import cast
@@ -128,7 +129,7 @@ def write(made: Checkpoint, manifest: Manifest, layout: Layout) -> MemoryStore:
     target = MemoryStore()
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=1)
     source = Overlay(made.store, manifest.literals)
-    execute(plan, source, target, runner=ThreadRunner(1), fsync=False, on_bytes=lambda _: None)
+    execute(plan, source, StoreDestination(target), runner=ThreadRunner(1), fsync=False, on_bytes=lambda _: None)
     return target
 
 

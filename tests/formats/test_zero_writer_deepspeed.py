@@ -25,6 +25,7 @@ from ckpt_tools.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.planning import make_plan
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Source
+from ckpt_tools.stores.filled import StoreDestination
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.transforms import cast
@@ -48,7 +49,9 @@ def convert(
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=2)
     target.mkdir(parents=True)
     store = Overlay(opened.store, manifest.literals)
-    execute(plan, store, LocalStore(target), runner=ThreadRunner(2), fsync=False, on_bytes=lambda _: None)
+    execute(
+        plan, store, StoreDestination(LocalStore(target)), runner=ThreadRunner(2), fsync=False, on_bytes=lambda _: None
+    )
     return layout.notes
 
 
