@@ -1,8 +1,8 @@
 """ckpt-tools: open any sharded training checkpoint and write any other.
 
-The public API is the verbs of the command line, ``inspect``, ``plan``, ``convert``, ``consolidate``, ``verify`` and
-``formats``, and the errors they raise. They are loaded when they are first used, so that importing the package costs
-nothing.
+The public API is the verbs of the command line, ``inspect``, ``plan``, ``convert``, ``reshard``, ``consolidate``,
+``verify``, ``diff``, ``checksum`` and ``formats``, and the errors they raise. They are loaded when they are first used,
+so that importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_tools.api import consolidate, convert, formats, inspect, open, plan, reshard, verify
+    from ckpt_tools.api import (
+        checksum,
+        consolidate,
+        convert,
+        diff,
+        formats,
+        inspect,
+        open,
+        plan,
+        reshard,
+        verify,
+    )
     from ckpt_tools.errors import CkptError
     from ckpt_tools.loading import load_into
     from ckpt_tools.torch_reader import storage_reader
@@ -28,8 +39,10 @@ _HOMES = {
 __all__ = [
     "CkptError",
     "__version__",
+    "checksum",
     "consolidate",
     "convert",
+    "diff",
     "formats",
     "inspect",
     "load_into",

@@ -198,12 +198,12 @@ def diff(
     on_progress: Progress = _silent,
     **options: Any,
 ) -> VerifyReport:
-    """What differs between the tensors of ``a`` and ``b``, in whatever formats: optimizer state too, bit for bit, and how
-    far the values are apart.
+    """What differs between the tensors of ``a`` and ``b``, in whatever formats: optimizer state too, bit for bit, and
+    how far the values are apart.
 
     ``state="model"`` compares weights alone; ``rename`` and ``key_map`` turn names of ``a`` into those of ``b``, and
-    ``include`` and ``exclude`` choose among the latter. ``from_``, ``tag`` and the keys say how ``a`` is read. Where one
-    side alone keeps fp32 masters, ``weights`` says which copy of it is compared.
+    ``include`` and ``exclude`` choose among the latter. ``from_``, ``tag`` and the keys say how ``a`` is read. Where
+    one side alone keeps fp32 masters, ``weights`` says which copy of it is compared.
     """
     chosen = ConvertOptions(**options)
     first = read_checkpoint(a, chosen.reading, format_name=from_)

@@ -1,16 +1,19 @@
-"""Proof of equality: two manifests, streamed side by side, bit by bit; and one checkpoint against its own checksums."""
+"""Proof of equality: two manifests, streamed side by side, bit by bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
+from ckpt_tools.deviations import Deviation, measure
 from ckpt_tools.dtypes import DType
+from ckpt_tools.ledger import Note
 from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Store
@@ -22,55 +25,85 @@ BLOCK_BYTES = 4 << 20
 """Read, compared and forgotten at a time, on either side."""
 
 
+class Aspect(Enum):
+    """In what a tensor differs."""
+
+    MISSING = "missing"
+    """It is on the first side alone."""
+    UNEXPECTED = "unexpected"
+    """It is on the second side alone."""
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    VALUES = "values"
+    DIGEST = "digest"
+    """Its elements do not have the digest written down for them."""
+    CHECKSUM = "checksum"
+    """A stored record does not have the checksum stored with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not the same."""
+    """One tensor that is not the same; ``deviation`` says how far apart its elements are, where they were compared."""
 
     key: StateKey
+    aspect: Aspect
     what: str
+    deviation: Deviation | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.key.fqn, "slot": self.key.slot, "difference": self.what}
+        found = {
+            "name": self.key.fqn,
+            "slot": self.key.slot,
+            "aspect": self.aspect.value,
+            "difference": self.what,
+        }
+        return found if self.deviation is None else {**found, **self.deviation.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was compared. ``num_bytes`` are logical bytes of the tensors on one side."""
+    """What was compared. ``num_bytes`` are logical bytes of the tensors on one side.
+
+    ``num_digests`` are tensors whose elements were compared with a digest written down for them; None where there were
+    no digests. ``notes`` say what was left out of the comparison.
+    """
 
     num_tensors: int
     num_bytes: int
     differences: tuple[Difference, ...]
+    num_digests: int | None = None
+    notes: tuple[Note, ...] = ()
 
     @property
     def equal(self) -> bool:
         return not self.differences
 
     @property
+    def num_differing(self) -> int:
+        """Tensors that differ; one may do so in several ways."""
+        return len({difference.key for difference in self.differences})
+
+    @property
     def num_equal(self) -> int:
-        return self.num_tensors - len({difference.key for difference in self.differences})
+        return self.num_tensors - self.num_differing
 
     def to_json(self) -> dict[str, Any]:
         return {
             "equal": self.equal,
             "tensors": self.num_tensors,
             "bytes": self.num_bytes,
+            "digests": self.num_digests,
             "differences": [difference.to_json() for difference in self.differences],
+            "ledger": [note.to_json() for note in self.notes],
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of two checkpoints."""
-
-    store: Store
-    manifest: Manifest
-
-    def named(self) -> dict[StateKey, TensorEntry]:
-        """Every tensor by every name it has. A tied weight has several; optimizer state has its owner's alone."""
-        found = {_neutral(key): entry for key, entry in self.manifest.tensors.items()}
-        for alias, owner in self.manifest.aliases.items():
-            found[StateKey(alias)] = self.manifest.tensors[StateKey(owner)]
-        return found
+def named_tensors(manifest: Manifest) -> dict[StateKey, TensorEntry]:
+    """Every tensor by every name it has. A tied weight has several; optimizer state has its owner's alone."""
+    found = {_neutral(key): entry for key, entry in manifest.tensors.items()}
+    for alias, owner in manifest.aliases.items():
+        found[StateKey(alias)] = manifest.tensors[StateKey(owner)]
+    return found
 
 
 def _neutral(key: StateKey) -> StateKey:
@@ -78,11 +111,32 @@ def _neutral(key: StateKey) -> StateKey:
     return key._replace(fqn=key.fqn.removeprefix("client_state.")) if key.slot == "extra" else key
 
 
-def _with_masters(ours: dict[StateKey, TensorEntry], theirs: Mapping[StateKey, TensorEntry]) -> None:
-    """Where only the other side keeps fp32 masters, they are to be our weights, uncast."""
-    for key in theirs:
-        if key.slot == MASTER and key not in ours and (weight := ours.get(StateKey(key.fqn))) is not None:
-            ours[key] = replace(weight, kind=Kind.STATE).cast(DType.FLOAT32)
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two checkpoints: its tensors by every name, the store they lie in, and what messages call it."""
+
+    name: str
+    store: Store
+    tensors: Mapping[StateKey, TensorEntry]
+
+    @classmethod
+    def of(cls, name: str, store: Store, manifest: Manifest) -> Side:
+        return cls(name, store, named_tensors(manifest))
+
+    def selected(self, is_wanted: Callable[[str], bool]) -> Side:
+        """The tensors of the names that are wanted, optimizer state with them."""
+        return replace(self, tensors={key: entry for key, entry in self.tensors.items() if is_wanted(key.fqn)})
+
+    def with_masters_like(self, other: Side) -> Side:
+        """Where only ``other`` keeps an fp32 master, our weight is to be that, uncast."""
+        masters = {
+            key: replace(weight, kind=Kind.STATE).cast(DType.FLOAT32)
+            for key in other.tensors
+            if key.slot == MASTER and key not in self.tensors
+            for weight in [self.tensors.get(StateKey(key.fqn))]
+            if weight is not None
+        }
+        return replace(self, tensors={**self.tensors, **masters})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +148,44 @@ class _Block:
     stop: int
 
 
-def compare(expected: Side, found: Side, *, num_workers: int, on_bytes: Callable[[int], None]) -> VerifyReport:
-    """Whether ``found`` holds the tensors of ``expected``, bit for bit, and no others.
+def compare(ours: Side, theirs: Side, *, num_workers: int, on_progress: Progress) -> VerifyReport:
+    """What differs between two checkpoints, bit for bit, in the order of ``ours``. A tensor of the same shape but
+    another dtype is compared by its values too.
 
     Raises:
         CkptError: one of them cannot be read.
     """
-    ours, theirs = expected.named(), found.named()
-    _with_masters(ours, theirs)
-    differences = list(_by_header(ours, theirs))
-    shared = [key for key in ours if key in theirs and not _header_difference(ours[key], theirs[key])]
-    work = _Compare(ours, theirs, Assembler(expected.store, BLOCK_BYTES), Assembler(found.store, BLOCK_BYTES))
-    blocks = (block for key in shared for block in _blocks(key, ours[key]))
-    differing: dict[StateKey, int] = {}
-    for block, count in ThreadRunner(num_workers).run(work, blocks):
-        if count:
-            differing[block.key] = differing.get(block.key, 0) + count
-        on_bytes((block.stop - block.start) * ours[block.key].dtype.item_bytes)
-    differences += [
-        Difference(key, f"{differing[key]:,} of {ours[key].numel:,} elements differ")
-        for key in shared
-        if key in differing
-    ]
-    return VerifyReport(len(ours), sum(entry.num_bytes for entry in ours.values()), tuple(differences))
+    shared = [key for key, entry in ours.tensors.items() if _shape_of(theirs, key) == entry.shape]
+    total, done = sum(ours.tensors[key].num_bytes for key in shared), 0
+    apart: dict[StateKey, Deviation] = {}
+    for block, deviation in ThreadRunner(num_workers).run(_compare_on(ours, theirs), _blocks(ours, theirs, shared)):
+        if deviation.num_differing:
+            apart[block.key] = apart.get(block.key, Deviation()) + deviation
+        done += (block.stop - block.start) * ours.tensors[block.key].dtype.item_bytes
+        on_progress(done, total)
+    return VerifyReport(
+        len(ours.tensors),
+        sum(entry.num_bytes for entry in ours.tensors.values()),
+        tuple(_differences(ours, theirs, apart)),
+    )
 
 
-def _by_header(ours: Mapping[StateKey, TensorEntry], theirs: Mapping[StateKey, TensorEntry]) -> Iterator[Difference]:
-    for key, entry in ours.items():
-        if key not in theirs:
-            yield Difference(key, "missing")
-        elif what := _header_difference(entry, theirs[key]):
-            yield Difference(key, what)
-    for key in theirs:
-        if key not in ours and not _is_state_of_nothing(key, theirs):
-            yield Difference(key, "not in the source")
+def _shape_of(side: Side, key: StateKey) -> tuple[int, ...] | None:
+    entry = side.tensors.get(key)
+    return None if entry is None else entry.shape
+
+
+def _differences(ours: Side, theirs: Side, apart: Mapping[StateKey, Deviation]) -> Iterator[Difference]:
+    for key, entry in ours.tensors.items():
+        other = theirs.tensors.get(key)
+        if other is None:
+            if not _is_state_of_nothing(key, ours.tensors):
+                yield Difference(key, Aspect.MISSING, f"only in {ours.name}")
+        elif (found := _pair_difference(key, entry, other, apart.get(key))) is not None:
+            yield found
+    for key in theirs.tensors:
+        if key not in ours.tensors and not _is_state_of_nothing(key, theirs.tensors):
+            yield Difference(key, Aspect.UNEXPECTED, f"only in {theirs.name}")
 
 
 def _is_state_of_nothing(key: StateKey, tensors: Mapping[StateKey, TensorEntry]) -> bool:
@@ -136,35 +194,39 @@ def _is_state_of_nothing(key: StateKey, tensors: Mapping[StateKey, TensorEntry])
     return key.slot != WEIGHT and weight is not None and weight.numel == 0
 
 
-def _header_difference(ours: TensorEntry, theirs: TensorEntry) -> str | None:
+def _pair_difference(
+    key: StateKey, ours: TensorEntry, theirs: TensorEntry, deviation: Deviation | None
+) -> Difference | None:
     if ours.shape != theirs.shape:
-        return f"shape {list(theirs.shape)} instead of {list(ours.shape)}"
+        return Difference(key, Aspect.SHAPE, f"shape {list(theirs.shape)} instead of {list(ours.shape)}")
     if ours.dtype is not theirs.dtype:
-        return f"{theirs.dtype.value} instead of {ours.dtype.value}"
-    return None
+        found = deviation or Deviation()
+        types = f"{theirs.dtype.value} instead of {ours.dtype.value}"
+        return Difference(key, Aspect.DTYPE, f"{types}; as numbers, {found.described(ours.numel)}", found)
+    if deviation is None:
+        return None
+    return Difference(key, Aspect.VALUES, deviation.described(ours.numel), deviation)
 
 
-def _blocks(key: StateKey, entry: TensorEntry) -> Iterator[_Block]:
-    step = BLOCK_BYTES // entry.dtype.item_bytes
-    for start in range(0, entry.numel, step):
-        yield _Block(key, start, min(start + step, entry.numel))
+def _blocks(ours: Side, theirs: Side, keys: list[StateKey]) -> Iterator[_Block]:
+    for key in keys:
+        numel = ours.tensors[key].numel
+        step = BLOCK_BYTES // max(side.tensors[key].dtype.item_bytes for side in (ours, theirs))
+        for start in range(0, numel, step):
+            yield _Block(key, start, min(start + step, numel))
 
 
-@dataclass(frozen=True, slots=True)
-class _Compare:
-    """Counts the elements of a block that differ in any bit."""
+def _compare_on(ours: Side, theirs: Side) -> Callable[[_Block], tuple[_Block, Deviation]]:
+    """What a worker does with a block."""
+    readers = [(side, Assembler(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
 
-    ours: Mapping[StateKey, TensorEntry]
-    theirs: Mapping[StateKey, TensorEntry]
-    our_side: Assembler
-    their_side: Assembler
+    def deviation(block: _Block) -> tuple[_Block, Deviation]:
+        entries = [side.tensors[block.key] for side, _ in readers]
+        pair = []
+        for (_, assembler), entry in zip(readers, entries, strict=True):
+            elements = np.empty((block.stop - block.start) * entry.dtype.item_bytes, np.uint8)
+            assembler.read(entry, Box.whole(entry.shape), entry.shape, block.start, block.stop, elements.data)
+            pair.append(elements)
+        return block, measure(pair[0], pair[1], entries[0].dtype, entries[1].dtype)
 
-    def __call__(self, block: _Block) -> tuple[_Block, int]:
-        item = self.ours[block.key].dtype.item_bytes
-        pair = np.empty((2, (block.stop - block.start) * item), np.uint8)
-        for row, side, entry in ((0, self.our_side, self.ours), (1, self.their_side, self.theirs)):
-            tensor = entry[block.key]
-            side.read(tensor, Box.whole(tensor.shape), tensor.shape, block.start, block.stop, pair[row].data)
-        if np.array_equal(pair[0], pair[1]):
-            return block, 0
-        return block, int((pair[0] != pair[1]).reshape(-1, item).any(axis=1).sum())
+    return deviation

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from isal import isal_zlib
 
-from ckpt_tools.comparison import BLOCK_BYTES, Difference, Progress, VerifyReport
+from ckpt_tools.comparison import BLOCK_BYTES, Aspect, Difference, Progress, VerifyReport
 from ckpt_tools.containers.stored_zip import read_directory
 from ckpt_tools.manifest import ByteRange, Framing, Manifest, StateKey
 from ckpt_tools.runners.threads import ThreadRunner
@@ -76,7 +76,7 @@ class _Check:
         at = archive.at
         is_zip = at.stop - at.start >= 4 and self._read(at, 0, 4) == ZIP_MAGIC
         broken = self._broken_records(archive) if is_zip else self._read_through(at)
-        return Checked(at.stop - at.start, tuple(Difference(archive.key, what) for what in broken))
+        return Checked(at.stop - at.start, tuple(Difference(archive.key, Aspect.CHECKSUM, what) for what in broken))
 
     def _read(self, at: ByteRange, start: int, stop: int) -> bytes:
         return self.source.read(at.file, at.start + start, at.start + stop)

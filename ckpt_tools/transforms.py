@@ -6,7 +6,7 @@ Each returns the new manifest with notes on what it changed or left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -86,7 +86,7 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     """
     if not include and not exclude:
         return manifest, ()
-    manifest = _reowned(manifest, lambda fqn: _chosen(fqn, include, exclude))
+    manifest = _reowned(manifest, lambda fqn: is_chosen(fqn, include, exclude))
     names = _model_names(manifest)
     for glob in include:
         if not any(fnmatchcase(name, glob) for name in names):
@@ -94,7 +94,7 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     kept = {
         key: entry
         for key, entry in manifest.tensors.items()
-        if entry.kind is Kind.EXTRA or _chosen(key.fqn, include, exclude)
+        if entry.kind is Kind.EXTRA or is_chosen(key.fqn, include, exclude)
     }
     if all(entry.kind is Kind.EXTRA for entry in kept.values()):
         raise UsageError("--include and --exclude leave no tensor")
@@ -102,10 +102,10 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     aliases = {
         alias: owner
         for alias, owner in manifest.aliases.items()
-        if _chosen(alias, include, exclude) and _chosen(owner, include, exclude)
+        if is_chosen(alias, include, exclude) and is_chosen(owner, include, exclude)
     }
     groups = tuple(
-        replace(group, params=tuple(name for name in group.params if _chosen(name, include, exclude)))
+        replace(group, params=tuple(name for name in group.params if is_chosen(name, include, exclude)))
         for group in manifest.groups
     )
     notes = (Note(Fate.DROPPED, f"{left} tensors", "not selected", left, asked=True),) if left else ()
@@ -119,7 +119,8 @@ def _model_names(manifest: Manifest) -> frozenset[str]:
     return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
 
 
-def _chosen(fqn: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
+def is_chosen(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a name matches a glob of ``include`` (none: any does) and none of ``exclude``."""
     wanted = not include or any(fnmatchcase(fqn, glob) for glob in include)
     return wanted and not any(fnmatchcase(fqn, glob) for glob in exclude)
 

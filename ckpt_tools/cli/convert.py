@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, show, size, table
+from ckpt_tools.cli.render import print_json, progress, show, show_notes, size, table
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
-    from ckpt_tools.ledger import Note
 
 _destination = click.argument("dst", metavar="DST")
 _to = click.option("--to", metavar="FORMAT", help="The format to write; see formats. A file's ending implies it.")
@@ -131,7 +129,7 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
     for path, num_bytes in report.files.items():
         drawn.add_row(path, f"{num_bytes:,}")
     show(drawn)
-    _show_notes(report.notes)
+    show_notes(report.notes)
 
 
 def _show_done(report: ConvertReport, as_json: bool) -> None:
@@ -143,13 +141,4 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
         f"{report.destination}: {report.plan.num_tensors:,} tensors, {size(report.bytes_written)} in "
         f"{len(report.plan.files):,} files, {report.seconds:.2f} s ({rate}/s)"
     )
-    _show_notes(report.plan.notes)
-
-
-def _show_notes(notes: Iterable[Note]) -> None:
-    """The ledger, a line for each fate and reason."""
-    lines: dict[tuple[str, str], list[str]] = {}
-    for note in notes:
-        lines.setdefault((note.fate.value, note.why), []).append(note.what)
-    for (fate, why), what in lines.items():
-        click.echo(f"{fate}: {', '.join(what)} ({why})")
+    show_notes(report.plan.notes)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import click
 
 from ckpt_tools import __version__
+from ckpt_tools.cli.checksum import checksum_command
 from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command, reshard_command
+from ckpt_tools.cli.diff import diff_command
 from ckpt_tools.cli.formats import formats_command
 from ckpt_tools.cli.inspect import inspect_command
 from ckpt_tools.cli.verify import verify_command
@@ -39,6 +41,8 @@ for _command in (
     reshard_command,
     consolidate_command,
     verify_command,
+    diff_command,
+    checksum_command,
     formats_command,
 ):
     group.add_command(_command)

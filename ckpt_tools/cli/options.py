@@ -32,26 +32,34 @@ reading = _all(
     click.option("--optim-key", help="Where the optimizer lives in a DCP tree; found out if left out."),
 )
 
-choosing = _all(
-    click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Cast the weights, and nothing else."),
-    click.option(
-        "--weights",
-        type=click.Choice(["master", "model"]),
-        default="master",
-        show_default=True,
-        help="Which copy of a weight: the fp32 master where there is one, or the model's own.",
-    ),
+weights = click.option(
+    "--weights",
+    type=click.Choice(["master", "model"]),
+    default="master",
+    show_default=True,
+    help="Which copy of a weight: the fp32 master where there is one, or the model's own.",
+)
+
+naming = _all(
     click.option("--include", multiple=True, metavar="GLOB", help="Only tensors of matching names. Repeatable."),
     click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors of matching names. Repeatable."),
     click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rewrite names, in this order. Repeatable."),
     click.option("--key-map", type=click.Path(), metavar="FILE", help="JSON object of old names to new ones."),
 )
 
+choosing = _all(
+    click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Cast the weights, and nothing else."),
+    weights,
+    naming,
+)
+
+workers = click.option("--workers", type=click.IntRange(min=1), help="Threads; one a processor if left out.")
+
 running = _all(
     click.option(
         "--memory", default=DEFAULT_MEMORY, show_default=True, metavar="SIZE", help="Peak memory of the whole process."
     ),
-    click.option("--workers", type=click.IntRange(min=1), help="Threads; one a processor if left out."),
+    workers,
 )
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ import click
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from ckpt_tools.ledger import Note
 
 QUIET_LINE_SECONDS = 5.0
 """Where stderr is no terminal, a line of progress this often: enough to see that it lives, few enough for a log."""
@@ -49,6 +51,15 @@ def show(drawn: Table) -> None:
 
     console = Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
     console.print(drawn)
+
+
+def show_notes(notes: Iterable[Note]) -> None:
+    """The ledger, a line for each fate and reason."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for note in notes:
+        lines.setdefault((note.fate.value, note.why), []).append(note.what)
+    for (fate, why), what in lines.items():
+        click.echo(f"{fate}: {', '.join(what)} ({why})")
 
 
 @contextmanager

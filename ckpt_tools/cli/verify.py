@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, show, size, table
-from ckpt_tools.errors import DifferenceError
+from ckpt_tools.cli.diff import refuse, show_report
+from ckpt_tools.cli.render import print_json, progress
 
 
 @click.command("verify")
@@ -17,7 +17,8 @@ from ckpt_tools.errors import DifferenceError
 @options.reading
 @click.option("--state", type=click.Choice(["model", "all"]), help="As it was for convert.")
 @options.choosing
-@click.option("--workers", type=click.IntRange(min=1), help="Threads; one a processor if left out.")
+@click.option("--digests", metavar="FILE", help="Check SRC against these digests; those that lie with it if left out.")
+@options.workers
 @options.as_json
 @options.talking
 def verify_command(src: str, dst: str | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
@@ -31,13 +32,12 @@ def verify_command(src: str, dst: str | None, as_json: bool, quiet: bool, **chos
         report = verify(src, dst, on_progress=on_progress, **chosen)
     if as_json:
         print_json(report.to_json())
-    elif report.equal:
-        same = "are bit for bit the same" if dst else "are whole"
-        click.echo(f"{report.num_tensors:,} tensors, {size(report.num_bytes)}: all {same}")
     else:
-        drawn = table(None, "tensor", "difference")
-        for difference in report.differences:
-            drawn.add_row(str(difference.key), difference.what)
-        show(drawn)
-    if not report.equal:
-        raise DifferenceError(f"{len(report.differences):,} of {report.num_tensors:,} tensors differ")
+        show_report(report, "are bit for bit the same" if dst else _whole(report.num_digests))
+    refuse(report)
+
+
+def _whole(num_digests: int | None) -> str:
+    if num_digests is None:
+        return "are whole; no digests lie with them (see checksum)"
+    return f"are whole, and have the {num_digests:,} digests written down for them"

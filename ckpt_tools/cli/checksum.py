@@ -1,0 +1,33 @@
+"""``ckpt-tools checksum``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckpt_tools.cli import options
+from ckpt_tools.cli.render import print_json, progress, size
+
+
+@click.command("checksum")
+@options.source
+@click.option("--output", metavar="FILE", help="Where to write the digests; - prints them. With SRC if left out.")
+@options.reading
+@options.workers
+@click.option("--overwrite", is_flag=True, help="Replace digests that are there.")
+@options.as_json
+@options.talking
+def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Write down the digests of a checkpoint's tensors, for verify to check.
+
+    They lie in the folder of SRC, or beside its file.
+    """
+    from ckpt_tools import checksum
+
+    with progress("hashing", quiet=quiet) as on_progress:
+        report = checksum(src, output=output, on_progress=on_progress, **chosen)
+    if as_json or report.destination is None:
+        print_json(report.to_json())
+    else:
+        click.echo(f"{report.destination}: digests of {len(report.digests):,} tensors, {size(report.num_bytes)}")

@@ -1,0 +1,199 @@
+"""What ``verify``, ``diff`` and ``checksum`` do: wires comparison, stored checksums and digests together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools import digests, transforms
+from ckpt_tools.comparison import Progress, Side, VerifyReport, compare
+from ckpt_tools.conversion import reduced
+from ckpt_tools.digests import Digests
+from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.format.registry import writers
+from ckpt_tools.integrity import check_integrity
+from ckpt_tools.ledger import Fate, Note
+from ckpt_tools.manifest import MASTER, Kind, Manifest
+from ckpt_tools.opening import open_place, open_source, read_checkpoint
+from ckpt_tools.options import ConvertOptions
+from ckpt_tools.stores.base import Destination, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """By how many threads, and who hears of it."""
+
+    num_workers: int
+    on_progress: Progress
+
+
+@dataclass(slots=True)
+class Meter:
+    """Adds up bytes for a progress that wants them in all."""
+
+    on_progress: Progress
+    total: int
+    done: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        self.on_progress(min(self.done, self.total), self.total)
+
+
+def verify_alone(source: Source, manifest: Manifest, how: Running, *, against: str | Path | None) -> VerifyReport:
+    """Whether every byte can be read, agrees with the checksums stored in it, and every tensor with its digest, where
+    there are digests: those in ``against``, else those found with the checkpoint.
+
+    Raises:
+        CkptError: bytes cannot be read; the digests are none.
+    """
+    listed = read_digests(against) if against is not None else stored_digests(source, manifest)
+    report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
+    if listed is None:
+        return report
+    meter = Meter(how.on_progress, _num_bytes(manifest))
+    found = digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
+    wrong = tuple(digests.differences(listed, found))
+    return replace(report, differences=report.differences + wrong, num_digests=len(listed))
+
+
+def _num_bytes(manifest: Manifest) -> int:
+    return sum(entry.num_bytes for entry in manifest.tensors.values())
+
+
+def read_digests(url: str | Path) -> Digests:
+    """The list of digests at ``url``. Raises as ``digests.loads`` does, and SourceNotFoundError."""
+    source = open_source(url)
+    if len(source.files) != 1:
+        raise UsageError(f"{url} is no file of digests")
+    return digests.read_list(source, next(iter(source.files)))
+
+
+def stored_digests(source: Source, manifest: Manifest) -> Digests | None:
+    """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as ``digests.loads``."""
+    if not _is_one_file(source):
+        inside = digests.place_in(manifest)
+        return digests.read_list(source, inside) if inside in source.files else None
+    try:
+        return read_digests(digests_url(source, manifest))
+    except SourceNotFoundError:
+        return None
+
+
+def digests_url(source: Source, manifest: Manifest) -> str:
+    """Where the digests of a checkpoint lie, if it has any."""
+    if _is_one_file(source):
+        return source.store.url + digests.FILE_SUFFIX
+    return f"{source.store.url.rstrip('/')}/{digests.place_in(manifest)}"
+
+
+def _is_one_file(source: Source) -> bool:
+    """Whether the source is a file, and not the folder it is in."""
+    return list(source.files) == [source.store.url.rpartition("/")[2]]
+
+
+def verify_pair(
+    source: Source, manifest: Manifest, dst: str | Path, options: ConvertOptions, how: Running
+) -> VerifyReport:
+    """Whether ``dst`` holds what converting ``manifest`` with ``options`` makes.
+
+    Raises:
+        CkptError: one of them cannot be read.
+    """
+    other_source, other = read_checkpoint(dst, ConvertOptions().reading)
+    target = writers().get(other.format)
+    expected, _ = reduced(
+        manifest,
+        options,
+        whole=options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE)),
+        holds_masters=target is None or target.holds_masters,
+    )
+    theirs = Side.of("the destination", other_source.store, other)
+    ours = Side.of("the source", source.store, expected).with_masters_like(theirs)
+    return compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
+
+
+def compare_all(
+    a: tuple[Source, Manifest], b: tuple[Source, Manifest], options: ConvertOptions, how: Running
+) -> VerifyReport:
+    """What differs between ``a``, its tensors renamed by ``options``, and ``b``, in the tensors that they choose.
+
+    Raises:
+        CkptError: bytes cannot be read. UsageError: no tensor is chosen.
+    """
+    manifests, notes = _comparable([a[1], b[1]], options)
+    if options.rename or options.names:
+        new_name = transforms.substitutions(options.rename, options.names)
+        manifests[0], _ = transforms.rename(manifests[0], new_name)
+    sides = [Side.of(name, each[0].store, m) for name, each, m in zip("AB", (a, b), manifests, strict=True)]
+    if options.include or options.exclude:
+        sides = [
+            side.selected(lambda fqn: transforms.is_chosen(fqn, options.include, options.exclude)) for side in sides
+        ]
+        if not any(side.tensors for side in sides):
+            raise UsageError("--include and --exclude leave no tensor on either side")
+    report = compare(sides[0], sides[1], num_workers=how.num_workers, on_progress=how.on_progress)
+    return replace(report, notes=notes)
+
+
+def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[list[Manifest], tuple[Note, ...]]:
+    """The manifests as they are to be compared, and what that leaves out.
+
+    Where one side alone keeps fp32 masters, ``options.weights`` says which of its copies stands for a weight.
+    """
+    if options.state == "model":
+        bare = [transforms.model_only(each, weights=options.weights, asked=True) for each in manifests]
+        return [transforms.without_wrappers(each)[0] for each, _ in bare], ()
+    counts = [sum(key.slot == MASTER for key in each.tensors) for each in manifests]
+    if all(counts) or not any(counts):
+        return manifests, ()
+    left_out = "model copies" if options.weights == "master" else "fp32 masters"
+    note = Note(Fate.DROPPED, f"{left_out} of {max(counts)} tensors", "one side alone has them", max(counts))
+    return [transforms.one_copy(each, weights=options.weights)[0] for each in manifests], (note,)
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumReport:
+    """The digests of a checkpoint's tensors, and where they were written; None where they were not."""
+
+    digests: Digests
+    num_bytes: int
+    destination: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "destination": self.destination,
+            "tensors": len(self.digests),
+            "bytes": self.num_bytes,
+            "digests": digests.rows(self.digests),
+        }
+
+
+def write_digests(
+    source: Source, manifest: Manifest, how: Running, *, output: str | Path | None, overwrite: bool
+) -> ChecksumReport:
+    """Write the list of a checkpoint's digests to ``output``: left out, with the checkpoint; ``-``, nowhere.
+
+    Raises:
+        DestinationExistsError: a list is there. CkptError: bytes cannot be read or written.
+    """
+    meter = Meter(how.on_progress, _num_bytes(manifest))
+
+    def made() -> Digests:
+        return digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
+
+    if output == "-":
+        return ChecksumReport(made(), meter.total, None)
+    place = open_place(output or digests_url(source, manifest))
+    with place.claim(is_file=True, overwrite=overwrite, resume=False) as claim:
+        found = made()
+        put(claim.destination, place.name, digests.dumps(found))
+        claim.publish([place.name], fsync=False)
+    return ChecksumReport(found, meter.total, place.url)
+
+
+def put(destination: Destination, path: str, data: bytes) -> None:
+    """A file of a few known bytes, in one part. Raises StoreError."""
+    handle = destination.begin(path, len(data))
+    destination.finish(path, handle, [destination.write(path, handle, 0, 0, data)], fsync=False)
