@@ -57,7 +57,7 @@ class Box:
 
     def within(self, shape: Shape) -> bool:
         """True where a tensor of ``shape`` holds every element of the box."""
-        return len(shape) == len(self.stop) and all(b <= n for b, n in zip(self.stop, shape, strict=True))
+        return len(shape) == len(self.stop) and not any(map(gt, self.stop, shape))
 
 
 def contiguous_strides(shape: Shape) -> Shape:

@@ -208,15 +208,15 @@ def _refuse_losses(notes: tuple[Note, ...]) -> None:
 
 def described(prepared: Prepared) -> PlanReport:
     """The plan in figures."""
-    plan = prepared.plan
+    plan, figures = prepared.plan, prepared.plan.figures()
     return PlanReport(
         source_format=prepared.source_format,
         target_format=prepared.target_format,
-        files={file.path: file.size_bytes for file in plan.layout.files},
+        files=figures.files,
         num_tensors=len(plan.manifest.tensors),
-        num_tasks=plan.num_tasks,
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
+        num_tasks=figures.num_tasks,
+        bytes_read=figures.bytes_read,
+        bytes_written=figures.bytes_written,
         peak_memory_bytes=plan.peak_memory_bytes,
         notes=prepared.notes,
     )

@@ -7,9 +7,12 @@ covers was written. Offsets follow from the order, so a layout cannot contradict
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from threading import Lock
+from typing import ClassVar
 
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
@@ -63,12 +66,23 @@ class Crc32:
     Several may stand for the same range; different ranges do not overlap, and none holds a checksum.
     """
 
+    num_bytes: ClassVar[int] = 4
     start: int
     stop: int
-    num_bytes: int = field(default=4, init=False)
 
 
 Segment = Literal | Padding | Payload | Crc32
+
+
+def merged(segments: Iterable[Segment]) -> list[Segment]:
+    """The same bytes with neighbouring literals as one: a template is repeated a million times."""
+    found: list[Segment] = []
+    for segment in segments:
+        if isinstance(segment, Literal) and found and isinstance(found[-1], Literal):
+            found[-1] = Literal(found[-1].data + segment.data)
+        else:
+            found.append(segment)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,69 @@ class FileLayout:
     @property
     def size_bytes(self) -> int:
         return self.offsets[-1]
+
+    @property
+    def made(self) -> FileLayout:
+        """The file with its segments at hand, for who looks at many of them."""
+        return self
+
+
+FILES_KEPT = 16
+"""Files made on demand that are kept: more than are ever being written at once. One of a thousand tensors takes 1 MB
+to 5 MB."""
+
+
+class Workshop:
+    """Makes the files of an output by number when they are asked for, and keeps the latest of them."""
+
+    def __init__(self, make: Callable[[int], FileLayout]) -> None:
+        self._make = make
+        self._kept: OrderedDict[int, FileLayout] = OrderedDict()
+        self._lock = Lock()
+
+    def file(self, number: int) -> FileLayout:
+        with self._lock:
+            found = self._kept.pop(number, None) or self._make(number)
+            self._kept[number] = found
+            if len(self._kept) > FILES_KEPT:
+                self._kept.popitem(last=False)
+            return found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Workshop, (self._make,)
+
+
+class LazyFile(FileLayout):
+    """A file of a known name and size whose segments a workshop makes when they are asked for."""
+
+    __slots__ = ("_number", "_size_bytes", "_workshop")
+    _workshop: Workshop
+    _number: int
+    _size_bytes: int
+
+    def __init__(self, workshop: Workshop, number: int, path: str, size_bytes: int) -> None:
+        values = {"path": path, "_workshop": workshop, "_number": number, "_size_bytes": size_bytes}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def made(self) -> FileLayout:
+        return self._workshop.file(self._number)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.made.segments
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.made.offsets
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LazyFile, (self._workshop, self._number, self.path, self._size_bytes)
 
 
 def _check_checksums(placed: Sequence[tuple[int, Crc32]]) -> None:

@@ -9,10 +9,10 @@ but tens of thousands of runs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import prod
+from operator import sub
 
 import numpy as np
 
@@ -127,6 +127,17 @@ Step = Fill | Zeros | Gather
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """What a plan moves: its files with their bytes, tensor bytes read from the source as they are stored there, and
+    bytes written."""
+
+    files: Mapping[str, int]
+    num_tasks: int
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A conversion, decided: what is read, what is written, in which pieces, and in how much memory."""
 
@@ -138,25 +149,23 @@ class Plan:
     def tasks(self) -> Iterator[Task]:
         """Every task, files in order, each file from its start."""
         for number, file in enumerate(self.layout.files):
-            yield from _cut(number, file, self.task_bytes)
+            yield from _cut(number, file.made, self.task_bytes)
 
-    @property
-    def num_tasks(self) -> int:
-        return sum(1 for _ in self.tasks())
-
-    @property
-    def bytes_written(self) -> int:
-        return self.layout.size_bytes
-
-    @property
-    def bytes_read(self) -> int:
-        """Tensor bytes read from the source, each as it is stored."""
-        return sum(
-            segment.box.numel * self.manifest.tensors[segment.key].shards.dtype.item_bytes
-            for file in self.layout.files
-            for segment in file.segments
-            if isinstance(segment, Payload)
-        )
+    def figures(self) -> Figures:
+        """What it moves, in one pass: files made on demand are made once."""
+        stored = {key: entry.shards.dtype.item_bytes for key, entry in self.manifest.tensors.items()}
+        files: dict[str, int] = {}
+        num_tasks = bytes_read = 0
+        for file in self.layout.files:
+            made = file.made
+            files[file.path] = made.size_bytes
+            num_tasks += sum(1 for _ in _ends(made, self.task_bytes))
+            bytes_read += sum(
+                num_bytes // segment.dtype.item_bytes * stored[segment.key]
+                for segment, num_bytes in zip(made.segments, map(sub, made.offsets[1:], made.offsets), strict=True)
+                if isinstance(segment, Payload)
+            )
+        return Figures(files, num_tasks, bytes_read, sum(files.values()))
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -195,12 +204,19 @@ def _fixed_bytes(manifest: Manifest) -> int:
 def _cut(number: int, file: FileLayout, task_bytes: int) -> Iterator[Task]:
     """Tasks of at most ``task_bytes`` that never split an element or a checksum; one empty task for an empty file."""
     start = 0
-    for part in count():
-        stop = _whole_elements(file, min(start + task_bytes, file.size_bytes))
+    for part, stop in enumerate(_ends(file, task_bytes)):
         yield Task(number, part, start, stop)
-        if stop == file.size_bytes:
-            return
         start = stop
+
+
+def _ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
+    """Where each task of a file ends."""
+    size, stop = file.size_bytes, 0
+    while True:
+        stop = _whole_elements(file, min(stop + task_bytes, size))
+        yield stop
+        if stop == size:
+            return
 
 
 def _whole_elements(file: FileLayout, stop: int) -> int:
@@ -218,6 +234,7 @@ def _whole_elements(file: FileLayout, stop: int) -> int:
 
 def steps(file: FileLayout, task: Task) -> Iterator[Step]:
     """What fills a task, in order, its bytes covered exactly once."""
+    file = file.made
     index = max(0, bisect_right(file.offsets, task.start) - 1)
     while index < len(file.segments) and file.offsets[index] < task.stop:
         segment, offset = file.segments[index], file.offsets[index]

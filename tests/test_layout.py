@@ -6,7 +6,19 @@ import pytest
 
 from ckpt_tools.boxes import Box
 from ckpt_tools.dtypes import DType
-from ckpt_tools.layout import Crc32, FileLayout, Layout, Literal, Padding, Payload, Segment
+from ckpt_tools.layout import (
+    FILES_KEPT,
+    Crc32,
+    FileLayout,
+    Layout,
+    LazyFile,
+    Literal,
+    Padding,
+    Payload,
+    Segment,
+    Workshop,
+    merged,
+)
 from ckpt_tools.manifest import StateKey
 
 KEY = StateKey("w")
@@ -60,6 +72,26 @@ def test_one_range_may_have_its_checksum_in_several_places() -> None:
 def test_a_checksum_of_what_is_not_yet_known_is_our_own_mistake(segments: tuple[Segment, ...]) -> None:
     with pytest.raises(AssertionError):
         FileLayout("f", segments)
+
+
+def test_neighbouring_literals_become_one() -> None:
+    parts = [Literal(b"ab"), Literal(b"c"), Padding(2), Literal(b"d"), Crc32(0, 3), Literal(b"e"), Literal(b"")]
+    assert merged(parts) == [Literal(b"abc"), Padding(2), Literal(b"d"), Crc32(0, 3), Literal(b"e")]
+
+
+def test_files_are_made_when_asked_for_and_few_are_kept() -> None:
+    asked: list[int] = []
+
+    def make(number: int) -> FileLayout:
+        asked.append(number)
+        return FileLayout(f"f{number}", (Padding(number),))
+
+    workshop = Workshop(make)
+    layout = Layout([LazyFile(workshop, number, f"f{number}", number) for number in range(100)])
+    assert layout.size_bytes == sum(range(100)) and not asked
+    assert [file.offsets for file in layout.files] == [(0, number) for number in range(100)]
+    assert layout.files[99].segments == (Padding(99),) and asked == list(range(100))
+    assert layout.files[99 - FILES_KEPT].made.path == f"f{99 - FILES_KEPT}" and len(asked) == 101
 
 
 def test_two_files_of_one_name_are_our_own_mistake() -> None:

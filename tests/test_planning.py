@@ -22,6 +22,7 @@ from ckpt_tools.planning import (
     BUFFERS_PER_TASK,
     MAX_TASK_BYTES,
     MIN_TASK_BYTES,
+    Figures,
     Fill,
     FlatHit,
     Gather,
@@ -119,7 +120,7 @@ class TestTasks:
     def test_an_empty_file_has_one_empty_task_that_makes_it(self) -> None:
         plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
         assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
-        assert plan.num_tasks == 2
+        assert plan.figures() == Figures({"a": 0, "b": 0}, num_tasks=2, bytes_read=0, bytes_written=0)
 
     def test_an_odd_header_shifts_the_cuts_to_elements(self) -> None:
         payload = Payload(KEY, Box((0,), (8,)), (8,), DType.COMPLEX128)
@@ -245,4 +246,4 @@ def test_bytes_read_are_as_stored_and_bytes_written_as_laid_out() -> None:
     entry = TensorEntry((6,), DType.BFLOAT16, Kind.PARAMETER, ShardTable.build((6,), DType.FLOAT32, [shard]))
     file = FileLayout("f", (Literal(b"head"), Payload(KEY, Box((1,), (6,)), (6,), DType.BFLOAT16)))
     plan = make_plan(Manifest("test", {KEY: entry}), Layout((file,)), memory_bytes=128 * MIB, num_workers=1)
-    assert (plan.bytes_read, plan.bytes_written) == (5 * 4, 4 + 5 * 2)
+    assert plan.figures() == Figures({"f": 14}, num_tasks=1, bytes_read=5 * 4, bytes_written=4 + 5 * 2)

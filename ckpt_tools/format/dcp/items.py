@@ -6,7 +6,7 @@ shape share one template: a checkpoint of a million chunks has a few hundred.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from ckpt_tools.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.containers.pickles import dumps
 from ckpt_tools.containers.torch_zip import archive_segments
 from ckpt_tools.dtypes import DType
-from ckpt_tools.layout import Crc32, Payload, Segment
+from ckpt_tools.layout import Crc32, Payload, Segment, merged
 from ckpt_tools.manifest import StateKey, TensorEntry, TensorRef
 from ckpt_tools.references import replaced
 from ckpt_tools.values import StorageRef, StoredTensor
@@ -28,20 +28,37 @@ class Item:
 
     segments: tuple[Segment, ...]
     num_bytes: int
+    checksums: tuple[int, ...]
+    """Positions of the checksums among the segments."""
+    payload: int | None
+    """Position of the first payload."""
 
     @classmethod
-    def of(cls, segments: list[Segment]) -> Item:
-        return cls(tuple(segments), sum(segment.num_bytes for segment in segments))
+    def of(cls, segments: Sequence[Segment]) -> Item:
+        segments = tuple(merged(segments))
+        payloads = [position for position, segment in enumerate(segments) if isinstance(segment, Payload)]
+        return cls(
+            segments,
+            sum(segment.num_bytes for segment in segments),
+            tuple(position for position, segment in enumerate(segments) if isinstance(segment, Crc32)),
+            payloads[0] if payloads else None,
+        )
 
-    def at(self, base: int) -> Iterator[Segment]:
+    def at(self, base: int) -> list[Segment]:
         """The segments where the item starts at byte ``base``."""
-        for segment in self.segments:
-            yield Crc32(base + segment.start, base + segment.stop) if isinstance(segment, Crc32) else segment
+        found = list(self.segments)
+        for position in self.checksums:
+            crc = found[position]
+            assert isinstance(crc, Crc32)
+            found[position] = Crc32(base + crc.start, base + crc.stop)
+        return found
 
-    def holding(self, payload: Payload, base: int) -> Iterator[Segment]:
-        """The segments at ``base``, with ``payload`` in the place of the only one in them."""
-        for segment in self.at(base):
-            yield payload if isinstance(segment, Payload) else segment
+    def holding(self, payload: Payload, base: int) -> list[Segment]:
+        """The segments at ``base``, with ``payload`` in the place of the only one in them; an empty tensor has none."""
+        found = self.at(base)
+        if self.payload is not None:
+            found[self.payload] = payload
+        return found
 
 
 @dataclass(slots=True)

@@ -13,10 +13,9 @@ of the files being written are kept.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from threading import Lock
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from ckpt_tools.entries import Entries, chosen_tree, entries_of
 from ckpt_tools.format.base import WriteOptions
 from ckpt_tools.format.dcp.chunks import is_cut, row_chunks
 from ckpt_tools.format.dcp.items import Item, Items
-from ckpt_tools.layout import FileLayout, Layout, Literal, Payload, Segment
+from ckpt_tools.layout import FileLayout, Layout, LazyFile, Literal, Payload, Segment, Workshop
 from ckpt_tools.manifest import Ints, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.values import GlobalRef, Opaque, Size
 
@@ -45,9 +44,6 @@ METADATA = ".metadata"
 
 VERSION = "1.0.0"
 """filesystem.py, CURRENT_DCP_VERSION of torch 2.15.0."""
-
-FILES_KEPT = 16
-"""Files whose segments are kept: more than are ever being written at once, 5 MB each for a thousand tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,61 +181,30 @@ class _RankFiles:
         self._whole: list[list[Whole]] = [[] for _ in placed.sizes]
         for piece in placed.whole.values():
             self._whole[piece.rank].append(piece)
-        self._made: OrderedDict[int, FileLayout] = OrderedDict()
-        self._lock = Lock()
 
     def files(self) -> list[FileLayout]:
-        return [LazyFile(self, rank, size) for rank, size in enumerate(self._placed.sizes.tolist()) if size]
+        workshop = Workshop(self.file)
+        sizes = enumerate(self._placed.sizes.tolist())
+        return [LazyFile(workshop, rank, file_name(rank), size) for rank, size in sizes if size]
 
     def file(self, rank: int) -> FileLayout:
-        with self._lock:
-            found = self._made.pop(rank, None) or FileLayout(file_name(rank), tuple(self._segments(rank)))
-            self._made[rank] = found
-            if len(self._made) > FILES_KEPT:
-                self._made.popitem(last=False)
-            return found
+        return FileLayout(file_name(rank), tuple(chain.from_iterable(self._items(rank))))
 
-    def _segments(self, rank: int) -> Iterator[Segment]:
+    def _items(self, rank: int) -> Iterator[list[Segment]]:
         for piece in self._whole[rank]:
             if piece.key is None:
-                yield from piece.item.at(piece.offset)
+                yield piece.item.at(piece.offset)
             else:
                 box = Box.whole(self._placed.tensors[piece.key].shape)
-                yield from piece.item.holding(self._payload(piece.key, box), piece.offset)
+                yield piece.item.holding(self._payload(piece.key, box), piece.offset)
         for cut in self._placed.cut.values():
             if rank < len(cut.offsets):
                 payload = self._payload(cut.key, cut.chunks.boxes[rank])
-                yield from cut.chunks.items[rank].holding(payload, int(cut.offsets[rank]))
+                yield cut.chunks.items[rank].holding(payload, int(cut.offsets[rank]))
 
     def _payload(self, key: StateKey, box: Box) -> Payload:
         entry = self._placed.tensors[key]
         return Payload(key, box, entry.shape, entry.dtype)
-
-
-class LazyFile(FileLayout):
-    """A file of a known size whose segments are made when they are asked for."""
-
-    __slots__ = ("_files", "_rank", "_size_bytes")
-    _files: _RankFiles
-    _rank: int
-    _size_bytes: int
-
-    def __init__(self, files: _RankFiles, rank: int, size_bytes: int) -> None:
-        values = {"path": file_name(rank), "_files": files, "_rank": rank, "_size_bytes": size_bytes}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        return self._files.file(self._rank).segments
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return self._files.file(self._rank).offsets
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
 
 
 def metadata_of(entries: Entries, placed: Placed) -> Metadata:

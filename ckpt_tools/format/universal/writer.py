@@ -25,7 +25,7 @@ from ckpt_tools.format.zero_writer.extras import Extras
 from ckpt_tools.format.zero_writer.objects import DS_VERSION, is_scaling, loss_scaler
 from ckpt_tools.format.zero_writer.state import TrainingState
 from ckpt_tools.format.zero_writer.tensors import Tensors
-from ckpt_tools.layout import FileLayout, Layout, Literal, Padding, Payload, Segment
+from ckpt_tools.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
 from ckpt_tools.stores.base import checked_name
 from ckpt_tools.values import StorageRef, StoredTensor, Value
@@ -143,11 +143,11 @@ def _slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType) -> F
 
 @lru_cache(maxsize=4096)
 def _slot_segments(shape: Shape, dtype: DType) -> tuple[Segment, ...]:
-    """The file of any slot of this shape and type: 1 of its 15 segments differs from parameter to parameter.
+    """The file of any slot of this shape and type: 1 of its segments differs from parameter to parameter.
 
     ``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism.
     """
     ref = StorageRef.holding("0", dtype, prod(shape))
     tensor = StoredTensor(ref, dtype, 0, shape, contiguous_strides(shape))
     anybody = Payload(StateKey(""), Box.whole(shape), shape, dtype)
-    return tuple(archive_segments({"cat_dim": 0, "param": tensor}, {"0": [anybody]}))
+    return tuple(merged(archive_segments({"cat_dim": 0, "param": tensor}, {"0": [anybody]})))

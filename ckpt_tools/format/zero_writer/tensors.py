@@ -20,7 +20,7 @@ from ckpt_tools.dtypes import DType, to_numpy
 from ckpt_tools.format.zero_writer.partition import Vector
 from ckpt_tools.format.zero_writer.slots import Slot
 from ckpt_tools.format.zero_writer.state import Group
-from ckpt_tools.layout import FileLayout, Padding, Payload, Segment
+from ckpt_tools.layout import FileLayout, Padding, Payload, Segment, merged
 from ckpt_tools.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.references import replaced
 from ckpt_tools.values import StorageRef, StoredTensor, Value
@@ -43,7 +43,7 @@ class Tensors:
 
     def form(self, value: Value) -> Form:
         """The file of ``value``, with the holes that were asked for here."""
-        return Form(tuple(archive_segments(value, self._storages)), tuple(self._holes))
+        return Form(tuple(merged(archive_segments(value, self._storages))), tuple(self._holes))
 
     def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
         """A tensor with these bytes."""

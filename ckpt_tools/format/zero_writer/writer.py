@@ -6,9 +6,7 @@ intervals, and a conversion works through the files one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import overload
 
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UsageError
@@ -18,13 +16,9 @@ from ckpt_tools.format.zero_writer.optim_states import GroupCutOptim, ParamCutOp
 from ckpt_tools.format.zero_writer.slots import listed
 from ckpt_tools.format.zero_writer.state import TrainingState
 from ckpt_tools.format.zero_writer.target import Target
-from ckpt_tools.layout import FileLayout, Layout, Literal
+from ckpt_tools.layout import FileLayout, Layout, LazyFile, Literal, Workshop
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
-
-MAX_FILES_KEPT = 16
-"""Files of the layout kept after they were asked for. Tasks work through them in order, so that as many as there are
-workers are in use; one of 1,000 parameters with three vectors takes 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +38,7 @@ class ZeroWriter:
         is no folder's name."""
         target = Target.of(manifest, self.stage, options.world_size)
         tag = _checked_tag(options.tag or target.extras.tag)
-        files = ZeroFiles.of(tag, target)
+        files = ZeroFiles.of(tag, target).layouts()
         return Layout(files, (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage)))
 
 
@@ -69,14 +63,13 @@ def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroFiles(Sequence[FileLayout]):
-    """The files of a checkpoint in order: the model's, the optimizer's, and ``latest``, which makes it valid."""
+class ZeroFiles:
+    """The files of a checkpoint by number: the model's, the optimizer's, and ``latest``, which makes it valid."""
 
     tag: str
     target: Target
     model: WholeModel | CutModel
     optim: GroupCutOptim | ParamCutOptim
-    _kept: dict[int, FileLayout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, tag: str, target: Target) -> ZeroFiles:
@@ -84,43 +77,35 @@ class ZeroFiles(Sequence[FileLayout]):
             return cls(tag, target, CutModel(target), ParamCutOptim(target))
         return cls(tag, target, WholeModel(target), GroupCutOptim(target))
 
+    def layouts(self) -> list[FileLayout]:
+        """All of them in order, the ranks' made when they are asked for."""
+        workshop = Workshop(self.made)
+        numbers = range(self.num_model_files + self.target.world_size)
+        ranks = [LazyFile(workshop, n, self._path(n), workshop.file(self._like(n)).size_bytes) for n in numbers]
+        return [*ranks, FileLayout("latest", (Literal(self.tag.encode()),))]
+
+    def made(self, number: int) -> FileLayout:
+        path = self._path(number)
+        if number >= self.num_model_files:
+            return self.optim.file(path, number - self.num_model_files)
+        return self.model.file(path, number) if isinstance(self.model, CutModel) else self.model.file(path)
+
     @property
     def num_model_files(self) -> int:
         return self.target.world_size if isinstance(self.model, CutModel) else 1
 
-    def __len__(self) -> int:
-        return self.num_model_files + self.target.world_size + 1
+    def _like(self, number: int) -> int:
+        """A file of the same size: in stage 3 ranks differ in their elements alone, and rank 0 names the ties."""
+        if self.target.stage < 3:
+            return number
+        return self.num_model_files if number >= self.num_model_files else min(number, 1)
 
-    @overload
-    def __getitem__(self, index: int) -> FileLayout: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[FileLayout]: ...
-    def __getitem__(self, index: int | slice) -> FileLayout | Sequence[FileLayout]:
-        if isinstance(index, slice):
-            return [self._file(number) for number in range(len(self))[index]]
-        return self._file(range(len(self))[index])
-
-    def _file(self, number: int) -> FileLayout:
-        """Made, or kept from before. Two threads may both make one, and see whole ones only."""
-        found = self._kept.get(number)
-        if found is None:
-            found = self._kept[number] = self._made(number)
-            for old in list(self._kept)[:-MAX_FILES_KEPT]:
-                self._kept.pop(old, None)
-        return found
-
-    def _made(self, number: int) -> FileLayout:
-        if number == len(self) - 1:
-            return FileLayout("latest", (Literal(self.tag.encode()),))
-        if number < self.num_model_files:
-            return self._model_file(number)
+    def _path(self, number: int) -> str:
         rank = number - self.num_model_files
-        return self.optim.file(f"{self.tag}/{self._prefix}{_of_rank(rank)}_optim_states.pt", rank)
-
-    def _model_file(self, rank: int) -> FileLayout:
-        if isinstance(self.model, CutModel):
-            return self.model.file(f"{self.tag}/{_of_rank(rank)}_model_states.pt", rank)
-        return self.model.file(f"{self.tag}/mp_rank_00_model_states.pt")
+        if rank >= 0:
+            return f"{self.tag}/{self._prefix}{_of_rank(rank)}_optim_states.pt"
+        name = _of_rank(number) if isinstance(self.model, CutModel) else "mp_rank_00"
+        return f"{self.tag}/{name}_model_states.pt"
 
     @property
     def _prefix(self) -> str:
