@@ -77,7 +77,7 @@ class _Reviver:
             return self._unknown(value)
         try:
             return make(*value.args) if value.state is None else make(*value.args, state=value.state)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, LookupError, OverflowError):
             return self._unknown(value)
 
 

@@ -12,7 +12,7 @@ flat ZeRO interval stays one row until somebody needs boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
@@ -440,6 +440,13 @@ class StateTree:
     extras: Mapping[str, Path] = field(default_factory=dict)
 
 
+def _check_text(names: Iterable[str]) -> None:
+    """Raises MalformedError for half a surrogate pair: pickles and folders can hold one, and nothing can print it."""
+    for name in names:
+        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+            raise MalformedError(f"the name {name[:200]!r} is no text")
+
+
 def _frozen(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return MappingProxyType(dict(values))
 
@@ -454,7 +461,7 @@ class Manifest:
     settle.
 
     Raises:
-        MalformedError: an alias or a group names a tensor that is not there.
+        MalformedError: an alias or a group names a tensor that is not there, or a name is no text.
     """
 
     format: str
@@ -474,6 +481,7 @@ class Manifest:
         object.__setattr__(self, "extra", _frozen(self.extra))
         object.__setattr__(self, "literals", _frozen(self.literals))
         names = self.fqns
+        _check_text(chain(names, {key.slot for key in self.tensors}, self.aliases))
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:
                 raise MalformedError(f"{alias!r} is tied to {owner!r}, which does not own a tensor here")

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
+from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import (
     ByteRange,
@@ -33,10 +33,17 @@ from ckpt_tools.manifest import (
 )
 from ckpt_tools.manifest import Path as Path
 from ckpt_tools.numbered import NumberedGroup, match_numbers
-from ckpt_tools.values import StoredTensor
+from ckpt_tools.values import Distinct, StoredTensor
 
 MODEL_NAMES = ("model", "module", "state_dict")
 """What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
+
+
+MAX_PATH_PARTS = 100
+"""Levels of a tree; no state is nested so deeply, and what walks it must end."""
+
+MAX_NUMBER_DIGITS = 18
+"""Of the number of a parameter, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +254,7 @@ def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]
     if tree.optim is None or not groups:
         return leaves, tree, ()
     names = match_numbers(list(groups.values()), _state_shapes(leaves, tree.optim), _parameter_shapes(leaves, tree))
-    if names is None:
+    if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
         why = "it numbers its parameters, and their order and shapes do not prove which they are; carried as it is"
         return leaves, replace(tree, optim=None), (Note(Fate.KEPT, _dotted(tree.optim) or "the optimizer", why),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
@@ -255,28 +262,36 @@ def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]
 
 def _numbered_groups(leaves: Leaves, optim: Path) -> dict[str, NumberedGroup]:
     """Groups of numbers, by the names of the leaves that list these."""
-    found: dict[str, NumberedGroup] = {}
-    for name, value in leaves.objects.items():
-        *group, option = leaves.paths[name] or ("",)
-        is_group = tuple(group[:-1]) == (*optim, "param_groups") and option == "params"
-        if is_group and isinstance(value, list) and value and all(type(number) is int for number in value):
-            found[name] = NumberedGroup(tuple(value), _param_names(leaves, tuple(group)))
-    return dict(sorted(found.items(), key=lambda item: int(leaves.paths[item[0]][-2])))
+    found: dict[int, tuple[str, NumberedGroup]] = {}
+    objects = {leaves.paths[name]: (name, value) for name, value in leaves.objects.items()}
+    for path, (name, value) in objects.items():
+        match path[len(optim) :] if path[: len(optim)] == optim else ():
+            case ("param_groups", int(number), "params") if _are_numbers(value):
+                _, names = objects.get((*path[:-1], "param_names"), ("", None))
+                found[number] = name, NumberedGroup(tuple(value), _param_names(names))
+    return dict(found[number] for number in sorted(found))
 
 
-def _param_names(leaves: Leaves, group: Path) -> tuple[str, ...] | None:
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(number) is int for number in value)
+
+
+def _param_names(names: Any) -> tuple[str, ...] | None:
     """What an optimizer made of named parameters says."""
-    paths = {leaves.paths[name]: name for name in leaves.objects}
-    names = leaves.objects.get(paths.get((*group, "param_names"), ""))
     return tuple(names) if isinstance(names, list) and all(type(name) is str for name in names) else None
 
 
 def _state_number(path: Path, optim: Path) -> int | None:
     """The number of the parameter whose state lies at ``path``; DCP makes text of the numbers."""
     match path[len(optim) :] if path[: len(optim)] == optim else ():
-        case ("state", int(number) | str(number), _, *_) if str(number).isdecimal():
-            return int(number)
+        case ("state", int(number) | str(number), _, *_) if str(number)[: MAX_NUMBER_DIGITS + 1].isdecimal():
+            return int(number) if len(str(number)) <= MAX_NUMBER_DIGITS else None
     return None
+
+
+def _state_numbers(leaves: Leaves, optim: Path) -> set[int]:
+    found = (_state_number(path, optim) for path in leaves.paths.values())
+    return {number for number in found if number is not None}
 
 
 def _state_shapes(leaves: Leaves, optim: Path) -> dict[int, Shape]:
@@ -361,10 +376,14 @@ def _entries(leaves: Leaves, places: Mapping[str, Place]) -> dict[StateKey, Tens
     for name, tensor in leaves.tensors.items():
         try:
             key, kind = _key(places[name], tensor)
+            if key in found:
+                raise MalformedError("another entry of the tree means the same tensor")
             found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=name) from error
     for key, tensor in leaves.inner.items():
+        if key in found:
+            raise MalformedError("another entry of the tree has the name of this tensor", key=str(key))
         found[key] = TensorEntry(tensor.shape, tensor.dtype, Kind.EXTRA, tensor.shards)
     return found
 
@@ -414,9 +433,10 @@ def _numbered_group(options: dict[str, Any]) -> ParamGroup:
 
 
 def _gathered_groups(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    members: defaultdict[str, list[str]] = defaultdict(list)
+    members: defaultdict[int, list[str]] = defaultdict(list)
+    distinct = Distinct()
     for fqn, options in by_param.items():
-        members[repr(sorted(options.items()))].append(fqn)
+        members[distinct.number(dict(sorted(options.items())))].append(fqn)
     return tuple(ParamGroup(tuple(names), dict(by_param[names[0]])) for names in members.values())
 
 
@@ -426,23 +446,27 @@ def _extras(leaves: Leaves, places: Mapping[str, Place], tree: Tree) -> tuple[di
     shared = tree.model[:-1] if tree.optim is None else _common(tree.model, tree.optim)
     extra: dict[str, Any] = {}
     homes: dict[str, Path] = {}
+    uses: Counter[str] = Counter()
     for name, where in places.items():
         if isinstance(where, Extra):
             depth = len(shared) if where.path[: len(shared)] == shared and len(where.path) > len(shared) else 0
             home = where.path[: depth + 1]
             inner = where.path[depth:]
             if homes.setdefault(str(inner[0]), home) != home:
-                inner = (_unused(_dotted(where.path), homes),)
+                inner = (_unused(_dotted(where.path), homes, uses),)
                 homes[inner[0]] = where.path
             tensor = leaves.tensors.get(name)
             _set(extra, inner, leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0]))
     return {name: _with_lists(value) for name, value in extra.items()}, homes
 
 
-def _unused(name: str, names: Mapping[str, Path]) -> str:
-    while name in names:
-        name += "'"
-    return name
+def _unused(name: str, names: Mapping[str, Path], uses: Counter[str]) -> str:
+    """``name``, or with a number behind it; ``uses`` counts the numbers given, so that none is tried twice."""
+    found = name
+    while found in names:
+        uses[name] += 1
+        found = f"{name}'{uses[name]}"
+    return found
 
 
 def _common(first: Path, second: Path) -> Path:

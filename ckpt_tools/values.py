@@ -93,10 +93,11 @@ class Opaque:
 
     def __repr__(self) -> str:
         dot_new = ".__new__" if self.form == "new" else ""
-        return f"{self.ref}{dot_new}({', '.join(map(_brief, self.args))})"
+        return f"{self.ref}{dot_new}({', '.join(map(brief, self.args))})"
 
 
-def _brief(value: Value) -> str:
+def brief(value: Value) -> str:
+    """A value for a message: what is long or deep is only named."""
     if isinstance(value, str | bytes) and len(value) > 60:
         return repr(value[:60]) + "..."
     if isinstance(value, list | tuple | dict | set | frozenset):
@@ -105,7 +106,7 @@ def _brief(value: Value) -> str:
 
 
 def _short_list(value: Iterable[Value]) -> str:
-    return f"[{', '.join(type(item).__name__ if _is_compound(item) else _brief(item) for item in value)}]"
+    return f"[{', '.join(type(item).__name__ if _is_compound(item) else brief(item) for item in value)}]"
 
 
 def _is_compound(value: Value) -> bool:
@@ -162,7 +163,7 @@ def check_extents(dims: tuple[int, ...]) -> None:
         raise MalformedError(f"a tensor of {len(dims)} dims")
     for dim in dims:
         if type(dim) is not int or not 0 <= dim <= INT64_MAX:
-            raise MalformedError(f"{_brief(dim)} is no extent of a tensor")
+            raise MalformedError(f"{brief(dim)} is no extent of a tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,3 +319,28 @@ class _Jsonable:
         return {f"${value.form}": str(value.ref)} | {
             name: self.convert(part) for name, part in content.items() if part not in (None, (), [], {})
         }
+
+
+class Distinct:
+    """Numbers for values: the same for equal ones of the same types, NaNs and signs of zero told apart by their bits.
+
+    Takes the time of one walk, whatever the values share; objects that contain themselves are told apart by identity.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Value, int] = {}
+        self._kept: list[Value] = []
+
+    def number(self, value: Value) -> int:
+        if isinstance(value, dict):
+            parts: Value = tuple((self.number(key), self.number(item)) for key, item in value.items())
+        elif isinstance(value, list | tuple):
+            parts = tuple(map(self.number, value))
+        elif isinstance(value, set | frozenset):
+            parts = frozenset(map(self.number, value))
+        elif isinstance(value, Opaque):
+            self._kept.append(value)
+            parts = id(value)
+        else:
+            parts = value if isinstance(value, str | bytes | int) else repr(value)
+        return self._numbers.setdefault((type(value).__name__, parts), len(self._numbers))

@@ -55,7 +55,7 @@ def loads(data: bytes, *, path: str, persistent_load: PersistentLoad | None = No
     try:
         with _gc_paused(len(data) >= GC_PAUSE_BYTES):
             value = machine.run()
-            Checker().check(value)
+            Checker(len(data)).check(value)
             return value
     except CkptError as error:
         error.path = error.path or path

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from ckpt_tools.errors import SourceNotFoundError, UnsupportedError, UsageError
-from ckpt_tools.format.base import Reader, Writer
+from ckpt_tools.errors import MalformedError, SourceNotFoundError, UnsupportedError, UsageError
+from ckpt_tools.format.base import Reader, ReadOptions, Writer
+from ckpt_tools.manifest import Manifest
 from ckpt_tools.stores.base import Source
 
 Format = TypeVar("Format")
@@ -31,6 +32,26 @@ class FormatInfo:
         return {"name": self.name, "read": self.reads, "write": self.writes, "holds": self.holds, "about": self.about}
 
 
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    """A reader of values that refer to each other in circles, which can make any walk through them deep."""
+
+    reader: Reader
+
+    @property
+    def name(self) -> str:
+        return self.reader.name
+
+    def detect(self, source: Source) -> bool:
+        return self.reader.detect(source)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        try:
+            return self.reader.read_manifest(source, options)
+        except RecursionError as error:
+            raise MalformedError(f"{source.store.url} holds values that lie too deep inside each other") from error
+
+
 @cache
 def readers() -> Mapping[str, Reader]:
     """Readers by name, the most telling first: their order is the order of detection."""
@@ -41,7 +62,7 @@ def readers() -> Mapping[str, Reader]:
     from ckpt_tools.format.universal import UniversalReader
 
     found: list[Reader] = [DcpReader(), UniversalReader(), DeepSpeedReader(), SafetensorsReader(), TorchReader()]
-    return {reader.name: reader for reader in found}
+    return {reader.name: _Bounded(reader) for reader in found}
 
 
 @cache

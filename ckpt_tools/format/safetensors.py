@@ -56,7 +56,8 @@ from ckpt_tools.manifest import (
 )
 from ckpt_tools.references import references
 from ckpt_tools.stores.base import Source
-from ckpt_tools.tree import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.tree import MAX_PATH_PARTS, Leaves, TensorLeaf, manifest_of
+from ckpt_tools.values import MAX_DIMS, brief
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
@@ -117,14 +118,17 @@ def _unpacked(state: str) -> dict[str, dict[str, Any]]:
         found = loads(base64.b64decode(state, validate=True), path=STATE_KEY)
     except ValueError as error:
         raise MalformedError(f"its {STATE_KEY} is not valid base64") from error
-    parts = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]
-    if not all(isinstance(part, dict) for part in parts) or not all(map(_is_path, parts[0].values())):  # type: ignore[union-attr]
+    paths, objects = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]
+    if not isinstance(paths, dict) or not isinstance(objects, dict) or not objects.keys() <= paths.keys():
         raise MalformedError(f"its {STATE_KEY} holds no tree of state")
-    return dict(found)
+    if not all(type(name) is str for name in paths) or not all(map(_is_path, paths.values())):
+        raise MalformedError(f"its {STATE_KEY} holds names or paths of the wrong kind")
+    return {"paths": paths, "objects": objects}
 
 
 def _is_path(path: Any) -> bool:
-    return isinstance(path, tuple) and len(path) > 0 and all(type(part) in (str, int) for part in path)
+    is_tuple = isinstance(path, tuple) and 0 < len(path) <= MAX_PATH_PARTS
+    return is_tuple and all(type(part) in (str, int) for part in path)
 
 
 def _is_ours(path: str) -> bool:
@@ -201,10 +205,12 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
         raise MalformedError("an entry needs dtype, shape and data_offsets, and nothing else", path=path, key=name)
     dtype = from_safetensors(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
-        raise UnsupportedError(f"unknown dtype {info['dtype']!r}", path=path, key=name)
+        raise UnsupportedError(f"unknown dtype {brief(info['dtype'])}", path=path, key=name)
     shape, offsets = info["shape"], info["data_offsets"]
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise MalformedError(f"shape {shape} or data_offsets {offsets} are no such numbers", path=path, key=name)
+    if not _naturals(shape, MAX_DIMS) or not _naturals(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise MalformedError(
+            f"shape {brief(shape)} or data_offsets {brief(offsets)} are no such numbers", path=path, key=name
+        )
     if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
         raise MalformedError(
             f"{offsets[1] - offsets[0]:,} bytes cannot hold {shape} of {dtype.value}", path=path, key=name
@@ -212,8 +218,9 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
     return dtype, tuple(shape), ByteRange(path, data_start + offsets[0], data_start + offsets[1])
 
 
-def _naturals(found: Any) -> bool:
-    return isinstance(found, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in found)
+def _naturals(found: Any, limit: int) -> bool:
+    """Whether it is a list of at most ``limit`` numbers."""
+    return isinstance(found, list) and len(found) <= limit and all(type(n) is int and 0 <= n < 1 << 63 for n in found)
 
 
 def _check_ranges(

@@ -543,7 +543,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
         MalformedError,
         "b: .*two groups",
     ),
-    "a shape that is none": (2, in_model(param_shapes=[{"b": (-1,)}]), MalformedError, r"\(-1,\)"),
+    "a shape that is none": (2, in_model(param_shapes=[{"b": (-1,)}]), MalformedError, r"\[-1\]"),
     "a shape of too many elements": (3, reshaped((1 << 40, 1 << 40)), MalformedError, "1099511627776"),
     "shapes that are none": (2, in_model(param_shapes=[3]), MalformedError, "no dictionary"),
     "names that are none": (2, in_model(buffer_names=[3]), MalformedError, "int stands where a name"),

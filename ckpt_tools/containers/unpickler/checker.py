@@ -12,19 +12,26 @@ MAX_DEPTH = 100
 """Containers inside containers. Training states nest less than 20 deep; walking 100 stays far below Python's recursion
 limit of 1,000 frames."""
 
+SPARE_NODES = 1 << 16
+"""Values that need no justification by size, twice the bytes come on top."""
+
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, Size, StorageRef, GlobalRef})
 _OPEN = -1
 
 
 class Checker:
-    """Walks a loaded value once: bounds nesting, refuses containers inside themselves, checks records.
+    """Walks a loaded value once: bounds nesting and sharing, refuses containers inside themselves, checks records.
 
-    An ``Opaque`` may contain itself, as objects do. What holds only scalars is not looked at one by one.
+    An ``Opaque`` may contain itself, as objects do. What holds only scalars is not looked at one by one. Lists that
+    share their items double with every level, and whoever compares, prints or writes them walks them all: unfolded, a
+    value may have ``SPARE_NODES`` parts and two a byte of the pickle, where each takes a byte at least.
     """
 
-    def __init__(self) -> None:
-        # By id: how deep a value nests. All values live as long as the walk.
+    def __init__(self, num_bytes: int) -> None:
+        # By id: how deep a value nests, and how many parts it unfolds to. All values live as long as the walk.
         self._heights: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._max_size = SPARE_NODES + 2 * num_bytes
 
     def check(self, value: Value, depth: int = 0) -> int:
         """How deep ``value``, itself ``depth`` deep, nests. Raises MalformedError."""
@@ -45,11 +52,16 @@ class Checker:
         if depth >= MAX_DEPTH:
             raise MalformedError(f"values lie more than {MAX_DEPTH} deep inside each other")
         self._heights[id(value)] = _OPEN
-        inner = 0
+        inner, size = 0, 1
         for group in _parts(value):
+            size += len(group)
             if not set(map(type, group)) <= _SCALARS:
                 inner = max(inner, *(self.check(part, depth + 1) for part in group))
+                size += sum(self._sizes.get(id(part), 0) for part in group)
+        if size > self._max_size:
+            raise MalformedError("values that share their parts many times over")
         self._heights[id(value)] = inner + 1
+        self._sizes[id(value)] = size
         return inner + 1
 
 

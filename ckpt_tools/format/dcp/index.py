@@ -7,7 +7,7 @@ where another ends and holds nothing, so it is left out before it can be mistake
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ckpt_tools.containers.pickles import loads
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.manifest import ByteRange, Framing, ShardTable
 from ckpt_tools.stores.base import Source, checked_name
-from ckpt_tools.tree import Path, TensorLeaf
+from ckpt_tools.tree import MAX_PATH_PARTS, Path, TensorLeaf
 
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""
@@ -166,7 +166,8 @@ def _paths(metadata: Metadata) -> dict[str, Path]:
     return {fqn: _path(planned.get(fqn, (fqn,))) for fqn in metadata.state_dict_metadata}
 
 
-def _path(found: Iterable[Any]) -> Path:
-    if not isinstance(found, tuple) or not all(type(part) in (str, int) for part in found):
+def _path(found: Any) -> Path:
+    is_tuple = isinstance(found, tuple) and 0 < len(found) <= MAX_PATH_PARTS
+    if not is_tuple or not all(type(part) in (str, int) for part in found):
         raise MalformedError("the planner's data holds a path of the wrong kind")
-    return found
+    return tuple(found)

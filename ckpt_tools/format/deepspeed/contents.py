@@ -36,7 +36,7 @@ from ckpt_tools.manifest import (
     TensorEntry,
 )
 from ckpt_tools.stores.base import Source
-from ckpt_tools.values import StoredTensor, Value
+from ckpt_tools.values import StoredTensor, Value, brief
 
 Entries = Iterator[tuple[StateKey, TensorEntry]]
 
@@ -188,7 +188,7 @@ class Contents:
         for name in ("global_steps", "dp_world_size"):
             found, expected = model.file.content.get(name), self.model.file.content.get(name)
             if found != expected:
-                raise MalformedError(f"its {name} is {found} and that of rank 0 {expected}", path=path)
+                raise MalformedError(f"its {name} is {brief(found)} and that of rank 0 {brief(expected)}", path=path)
         return _fragments(model)
 
     def _states(self, name: str, shape: Shape, pieces: Pieces) -> Entries:

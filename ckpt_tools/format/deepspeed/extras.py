@@ -5,6 +5,7 @@ Values stay as inert as they were read. Tensors inside them become tensors of th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ class Extras:
 
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[StateKey, TensorEntry] = field(default_factory=dict)
+    _uses: Counter[str] = field(default_factory=Counter, repr=False)
 
     def add_model(self, file: File) -> None:
         """Everything of a model file but the model."""
@@ -86,7 +88,8 @@ class Extras:
         """The keys 1 and "1" of one dictionary have the same path."""
         key = StateKey(name, SLOT)
         while key in self.tensors:
-            key = StateKey(f"{key.fqn}'", SLOT)
+            self._uses[name] += 1
+            key = StateKey(f"{name}'{self._uses[name]}", SLOT)
         return key
 
 

@@ -7,6 +7,7 @@ stage_1_and_2.py, bf16_optimizer.py and stage3.py ``state_dict``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -17,12 +18,15 @@ from ckpt_tools.containers.torch_zip import TorchArchive, open_archive
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.manifest import MASTER, WEIGHT, ByteRange, Shard, ShardTable
 from ckpt_tools.stores.base import Source
-from ckpt_tools.values import Opaque, StoredTensor, Value
+from ckpt_tools.values import MAX_DIMS, Opaque, StoredTensor, Value, brief
 
 Kind = TypeVar("Kind")
 
 INT64_MAX = (1 << 63) - 1
 """No tensor has more elements."""
+
+MAX_PADDING = 1 << 48
+"""Elements, a petabyte of them: sums over ten thousand ranks stay 64-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ def _param_shapes(file: File) -> tuple[Mapping[str, Shape], ...]:
     shapes = tuple(_shapes(group, file.path) for group in groups)
     names = [name for group in shapes for name in group]
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(names).items() if count > 1)
         raise MalformedError("param_shapes has it in two groups", path=file.path, key=twice)
     return shapes
 
@@ -146,8 +150,8 @@ def _shapes(found: Value, path: str) -> Mapping[str, Shape]:
 
 
 def _shape(name: str, found: Value, path: str) -> Shape:
-    if not _naturals(found) or prod(found) > INT64_MAX:
-        raise MalformedError(f"its shape is {found!r}", path=path, key=name)
+    if not _naturals(found) or len(found) > MAX_DIMS or prod(max(extent, 1) for extent in found) > INT64_MAX:
+        raise MalformedError(f"its shape is {brief(found)}", path=path, key=name)
     return tuple(found)
 
 
@@ -231,7 +235,7 @@ def _stage(own: Mapping[str, Value], path: str) -> int:
     found = own["zero_stage"]
     stage = found.args[0] if isinstance(found, Opaque) and len(found.args) == 1 else found
     if type(stage) is not int or stage not in (1, 2, 3):
-        raise UnsupportedError(f"its ZeRO stage is {stage!r}; 1, 2 and 3 are read", path=path)
+        raise UnsupportedError(f"its ZeRO stage is {brief(stage)}; 1, 2 and 3 are read", path=path)
     return stage
 
 
@@ -245,7 +249,7 @@ def _world_size(own: Mapping[str, Value], path: str) -> int:
     found = own.get("partition_count")
     counts: list[Any] = found if isinstance(found, list) and found else [found]
     if not all(type(count) is int and count > 0 for count in counts):
-        raise MalformedError(f"its partition_count is {found!r}", path=path, key="partition_count")
+        raise MalformedError(f"its partition_count is {brief(found)}", path=path, key="partition_count")
     if len(set(counts)) > 1:
         raise UnsupportedError("its param groups are cut into different numbers of partitions (experts)", path=path)
     return int(counts[0])
@@ -260,7 +264,7 @@ def _flat_tensors(found: list[Value], name: str, path: str) -> tuple[StoredTenso
 
 def _paddings(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
     found = own.get("group_paddings") or [0] * num_flats
-    if not _naturals(found) or len(found) != num_flats:
+    if not _naturals(found) or len(found) != num_flats or max(found, default=0) > MAX_PADDING:
         raise MalformedError(f"its group_paddings are no {num_flats} numbers", path=path, key="group_paddings")
     return tuple(found)
 
@@ -323,7 +327,7 @@ def _groups(found: list[Value], num_flats: int, path: str) -> tuple[OptimGroup, 
     groups = tuple(_group(group, path) for group in found)
     flats = [flat for group in groups for flat in group.flats]
     if sorted(flats) != list(range(num_flats)):
-        raise MalformedError(f"its param groups hold the partitions {flats} of {num_flats}", path=path)
+        raise MalformedError(f"its param groups hold the partitions {brief(flats)} of {num_flats}", path=path)
     return groups
 
 

@@ -56,7 +56,7 @@ def tag_folders(paths: Iterable[str]) -> list[str]:
         folder, _, name = path.rpartition("/")
         if _MODEL.fullmatch(name) or _RANK_MODEL.fullmatch(name) or _OPTIM.fullmatch(name):
             native.add(folder)
-        elif match := _UNIVERSAL.fullmatch(path):
+        elif path.endswith("/fp32.pt") and (match := _UNIVERSAL.fullmatch(path)):
             universal.add(match["folder"])
     return sorted(native - universal, key=_natural)
 

@@ -20,7 +20,7 @@ from ckpt_tools.format.deepspeed.files import File, OptimStates
 from ckpt_tools.format.deepspeed.flat import Flats, Vector
 from ckpt_tools.manifest import Ints
 from ckpt_tools.stores.base import Source
-from ckpt_tools.values import StoredTensor, Value
+from ckpt_tools.values import StoredTensor, Value, brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _read_rank(source: Source, path: str, first: OptimStates) -> RankState:
     for name in ("stage", "world_size", "is_bf16_optimizer", "alignment_paddings"):
         found, expected = getattr(states, name), getattr(first, name)
         if found != expected:
-            raise MalformedError(f"its {name} is {found} and that of rank 0 {expected}", path=path)
+            raise MalformedError(f"its {name} is {brief(found)} and that of rank 0 {brief(expected)}", path=path)
     if len(states.masters) != len(first.masters):
         raise MalformedError(f"it has {len(states.masters)} partitions and rank 0 has {len(first.masters)}", path=path)
     return RankState.of(states)

@@ -17,6 +17,7 @@ from ckpt_tools.format.deepspeed.names import TagFiles
 from ckpt_tools.format.deepspeed.ranks import read_partitions
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.stores.base import Source
+from ckpt_tools.values import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +69,6 @@ def _check_model(model: ModelStates, optim: OptimStates) -> None:
         raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)
     world_size = content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
-        raise MalformedError(f"its dp_world_size is {world_size}, and the optimizer's {optim.world_size}", path=path)
+        raise MalformedError(
+            f"its dp_world_size is {brief(world_size)}, and the optimizer's {optim.world_size}", path=path
+        )

@@ -114,6 +114,6 @@ def original_order(names: Sequence[str], world_size: int) -> tuple[str, ...]:
 
     stage_1_and_2.py, ``_round_robin_reorder``: rank r's are r, r + N, r + 2 N, ..., one rank after the other.
     """
-    dealt = [index for rank in range(world_size) for index in range(rank, len(names), world_size)]
+    dealt = [index for rank in range(min(world_size, len(names))) for index in range(rank, len(names), world_size)]
     placed = dict(zip(dealt, names, strict=True))
     return tuple(placed[index] for index in range(len(names)))

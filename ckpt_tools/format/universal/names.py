@@ -57,7 +57,8 @@ def universal_folders(paths: Iterable[str]) -> list[str]:
 
 
 def _state(path: str) -> re.Match[str] | None:
-    return _STATE.fullmatch(path) if path.endswith(".pt") else None
+    # Where no slot follows, the pattern would try every way to cut the path first.
+    return _STATE.fullmatch(path) if path.endswith(".pt") and not path.endswith("/.pt") else None
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
