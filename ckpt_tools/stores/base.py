@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 
@@ -51,6 +51,14 @@ class Store(Protocol):
 
     def reopen(self, path: str) -> FileWriter:
         """A file that was created before, for writing on. Raises StoreError."""
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """A store that can tell a file from another that took its place."""
+
+    def version(self, path: str) -> str:
+        """Another text where the file was written again. Raises IncompleteError, StoreError."""
 
 
 SPARE_BYTES = 64
@@ -108,6 +116,19 @@ class Log(Protocol):
         """Forget everything. Raises StoreError."""
 
 
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something of ours, ``num_bytes`` large, that an ended run left at its destination or beside it."""
+
+    kind: str
+    """What it is, in words: unfinished output, an open upload."""
+    url: str
+    num_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "url": self.url, "bytes": self.num_bytes}
+
+
 class Claim(Protocol):
     """A place that this process alone is writing to."""
 
@@ -153,6 +174,16 @@ class Place(Protocol):
             DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.
             UsageError: the place cannot be replaced. StoreError: it cannot be written.
         """
+
+    def leftovers(self) -> Sequence[Leftover]:
+        """What killed runs left there, and nothing else.
+
+        Raises:
+            DestinationExistsError: a process is writing there. StoreError: looking failed.
+        """
+
+    def remove_leftovers(self) -> Sequence[Leftover]:
+        """Remove them, and put back what a killed run had moved aside; what they were. Raises as ``leftovers``."""
 
 
 def checked_name(path: str) -> str:

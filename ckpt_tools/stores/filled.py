@@ -45,7 +45,7 @@ class StoreDestination:
     def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, proof: str) -> bool:
         found = 0
         try:
-            for start in range(offset, offset + num_bytes, CHECK_BYTES):
+            for start in range(offset, offset + num_bytes, CHECK_BYTES) or (offset,):
                 buffer = bytearray(min(CHECK_BYTES, offset + num_bytes - start))
                 self.store.read_into(path, start, memoryview(buffer))
                 found = isal_zlib.crc32(buffer, found)

@@ -53,10 +53,14 @@ class _Descriptor:
 
 @dataclass(slots=True)
 class LocalStore:
-    """The files below ``root``; with ``only``, a single one of them."""
+    """The files below ``root``; with ``only``, a single one of them.
+
+    With ``replaces``, a file of the name of a new one goes: a killed run left it.
+    """
 
     root: Path
     only: str | None = None
+    replaces: bool = False
     _open: OrderedDict[str, _Descriptor] = field(default_factory=OrderedDict, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -130,10 +134,24 @@ class LocalStore:
         root = _resolved(self.root)
         return root.parent.parent if root.parent.name == "snapshots" else root
 
+    def version(self, path: str) -> str:
+        """When the file was last written, and its size."""
+        try:
+            found = (self.root / checked_name(path)).stat()
+        except FileNotFoundError as error:
+            raise IncompleteError("this file of the checkpoint is missing", path=str(self.root / path)) from error
+        except OSError as error:
+            raise StoreError(f"looking failed: {error.strerror}", path=str(self.root / path)) from error
+        return f"{found.st_mtime_ns} {found.st_size}"
+
     def create(self, path: str, size_bytes: int) -> LocalWriter:
         target = self.root / checked_name(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            if self.replaces:
+                target.unlink(missing_ok=True)
+                with self._lock:
+                    self._open.pop(path, None)  # or it would keep the removed file's room
             number = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise StoreError(f"creating failed: {error.strerror}", path=str(target)) from error
@@ -150,7 +168,7 @@ class LocalStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process: the same folder, no file open."""
-        return LocalStore, (self.root, self.only)
+        return LocalStore, (self.root, self.only, self.replaces)
 
 
 def _raise(error: OSError) -> None:

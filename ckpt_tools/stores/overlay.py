@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.base import FileWriter, Store
+from ckpt_tools.stores.base import FileWriter, Store, Versioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,12 @@ class Overlay:
             raise IncompleteError(f"it ends at byte {len(data):,}, before byte {start + len(buffer):,}", path=path)
         else:
             buffer[:] = memoryview(data)[start : start + len(buffer)]
+
+    def version(self, path: str) -> str:
+        """That of the store's file; nothing where it has none, or cannot tell."""
+        if path in self.literals or not isinstance(self.store, Versioned):
+            return ""
+        return self.store.version(path)
 
     def create(self, path: str, size_bytes: int) -> FileWriter:
         return self.store.create(path, size_bytes)

@@ -1,8 +1,9 @@
 """A destination that is absent, old, or complete, never half.
 
-A conversion writes into a hidden folder beside its destination. Publishing renames that folder, or the one file in it,
-into place in one step; any failure removes it. The folder is locked while a process writes, so that a second writer is
-told, and what a killed one left is known to be nobody's.
+A conversion writes into a hidden folder beside its destination, which holds the output and a log of what was written of
+it. Publishing renames the output, or the one file in it, into place in one step; any failure removes the folder, unless
+it is to be resumed. The folder is locked while a process writes, so that a second writer is told, and what a killed one
+left is known to be nobody's.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
-from ckpt_tools.stores.base import PartRules, Store
+from ckpt_tools.stores.base import Leftover, PartRules, Store
 from ckpt_tools.stores.filled import StoreDestination
 from ckpt_tools.stores.local import LocalStore
 
 STAGING_SUFFIX = ".ckpt-tools-partial"
 REPLACED_SUFFIX = ".ckpt-tools-replaced"
-LOG_NAME = ".ckpt-tools-log"
-"""In the staging folder, beside unfinished files; gone before they are published."""
+OUTPUT_NAME = "output"
+"""In the staging folder: the folder that becomes the destination, or holds the file that does."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """fcntl.h and linux/fs.h."""
@@ -58,6 +59,22 @@ class LocalPlace:
     def claim(self, *, is_file: bool, overwrite: bool, resume: bool) -> AbstractContextManager[Staging]:
         return staged(self.path, is_file=is_file, overwrite=overwrite, resume=resume)
 
+    def leftovers(self) -> Sequence[Leftover]:
+        with _reporting("looking failed", self.path):
+            return [left for place in self._places() for left in _leftovers(place)]
+
+    def remove_leftovers(self) -> Sequence[Leftover]:
+        found = self.leftovers()
+        with _reporting("removing failed", self.path):
+            for place in self._places():
+                if _leftovers(place):
+                    _remove_leftovers(place)
+        return found
+
+    def _places(self) -> list[Path]:
+        """Where an output may have been staged: the path taken as a file, and as a folder."""
+        return list(dict.fromkeys(_place(self.path, is_file=is_file) for is_file in (True, False)))
+
 
 @dataclass(frozen=True, slots=True)
 class LocalLog:
@@ -82,20 +99,21 @@ class LocalLog:
 
 @dataclass(slots=True)
 class Staging:
-    """The hidden folder, as a store to write into, and the place it will take."""
+    """The hidden folder, the store in it to write into, and the place that the output will take."""
 
-    store: LocalStore
+    folder: Path
     target: Path
     is_file: bool
     overwrite: bool
-    moved: bool = False
-    """Whether the hidden folder has itself become the target, so that nothing of it is left to remove."""
+    published: bool = False
+    store: LocalStore = field(init=False)
     destination: StoreDestination = field(init=False)
     log: LocalLog = field(init=False)
 
     def __post_init__(self) -> None:
+        self.store = LocalStore(self.folder / OUTPUT_NAME, replaces=True)
         self.destination = StoreDestination(self.store)
-        self.log = LocalLog(self.store.root / LOG_NAME)
+        self.log = LocalLog(_log_path(self.folder))
 
     def publish(self, paths: Sequence[str] = (), *, fsync: bool) -> None:
         """Put the finished output in its place, in one step.
@@ -103,26 +121,25 @@ class Staging:
         Raises:
             DestinationExistsError: somebody else put something there meanwhile. StoreError: renaming failed.
         """
-        folder = self.store.root
-        self.log.clear()
+        output = self.store.root
         with _reporting("publishing failed", self.target):
             if fsync:
-                _sync_folders(folder)
+                _sync_folders(output)
             _check_free(self.target, is_file=self.is_file, overwrite=self.overwrite)
             if self.is_file:
-                folder.joinpath(self.target.name).rename(self.target)
+                output.joinpath(self.target.name).rename(self.target)
             elif _is_full_folder(self.target):
-                _replace(folder, self.target)
+                _replace(output, self.target)
             else:
-                folder.rename(self.target)
-            self.moved = not self.is_file
+                output.rename(self.target)
+            self.published = True
             if fsync:
                 _sync_folder(self.target.parent)
 
 
 @contextmanager
 def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False) -> Iterator[Staging]:
-    """A staging folder for ``target``; on leaving, it is gone unless it was published.
+    """A staging folder for ``target``; on leaving, it is gone with what was not published.
 
     With ``resume`` it holds what a killed run left there, and stays for the next one where this one fails.
 
@@ -132,23 +149,85 @@ def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False
         DestinationExistsError: the target exists and ``overwrite`` is False, or another process is writing it.
         UsageError: the target is a mount point. StoreError: the folder cannot be made.
     """
-    place = Path(os.path.realpath(target.parent), target.name) if is_file else Path(os.path.realpath(target))
-    folder = place.with_name(f".{place.name}{STAGING_SUFFIX}")
+    place = _place(target, is_file=is_file)
+    folder = _staging_folder(place)
     with _reporting("cannot write there", place.parent):
         _check_free(place, is_file=is_file, overwrite=overwrite)
         lock = _claim(folder)
-    staging, kept = Staging(LocalStore(folder), place, is_file, overwrite), resume
+    staging, kept = None, resume
     try:
         with _reporting("cannot write there", place.parent):
-            if not resume:
-                _empty(folder)
             _recover(place)
             _check_free(place, is_file=is_file, overwrite=overwrite)
+            _prepare(folder, resume=resume)
+        staging = Staging(folder, place, is_file, overwrite)
         yield staging
         kept = False
     finally:
-        if not staging.moved and not kept:
+        if not kept or (staging and staging.published):
             shutil.rmtree(folder, ignore_errors=True)
+        elif staging is None:
+            with suppress(OSError):
+                folder.rmdir()  # where it was new, nothing was begun in it
+        os.close(lock)
+
+
+def _place(target: Path, *, is_file: bool) -> Path:
+    return Path(os.path.realpath(target.parent), target.name) if is_file else Path(os.path.realpath(target))
+
+
+def _staging_folder(place: Path) -> Path:
+    return place.with_name(f".{place.name}{STAGING_SUFFIX}")
+
+
+def _prepare(folder: Path, *, resume: bool) -> None:
+    """What a killed run left, where it is to be resumed; else nothing but a place for the output."""
+    output = folder / OUTPUT_NAME
+    if not (resume and output.is_dir() and _log_path(folder).is_file()):
+        _empty(folder)
+        output.mkdir()
+
+
+def _log_path(folder: Path) -> Path:
+    """The log of the output that is there now, by the number of its folder.
+
+    A run may be killed after it swapped its output with the folder that it replaces, and before it removed that one,
+    which must not be taken for unfinished output.
+    """
+    return folder / f"{folder.joinpath(OUTPUT_NAME).lstat().st_ino}.log"
+
+
+def _leftovers(place: Path) -> list[Leftover]:
+    found, folder, aside = [], _staging_folder(place), _aside(place)
+    if _is_idle(folder):
+        found.append(Leftover("unfinished output", str(folder), _num_bytes(folder)))
+    if aside.is_dir() and not aside.is_symlink():
+        kind = "replaced output" if os.path.lexists(place) else "output moved aside, to be put back"
+        found.append(Leftover(kind, str(aside), _num_bytes(aside)))
+    return found
+
+
+def _is_idle(folder: Path) -> bool:
+    """Whether it is there and no process writes into it. Raises DestinationExistsError where one does."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    with suppress(FileNotFoundError), _descriptor(folder, os.O_NOFOLLOW) as number:
+        _lock(number, folder)
+        return True
+    return False
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _remove_leftovers(place: Path) -> None:
+    folder = _staging_folder(place)
+    lock = _claim(folder)
+    try:
+        _recover(place)
+        shutil.rmtree(folder)
+    finally:
         os.close(lock)
 
 
@@ -219,16 +298,9 @@ def _recover(place: Path) -> None:
 
 
 def _replace(finished: Path, target: Path) -> None:
-    """Put a folder in the place of a full one, which is removed.
-
-    While it is being removed, the old one bears the name of the staging folder, and is locked like one.
-    """
-    with _descriptor(target) as old:
-        fcntl.flock(old, fcntl.LOCK_EX)
-        if _exchange(finished, target):
-            shutil.rmtree(finished, ignore_errors=True)
-        else:
-            _replace_in_two_steps(finished, target)
+    """Put a folder in the place of a full one, which takes its name, or is removed."""
+    if not _exchange(finished, target):
+        _replace_in_two_steps(finished, target)
 
 
 def _exchange(a: Path, b: Path) -> bool:

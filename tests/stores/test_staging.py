@@ -207,7 +207,7 @@ def test_a_second_writer_is_told(tmp_path: Path, is_file: bool) -> None:
         with pytest.raises(DestinationExistsError, match="another process is writing") as caught:
             convert(tmp_path / "out", "new", is_file=is_file)
         assert caught.value.exit_code == 8
-        assert (tmp_path / ".out.ckpt-tools-partial/half/written").read_bytes()[:4] == b"half"
+        assert (tmp_path / ".out.ckpt-tools-partial/output/half/written").read_bytes()[:4] == b"half"
 
 
 def test_a_second_writer_in_the_same_process_is_told(tmp_path: Path) -> None:
