@@ -21,7 +21,7 @@ from ckpt_tools.manifest import ByteRange, Shard, ShardTable
 
 OFFSETS_KEY = "DCP_SHARDING_INFO"
 
-_FILE_NAME = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
+_FILE_NAME = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,8 @@ def _read_file(source: Source, file: str) -> _Tree:
     views: dict[tuple[object, ...], str] = {}
     for path, value in _leaves(archive.value, (), file):
         name = ".".join(map(str, path))
+        if not path:
+            raise UnsupportedError("it holds no dict; it is no state dict", path=file)
         if name in paths:
             raise MalformedError("two entries of the tree have this name", path=file, key=name)
         paths[name] = path

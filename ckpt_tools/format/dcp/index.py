@@ -29,7 +29,7 @@ from ckpt_tools.tree import MAX_PATH_PARTS, Path, TensorLeaf
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""
 
-_FILE_NAME = re.compile(r"__(\d+)_\d+\.distcp")
+_FILE_NAME = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.format.deepspeed.tags import choose_tag
+from ckpt_tools.format.deepspeed.tags import choose_tag, natural
 from ckpt_tools.stores.base import Source
 
 LATEST = "latest"
 
-_MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
-_RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+_MODEL = re.compile(r"mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
+_RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 # The engine still reads names without the last underscore, _get_all_zero_checkpoint_names.
-_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_?optim_states\.pt")
 _UNIVERSAL = re.compile(r"(?P<folder>.*?)/?zero/.+/fp32\.pt")
 
 _FOREIGN = {
@@ -58,12 +58,7 @@ def tag_folders(paths: Iterable[str]) -> list[str]:
             native.add(folder)
         elif path.endswith("/fp32.pt") and (match := _UNIVERSAL.fullmatch(path)):
             universal.add(match["folder"])
-    return sorted(native - universal, key=_natural)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that puts ``global_step9`` before ``global_step10``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return sorted(native - universal, key=natural)
 
 
 def choose_folder(source: Source, tag: str | None) -> str:

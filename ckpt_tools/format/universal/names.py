@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import IncompleteError, UnsupportedError
-from ckpt_tools.format.deepspeed.tags import choose_tag
+from ckpt_tools.format.deepspeed.tags import choose_tag, natural
 from ckpt_tools.stores.base import Source
 
 LATEST = "latest_universal"
@@ -28,8 +28,8 @@ MASTER_FILE = "fp32"
 """The file of a parameter's fp32 master, and the one that every parameter has; without its suffix."""
 
 _STATE = re.compile(r"(?:(?P<folder>.+?)/)??zero/(?P<fqn>.+)/(?P<slot>[^/]+)\.pt", re.DOTALL)
-_MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
-_RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+_MODEL = re.compile(r"mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
+_RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 _NATIVE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|.*optim_states\.pt")
 _FOREIGN = {
     re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*"): "experts (mixture of experts)",
@@ -53,17 +53,12 @@ class UniversalFiles:
 def universal_folders(paths: Iterable[str]) -> list[str]:
     """The folders that hold universal checkpoints, in the order of their names; ``""`` is the source itself."""
     found = {match["folder"] or "" for path in paths if (match := _state(path)) and match["slot"] == MASTER_FILE}
-    return sorted(found, key=_natural)
+    return sorted(found, key=natural)
 
 
 def _state(path: str) -> re.Match[str] | None:
     # Where no slot follows, the pattern would try every way to cut the path first.
     return _STATE.fullmatch(path) if path.endswith(".pt") and not path.endswith("/.pt") else None
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that puts ``global_step9`` before ``global_step10``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def is_universal(paths: Iterable[str]) -> bool:
