@@ -1,8 +1,8 @@
 """ckpt-tools: open any sharded training checkpoint and write any other.
 
 The public API is the verbs of the command line, ``inspect``, ``plan``, ``convert``, ``reshard``, ``consolidate``,
-``verify``, ``diff``, ``checksum`` and ``formats``, and the errors they raise. They are loaded when they are first used,
-so that importing the package costs nothing.
+``verify``, ``diff``, ``checksum``, ``scan`` and ``formats``, and the errors they raise. They are loaded when they are
+first used, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         open,
         plan,
         reshard,
+        scan,
         verify,
     )
     from ckpt_tools.errors import CkptError
@@ -49,6 +50,7 @@ __all__ = [
     "open",
     "plan",
     "reshard",
+    "scan",
     "storage_reader",
     "verify",
 ]

@@ -23,10 +23,11 @@ from ckpt_tools.conversion import (
 from ckpt_tools.errors import UsageError
 from ckpt_tools.format.registry import FormatInfo, table
 from ckpt_tools.lazy import Checkpoint
-from ckpt_tools.opening import read_checkpoint
+from ckpt_tools.opening import open_source, read_checkpoint
 from ckpt_tools.options import ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
 from ckpt_tools.proofs import ChecksumReport, Running, compare_all, verify_alone, verify_pair, write_digests
+from ckpt_tools.scanning import ScanReport, scan_source
 from ckpt_tools.summary import Summary, summarize
 
 
@@ -231,6 +232,11 @@ def checksum(
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
     how = Running(_workers(workers), on_progress)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
+
+
+def scan(src: str | Path) -> ScanReport:
+    """What a loader that executes pickles would run of any file of ``src``; nothing is run."""
+    return scan_source(open_source(src), str(src))
 
 
 def formats() -> tuple[FormatInfo, ...]:

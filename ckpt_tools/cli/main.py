@@ -15,6 +15,7 @@ from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_co
 from ckpt_tools.cli.diff import diff_command
 from ckpt_tools.cli.formats import formats_command
 from ckpt_tools.cli.inspect import inspect_command
+from ckpt_tools.cli.scan import scan_command
 from ckpt_tools.cli.verify import verify_command
 from ckpt_tools.errors import CkptError
 
@@ -42,6 +43,7 @@ for _command in (
     consolidate_command,
     verify_command,
     diff_command,
+    scan_command,
     checksum_command,
     formats_command,
 ):

@@ -30,10 +30,11 @@ from ckpt_tools.containers.unpickler.checker import Checker
 from ckpt_tools.containers.unpickler.machine import Language, Machine, PersistentLoad
 from ckpt_tools.containers.unpickler.macros import MACROS
 from ckpt_tools.containers.unpickler.opcodes import STEPS
+from ckpt_tools.containers.unpickler.recorder import Recorder, Recording
 from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError
 from ckpt_tools.values import Value
 
-__all__ = ["PersistentLoad", "dumps", "loads"]
+__all__ = ["PersistentLoad", "Recording", "dumps", "loads", "recorded"]
 
 _LANGUAGE = Language(STEPS, CALLS, MACROS)
 
@@ -66,6 +67,18 @@ def loads(data: bytes, *, path: str, persistent_load: PersistentLoad | None = No
         # An opcode without its operands meets an empty stack, a short slice or a wrong type: the pickle is malformed.
         reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
         raise MalformedError(f"the pickle is malformed at byte {machine.position:,}: {reason}", path=path) from error
+
+
+def recorded(data: bytes, *, path: str) -> Recording:
+    """What a loader that executes pickles would run of the one that ``data`` starts with; nothing is run.
+
+    Any bytes can be asked about. Raises MemoryBudgetError alone.
+    """
+    try:
+        with _gc_paused(len(data) >= GC_PAUSE_BYTES):
+            return Recorder(data).record()
+    except MemoryError as error:
+        raise MemoryBudgetError("there is not enough memory to follow this pickle", path=path) from error
 
 
 @contextmanager

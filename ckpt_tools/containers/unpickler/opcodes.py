@@ -81,7 +81,7 @@ def _float(machine: Machine, at: int) -> int:
     return at + 8
 
 
-def _span(machine: Machine, at: int, width: int) -> tuple[int, int]:
+def read_span(machine: Machine, at: int, width: int) -> tuple[int, int]:
     """The payload that a length of ``width`` bytes announces; it must be there."""
     start = at + width
     stop = start + int.from_bytes(machine.data[at:start], "little")
@@ -92,7 +92,7 @@ def _span(machine: Machine, at: int, width: int) -> tuple[int, int]:
 
 def _text(width: int) -> Step:
     def step(machine: Machine, at: int) -> int:
-        start, stop = _span(machine, at, width)
+        start, stop = read_span(machine, at, width)
         machine.stack.append(str(machine.data[start:stop], "utf-8", "surrogatepass"))
         return stop
 
@@ -108,7 +108,7 @@ def _short_text(machine: Machine, at: int) -> int:
 
 def _bytes(width: int) -> Step:
     def step(machine: Machine, at: int) -> int:
-        start, stop = _span(machine, at, width)
+        start, stop = read_span(machine, at, width)
         machine.stack.append(machine.data[start:stop])
         return stop
 
@@ -119,7 +119,7 @@ def _py2_text(width: int) -> Step:
     """A byte string of Python 2, which torch.load takes for UTF-8."""
 
     def step(machine: Machine, at: int) -> int:
-        start, stop = _span(machine, at, width)
+        start, stop = read_span(machine, at, width)
         machine.stack.append(machine.data[start:stop].decode())
         return stop
 
@@ -127,14 +127,14 @@ def _py2_text(width: int) -> Step:
 
 
 def _bytearray8(machine: Machine, at: int) -> int:
-    start, stop = _span(machine, at, 8)
+    start, stop = read_span(machine, at, 8)
     machine.stack.append(bytearray(machine.data[start:stop]))
     return stop
 
 
 def _long(width: int) -> Step:
     def step(machine: Machine, at: int) -> int:
-        start, stop = _span(machine, at, width)
+        start, stop = read_span(machine, at, width)
         if stop - start > MAX_INT_BYTES:
             machine.fail("an integer of absurd size")
         machine.stack.append(int.from_bytes(machine.data[start:stop], "little", signed=True))
@@ -143,7 +143,7 @@ def _long(width: int) -> Step:
     return step
 
 
-def _line(machine: Machine, at: int) -> tuple[bytes, int]:
+def read_line(machine: Machine, at: int) -> tuple[bytes, int]:
     newline = machine.data.find(b"\n", at)
     if newline < 0:
         machine.fail("a line does not end")
@@ -151,7 +151,7 @@ def _line(machine: Machine, at: int) -> tuple[bytes, int]:
 
 
 def _number_line(machine: Machine, at: int) -> tuple[bytes, int]:
-    line, after = _line(machine, at)
+    line, after = read_line(machine, at)
     if len(line) > MAX_INT_BYTES:
         machine.fail("a number of absurd size")
     return line, after
@@ -176,7 +176,7 @@ def _float_line(machine: Machine, at: int) -> int:
 
 
 def _quoted_line(machine: Machine, at: int) -> int:
-    line, after = _line(machine, at)
+    line, after = read_line(machine, at)
     if len(line) < 2 or line[0] != line[-1] or line[0] not in b"\"'":
         machine.fail("a string without quotes")
     machine.stack.append(codecs.escape_decode(line[1:-1])[0].decode())
@@ -184,7 +184,7 @@ def _quoted_line(machine: Machine, at: int) -> int:
 
 
 def _unicode_line(machine: Machine, at: int) -> int:
-    line, after = _line(machine, at)
+    line, after = read_line(machine, at)
     machine.stack.append(_RAW_UNICODE.decode(line)[0])
     return after
 
@@ -196,8 +196,8 @@ _RAW_UNICODE = codecs.lookup("raw-unicode-escape")
 
 
 def _global(machine: Machine, at: int) -> int:
-    module, at = _line(machine, at)
-    name, at = _line(machine, at)
+    module, at = read_line(machine, at)
+    name, at = read_line(machine, at)
     machine.stack.append(machine.name(module.decode(), name.decode()))
     return at
 
@@ -254,8 +254,8 @@ def made(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | 
 
 
 def _inst(machine: Machine, at: int) -> int:
-    module, at = _line(machine, at)
-    name, at = _line(machine, at)
+    module, at = read_line(machine, at)
+    name, at = read_line(machine, at)
     args = tuple(machine.pop_mark())
     machine.stack.append(_instance(machine, machine.name(module.decode(), name.decode()), args))
     return at
@@ -281,7 +281,7 @@ def _build(machine: Machine, at: int) -> int:
 
 
 def _persistent_line(machine: Machine, at: int) -> int:
-    line, at = _line(machine, at)
+    line, at = read_line(machine, at)
     machine.stack.append(_resolved(machine, line.decode("ascii")))
     return at
 

@@ -1,0 +1,79 @@
+"""What a scan finds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+MAX_FINDINGS = 1000
+"""Findings kept; more are counted."""
+
+
+class Danger(StrEnum):
+    """What a finding is of."""
+
+    RUNS = "runs"
+    """Code that a loader would run or import."""
+    OUTSIDE = "outside"
+    """A name of a file that leads out of the checkpoint."""
+    UNREADABLE = "unreadable"
+    """What could not be followed: damaged, of an unknown kind, or made so that it cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``what`` is the call, or the reason; ``place`` says which pickle of the file, and where in it."""
+
+    file: str
+    place: str
+    danger: Danger
+    what: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.file, self.place, self.what) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanReport:
+    """The findings, ``num_findings`` in all, in ``num_pickles`` pickles of ``num_files`` files."""
+
+    source: str
+    num_files: int
+    num_pickles: int
+    num_findings: int
+    findings: tuple[Finding, ...] = field(repr=False)
+    unsafe: bool
+
+    @property
+    def clean(self) -> bool:
+        return not self.num_findings
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"clean": self.clean}
+
+
+class Notebook:
+    """Findings while they are collected."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.num_findings = 0
+        self.num_pickles = 0
+        self.unsafe = False
+
+    def add(self, file: str, place: str, danger: Danger, what: str, *, count: int = 1) -> None:
+        self.num_findings += count
+        self.unsafe |= danger is not Danger.UNREADABLE
+        if len(self.findings) < MAX_FINDINGS:
+            self.findings.append(Finding(printable(file), printable(place), danger, printable(what)))
+
+    def report(self, source: str, num_files: int) -> ScanReport:
+        return ScanReport(
+            source, num_files, self.num_pickles, self.num_findings, tuple(self.findings), unsafe=self.unsafe
+        )
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, without anything that a terminal would obey or that cannot be encoded."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
