@@ -1,0 +1,62 @@
+"""The connection to a Ray cluster: one that runs, or one of this machine's processors for as long as it is needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckpt_tools.errors import StoreError, UsageError
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Of a cluster that is started here. The plan alone goes through it; Ray's own habit is 30 % of the memory."""
+
+
+@contextmanager
+def connected(address: str | None, num_workers: int) -> Iterator[None]:
+    """Ray, connected to the cluster at ``address`` or in ``RAY_ADDRESS``, else to one of ``num_workers`` CPUs that is
+    started here and stopped afterwards. Where this process is connected already, that connection is used and kept.
+
+    Raises:
+        UsageError: Ray is not installed, or the address is a client's. StoreError: there is no cluster to be reached.
+    """
+    ray = _imported()
+    if ray.is_initialized():
+        yield
+        return
+    _connect(ray, address or os.environ.get("RAY_ADDRESS"), num_workers)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _imported() -> Any:
+    # Ray says in a warning what it will do with accelerators one day; none is asked for here.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("--runner ray needs Ray; install it with: pip install 'ckpt-tools[ray]'") from error
+    return ray
+
+
+def _connect(ray: Any, address: str | None, num_workers: int) -> None:
+    if address is not None and address.startswith("ray://"):
+        raise UsageError(f"--address {address} is a Ray client's: run on a node of the cluster, with --address auto")
+    local = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    options = {"address": address} if address not in (None, "local") else {"address": "local", **local}
+    try:
+        ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise StoreError(f"no Ray cluster could be reached at {options['address']}: {reason}") from error
+
+
+def num_cpus() -> int:
+    """CPUs of the whole cluster, at least 1."""
+    import ray
+
+    return max(1, int(ray.cluster_resources().get("CPU", 0)))
