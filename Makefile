@@ -28,9 +28,9 @@ check: $(STAMP)
 test: check
 	$(BIN)/python -m pytest
 
-# The full matrix of formats and world sizes, with its table.
+# The full matrix of formats and world sizes, with its table, and the casts of all 2**32 float32 patterns.
 soak: $(STAMP)
-	$(BIN)/python -m pytest tests/test_matrix.py --soak -q --timeout=300
+	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py --soak -q --timeout=300
 
 clean:
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
