@@ -20,6 +20,7 @@ from ckpt_tools.conversion import (
     prepare,
     run,
 )
+from ckpt_tools.crews import Crew
 from ckpt_tools.errors import UsageError
 from ckpt_tools.format.registry import FormatInfo, table
 from ckpt_tools.lazy import Checkpoint
@@ -89,6 +90,8 @@ def convert(
     tag: str | None = None,
     memory: str | int = DEFAULT_MEMORY,
     workers: int | None = None,
+    runner: str = "threads",
+    address: str | None = None,
     overwrite: bool = False,
     strict: bool = False,
     fsync: bool = False,
@@ -97,6 +100,9 @@ def convert(
     """Write the checkpoint at ``src`` to ``dst`` in another format, or cut otherwise.
 
     ``dst`` is absent, as it was, or complete, whatever happens. ``on_progress`` hears of bytes written and in all.
+
+    With ``runner="ray"`` the work is done by processes of a Ray cluster: the one at ``address``, or one of this machine
+    alone that is started for it.
     """
     prepared = _prepared(
         src,
@@ -117,9 +123,12 @@ def convert(
         tag=tag,
         memory=memory,
         workers=workers,
+        runner=runner,
+        address=address,
         strict=strict,
     )
-    return run(prepared, overwrite=overwrite, fsync=fsync, on_progress=on_progress)
+    crew = Crew(runner, address, workers)
+    return run(prepared, crew=crew, overwrite=overwrite, fsync=fsync, on_progress=on_progress)
 
 
 def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **options: Any) -> ConvertReport:
@@ -144,6 +153,8 @@ def _prepared(
     from_: str | None = None,
     memory: str | int = DEFAULT_MEMORY,
     workers: int | None = None,
+    runner: str = "threads",
+    address: str | None = None,
     strict: bool = False,
     **options: Any,
 ) -> Prepared:
@@ -154,7 +165,7 @@ def _prepared(
         from_=from_,
         options=ConvertOptions(**options),
         memory_bytes=parse_size(memory),
-        num_workers=_workers(workers),
+        num_workers=Crew(runner, address, workers).workers_per_process,
         strict=strict,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt_tools import transforms
 from ckpt_tools.comparison import Progress
+from ckpt_tools.crews import Crew
 from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import WriteOptions, Writer
@@ -20,7 +21,6 @@ from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import implied_format, open_place, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import Plan, make_plan
-from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Place, Source, Store
 
 SAME = "same"
@@ -223,7 +223,7 @@ def described(prepared: Prepared) -> PlanReport:
 
 
 def run(
-    prepared: Prepared, *, overwrite: bool, fsync: bool, on_progress: Progress, resume: bool = False
+    prepared: Prepared, *, crew: Crew, overwrite: bool, fsync: bool, on_progress: Progress, resume: bool = False
 ) -> ConvertReport:
     """Write the destination: whole, or not at all.
 
@@ -234,15 +234,19 @@ def run(
     if overwrite:
         check_replaceable(prepared)
     plan, report = prepared.plan, described(prepared)
-    with prepared.place.claim(is_file=prepared.is_file, overwrite=overwrite, resume=resume) as claim:
+    with (
+        prepared.place.claim(is_file=prepared.is_file, overwrite=overwrite, resume=resume) as claim,
+        crew.at_work(plan, prepared.store, claim.destination) as (runner, board),
+    ):
         meter = _Meter(on_progress, report.bytes_written)
         outcome = execute(
             plan,
             prepared.store,
             claim.destination,
-            runner=ThreadRunner(plan.num_workers),
+            runner=runner,
             fsync=fsync,
             on_bytes=meter.add,
+            board=board,
         )
         claim.publish([file.path for file in plan.layout.files], fsync=fsync)
     seconds = time.perf_counter() - started

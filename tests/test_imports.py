@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "entries": {*NOUNS, "ledger", "references"},
     "planning": {*NOUNS, "layout", "coalesce"},
     "stores": {"errors"},
-    "runners": set(),
+    "runners": {"errors", "checksums"},
     "containers": {*NOUNS, "layout", "stores.base"},
     "format": {*NOUNS, "casts", "ledger", "tree", "entries", "references", "layout", "containers", "stores.base"},
     "assemble": {*NOUNS, "casts", "planning", "containers", "coalesce", "stores.base"},

@@ -38,6 +38,7 @@ _fsync = click.option("--fsync", is_flag=True, help="Wait until the output would
 @options.choosing
 @_max_shard_size
 @options.running
+@options.clustering
 @_strict
 @_overwrite
 @_fsync
@@ -62,6 +63,7 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="Ranks to write for.")
 @options.reading
 @options.running
+@options.clustering
 @_strict
 @_overwrite
 @_fsync
@@ -104,6 +106,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.choosing
 @_max_shard_size
 @options.running
+@options.clustering
 @_strict
 @_overwrite
 @_fsync

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ckpt_tools.options_names import DEFAULT_MEMORY, DTYPE_NAMES
+from ckpt_tools.options_names import DEFAULT_MEMORY, DTYPE_NAMES, RUNNERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -60,6 +60,17 @@ running = _all(
         "--memory", default=DEFAULT_MEMORY, show_default=True, metavar="SIZE", help="Peak memory of the whole process."
     ),
     workers,
+)
+
+clustering = _all(
+    click.option(
+        "--runner",
+        type=click.Choice(RUNNERS),
+        default=RUNNERS[0],
+        show_default=True,
+        help="Where the work is done: threads of this process, or processes of a Ray cluster, each with --memory.",
+    ),
+    click.option("--address", metavar="ADDR", help="The Ray cluster; one of this machine alone if left out."),
 )
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
