@@ -1,8 +1,8 @@
 """ckpt-tools: open any sharded training checkpoint and write any other.
 
 The public API is the verbs of the command line, ``inspect``, ``plan``, ``convert``, ``reshard``, ``consolidate``,
-``verify``, ``diff``, ``checksum``, ``scan`` and ``formats``, and the errors they raise. They are loaded when they are
-first used, so that importing the package costs nothing.
+``verify``, ``diff``, ``checksum``, ``scan``, ``clean`` and ``formats``, and the errors they raise. They are loaded when
+they are first used, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_tools.api import (
         checksum,
+        clean,
         consolidate,
         convert,
         diff,
@@ -41,6 +42,7 @@ __all__ = [
     "CkptError",
     "__version__",
     "checksum",
+    "clean",
     "consolidate",
     "convert",
     "diff",

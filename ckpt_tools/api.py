@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.cleaning import CleanReport, removed
 from ckpt_tools.comparison import Progress, VerifyReport
 from ckpt_tools.conversion import (
     SAME,
@@ -24,12 +25,15 @@ from ckpt_tools.crews import Crew
 from ckpt_tools.errors import UsageError
 from ckpt_tools.format.registry import FormatInfo, table
 from ckpt_tools.lazy import Checkpoint
-from ckpt_tools.opening import open_source, read_checkpoint
+from ckpt_tools.opening import implied_format, open_place, open_source, read_checkpoint
 from ckpt_tools.options import ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
 from ckpt_tools.proofs import ChecksumReport, Running, compare_all, verify_alone, verify_pair, write_digests
 from ckpt_tools.scanning import ScanReport, scan_source
 from ckpt_tools.summary import Summary, summarize
+
+_RUNNING = ("overwrite", "resume", "fsync", "on_progress")
+"""Options of ``convert`` that change nothing about what is to be done."""
 
 
 def _silent(done: int, total: int) -> None:
@@ -66,7 +70,7 @@ def open(
 
 def plan(src: str | Path, dst: str | Path, **options: Any) -> PlanReport:
     """What ``convert`` with the same arguments will read, write, cast and drop; writes nothing."""
-    known = {name: options.pop(name) for name in list(options) if name not in ("overwrite", "fsync", "on_progress")}
+    known = {name: options.pop(name) for name in list(options) if name not in _RUNNING}
     return described(_prepared(src, dst, **known))
 
 
@@ -93,13 +97,16 @@ def convert(
     runner: str = "threads",
     address: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     strict: bool = False,
     fsync: bool = False,
     on_progress: Progress = _silent,
 ) -> ConvertReport:
     """Write the checkpoint at ``src`` to ``dst`` in another format, or cut otherwise.
 
-    ``dst`` is absent, as it was, or complete, whatever happens. ``on_progress`` hears of bytes written and in all.
+    ``dst`` is absent, as it was, or complete, whatever happens. With ``resume`` what a killed or failed run of the same
+    conversion wrote is checked and not written again, and is kept where this one fails too. ``on_progress`` hears of
+    bytes written and in all.
 
     With ``runner="ray"`` the work is done by processes of a Ray cluster: the one at ``address``, or one of this machine
     alone that is started for it.
@@ -128,14 +135,12 @@ def convert(
         strict=strict,
     )
     crew = Crew(runner, address, workers)
-    return run(prepared, crew=crew, overwrite=overwrite, fsync=fsync, on_progress=on_progress)
+    return run(prepared, crew=crew, overwrite=overwrite, fsync=fsync, on_progress=on_progress, resume=resume)
 
 
 def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **options: Any) -> ConvertReport:
     """The model's weights alone as one model: safetensors, or what ``dst`` or ``to`` says. Takes ``convert``'s
     options."""
-    from ckpt_tools.opening import implied_format, open_place
-
     chosen = to or implied_format(open_place(dst).name) or "safetensors"
     return convert(src, dst, to=chosen, state="model", **options)
 
@@ -248,6 +253,14 @@ def checksum(
 def scan(src: str | Path) -> ScanReport:
     """What a loader that executes pickles would run of any file of ``src``; nothing is run."""
     return scan_source(open_source(src), str(src))
+
+
+def clean(dst: str | Path, *, dry_run: bool = False) -> CleanReport:
+    """Remove what killed or failed runs left of ours at ``dst`` or beside it; with ``dry_run``, only list it.
+
+    A run under way is left alone: the error says that there is one.
+    """
+    return removed(open_place(dst), dry_run=dry_run)
 
 
 def formats() -> tuple[FormatInfo, ...]:

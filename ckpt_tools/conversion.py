@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ from typing import Any
 from ckpt_tools import transforms
 from ckpt_tools.comparison import Progress
 from ckpt_tools.crews import Crew
-from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
+from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import WriteOptions, Writer
 from ckpt_tools.format.registry import readers, writer_for
+from ckpt_tools.journal import Journal
 from ckpt_tools.layout import Layout
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import implied_format, open_place, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import Plan, make_plan
+from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Place, Source, Store
 
 SAME = "same"
@@ -73,12 +76,13 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion did."""
+    """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again."""
 
     plan: PlanReport
     destination: str
     bytes_read: int
     bytes_written: int
+    bytes_recovered: int
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -86,6 +90,7 @@ class ConvertReport:
             "destination": self.destination,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
+            "bytes_recovered": self.bytes_recovered,
             "seconds": round(self.seconds, 3),
         }
         return {**self.plan.to_json(), **done}
@@ -239,18 +244,42 @@ def run(
         crew.at_work(plan, prepared.store, claim.destination) as (runner, board),
     ):
         meter = _Meter(on_progress, report.bytes_written)
-        outcome = execute(
-            plan,
-            prepared.store,
-            claim.destination,
-            runner=runner,
-            fsync=fsync,
-            on_bytes=meter.add,
-            board=board,
-        )
-        claim.publish([file.path for file in plan.layout.files], fsync=fsync)
-    seconds = time.perf_counter() - started
-    return ConvertReport(report, prepared.place.url, outcome.bytes_read, outcome.bytes_written, seconds)
+        begin = Journal.resume if resume else Journal.begin
+        journal = begin(claim.log, plan, prepared.store, claim.destination, ThreadRunner(plan.num_workers))
+        with _noting(journal, kept=resume):
+            outcome = execute(
+                plan,
+                prepared.store,
+                claim.destination,
+                runner=runner,
+                fsync=fsync,
+                on_bytes=meter.add,
+                history=journal,
+                board=board,
+            )
+            journal.flush()
+            claim.publish([file.path for file in plan.layout.files], fsync=fsync)
+    return ConvertReport(
+        report,
+        prepared.place.url,
+        outcome.bytes_read,
+        outcome.bytes_written,
+        journal.bytes_recovered,
+        time.perf_counter() - started,
+    )
+
+
+@contextmanager
+def _noting(journal: Journal, *, kept: bool) -> Iterator[None]:
+    """Whatever ends the run, what was done is noted; where the output is kept, an error says so."""
+    try:
+        yield
+    except BaseException as error:
+        if kept:
+            journal.flush()
+        if kept and isinstance(error, CkptError):
+            error.message += "; what was written so far is kept, and the same command continues it"
+        raise
 
 
 def check_replaceable(prepared: Prepared) -> None:

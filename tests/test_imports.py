@@ -43,6 +43,8 @@ ROOMS: dict[str, set[str]] = {
     "assemble": {*NOUNS, "casts", "planning", "containers", "coalesce", "stores.base"},
     "checksums": set(),
     "execute": {*NOUNS, "checksums", "layout", "planning", "assemble", "coalesce", "stores.base", "runners.base"},
+    "journal": {*NOUNS, "checksums", "layout", "planning", "execute", "stores.base", "runners.base"},
+    "cleaning": {"stores.base"},
 }
 """What each room below the public API may import of the others. A room that is not listed wires them together, and may
 import any but ``cli`` and ``testing``."""

@@ -25,6 +25,9 @@ _world_size = click.option(
 )
 _strict = click.option("--strict", is_flag=True, help="Fail where something would be dropped.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the destination if it exists.")
+_resume = click.option(
+    "--resume", is_flag=True, help="Continue what a killed run of the same conversion left; keep it on failure."
+)
 _fsync = click.option("--fsync", is_flag=True, help="Wait until the output would outlive a power failure.")
 
 
@@ -41,6 +44,7 @@ _fsync = click.option("--fsync", is_flag=True, help="Wait until the output would
 @options.clustering
 @_strict
 @_overwrite
+@_resume
 @_fsync
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @options.as_json
@@ -66,6 +70,7 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
 @options.clustering
 @_strict
 @_overwrite
+@_resume
 @_fsync
 @options.as_json
 @options.talking
@@ -109,6 +114,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.clustering
 @_strict
 @_overwrite
+@_resume
 @_fsync
 @options.as_json
 @options.talking
@@ -144,4 +150,6 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
         f"{report.destination}: {report.plan.num_tensors:,} tensors, {size(report.bytes_written)} in "
         f"{len(report.plan.files):,} files, {report.seconds:.2f} s ({rate}/s)"
     )
+    if report.bytes_recovered:
+        click.echo(f"{size(report.bytes_recovered)} more were there from an earlier run")
     show_notes(report.plan.notes)

@@ -11,6 +11,7 @@ import click
 
 from ckpt_tools import __version__
 from ckpt_tools.cli.checksum import checksum_command
+from ckpt_tools.cli.clean import clean_command
 from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command, reshard_command
 from ckpt_tools.cli.diff import diff_command
 from ckpt_tools.cli.formats import formats_command
@@ -45,6 +46,7 @@ for _command in (
     diff_command,
     scan_command,
     checksum_command,
+    clean_command,
     formats_command,
 ):
     group.add_command(_command)
@@ -63,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _explain("Interrupted; nothing was left at the destination.", INTERRUPTED, verbose)
+        left = "what was written is kept for --resume" if "--resume" in words else "nothing was left at the destination"
+        _explain(f"Interrupted; {left}.", INTERRUPTED, verbose)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

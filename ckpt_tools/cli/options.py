@@ -75,7 +75,9 @@ clustering = _all(
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
+verbose = click.option("--verbose", "-v", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+
 talking = _all(
     click.option("--quiet", "-q", is_flag=True, help="No progress."),
-    click.option("--verbose", "-v", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+    verbose,
 )

@@ -1,0 +1,27 @@
+"""``ckpt-tools clean``."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt_tools.cli import options
+from ckpt_tools.cli.render import print_json, size
+
+
+@click.command("clean")
+@click.argument("dst", metavar="DST")
+@click.option("--dry-run", is_flag=True, help="List it, and remove nothing.")
+@options.as_json
+@options.verbose
+def clean_command(dst: str, dry_run: bool, as_json: bool) -> None:
+    """Remove what killed or failed runs left at DST or beside it, and nothing else."""
+    from ckpt_tools import clean
+
+    report = clean(dst, dry_run=dry_run)
+    if as_json:
+        print_json(report.to_json())
+        return
+    for left in report.leftovers:
+        click.echo(f"{left.url}: {left.kind}, {size(left.num_bytes)}")
+    verb = "removed" if report.is_removed else "found"
+    click.echo(f"{report.destination}: {len(report.leftovers):,} leftovers {verb}, {size(report.num_bytes)}")
