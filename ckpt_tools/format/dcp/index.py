@@ -7,14 +7,16 @@ where another ends and holds nothing, so it is left out before it can be mistake
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_tools.containers.dcp_classes import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageInfo,
@@ -22,9 +24,10 @@ from ckpt_tools.containers.dcp_classes import (
 )
 from ckpt_tools.containers.pickles import loads
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.manifest import ByteRange, Framing, ShardTable
+from ckpt_tools.manifest import ByteRange, Framing, Ints, ShardTable
 from ckpt_tools.stores.base import Source, checked_name
 from ckpt_tools.tree import MAX_PATH_PARTS, Path, TensorLeaf
+from ckpt_tools.values import Size
 
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""
@@ -58,13 +61,13 @@ def read_index(source: Source, path: str) -> Index:
     if not isinstance(metadata, Metadata):
         raise MalformedError("it holds no DCP metadata", path=path)
     files = _Files(source, path.rpartition("/")[0])
-    items = {index: files.at(info) for index, info in metadata.storage_data.items()}
+    items = metadata.storage_data
     tensors, objects = {}, {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             tensors[fqn] = _stored(fqn, entry, items, files)
         else:
-            objects[fqn] = files.range(_item(fqn, None, items))
+            objects[fqn] = _object(fqn, items, files)
     return Index(tensors, objects, _paths(metadata))
 
 
@@ -78,21 +81,39 @@ class _Files:
         self.names: list[str] = []
         self._sizes: list[int] = []
 
-    def at(self, info: StorageInfo) -> tuple[int, int, int]:
-        """File number, start and stop of an item."""
-        if info.transform_descriptors:
-            names = ", ".join(info.transform_descriptors)
+    def places(self, infos: Sequence[StorageInfo]) -> tuple[Ints, Ints, Ints]:
+        """File number, start and stop of each item: a microsecond an item, since a checkpoint may have a million.
+
+        Raises UnsupportedError, IncompleteError.
+        """
+        for info in filter(attrgetter("transform_descriptors"), infos):
+            names = ", ".join(info.transform_descriptors or ())
             raise UnsupportedError(f"its items are stored through {names}; save it without", path=info.relative_path)
-        number = self._numbers.get(info.relative_path)
-        if number is None:
-            number = self._new(info.relative_path)
-        stop = info.offset + info.length
-        if stop > self._sizes[number]:
+        numbers = self._column(map(self._number, map(attrgetter("relative_path"), infos)), len(infos))
+        starts = self._column(map(attrgetter("offset"), infos), len(infos))
+        lengths = self._column(map(attrgetter("length"), infos), len(infos))
+        sizes = np.array(self._sizes, np.int64)[numbers]
+        self._refuse_cut_off(numbers, sizes, lengths > sizes - starts, infos)
+        return numbers, starts, starts + lengths
+
+    @staticmethod
+    def _column(values: Iterable[int], count: int) -> Ints:
+        return np.fromiter(values, np.int64, count)
+
+    def _refuse_cut_off(
+        self, numbers: Ints, sizes: Ints, wrong: NDArray[np.bool_], infos: Sequence[StorageInfo]
+    ) -> None:
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            stop = infos[row].offset + infos[row].length
             raise IncompleteError(
-                f"it has {self._sizes[number]:,} bytes and an item of it ends at {stop:,}; it was cut off",
-                path=self.names[number],
+                f"it has {int(sizes[row]):,} bytes and an item of it ends at {stop:,}; it was cut off",
+                path=self.names[int(numbers[row])],
             )
-        return number, info.offset, stop
+
+    def _number(self, relative_path: str) -> int:
+        number = self._numbers.get(relative_path)
+        return self._new(relative_path) if number is None else number
 
     def _new(self, relative_path: str) -> int:
         name = f"{self._folder}/{checked_name(relative_path)}" if self._folder else checked_name(relative_path)
@@ -101,19 +122,25 @@ class _Files:
         self.names.append(name)
         return number
 
-    def range(self, item: tuple[int, int, int]) -> ByteRange:
-        return ByteRange(self.names[item[0]], item[1], item[2])
+
+Items = Mapping[MetadataIndex, StorageInfo]
 
 
-Items = Mapping[MetadataIndex, tuple[int, int, int]]
+def _object(fqn: str, items: Items, files: _Files) -> ByteRange:
+    numbers, starts, stops = files.places([_info(fqn, None, items)])
+    return ByteRange(files.names[int(numbers[0])], int(starts[0]), int(stops[0]))
 
 
-def _item(fqn: str, chunk: ChunkStorageMetadata | None, items: Items) -> tuple[int, int, int]:
-    found = items.get(MetadataIndex(fqn, None if chunk is None else chunk.offsets))
+def _info(fqn: str, offsets: Size | None, items: Items) -> StorageInfo:
+    found = items.get(MetadataIndex(fqn, offsets))
     if found is None:
-        where = "" if chunk is None else f" at {list(chunk.offsets)}"
+        where = "" if offsets is None else f" at {list(offsets)}"
         raise IncompleteError(f"its piece{where} has no place in any file", key=fqn)
     return found
+
+
+def _extents(sizes: Iterable[Size], num_rows: int, ndim: int) -> Ints:
+    return np.fromiter(chain.from_iterable(sizes), np.int64, num_rows * ndim).reshape(num_rows, ndim)
 
 
 def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files) -> TensorLeaf:
@@ -121,9 +148,9 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files)
     chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
     if any(len(chunk.sizes) != len(shape) for chunk in chunks):
         raise MalformedError("a chunk has other dims than its tensor", key=fqn)
-    places = np.array([_item(fqn, chunk, items) for chunk in chunks], np.int64).reshape(len(chunks), 3)
-    starts = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(shape))
-    extents = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), len(shape))
+    numbers, byte_starts, byte_stops = files.places([_info(fqn, chunk.offsets, items) for chunk in chunks])
+    starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
+    extents = _extents(map(attrgetter("sizes"), chunks), len(chunks), len(shape))
     dtype = entry.properties.element_type
     table = ShardTable(
         shape=shape,
@@ -131,9 +158,9 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files)
         starts=starts,
         stops=starts + extents,
         files=files.names,
-        file_ids=places[:, 0],
-        byte_starts=places[:, 1],
-        byte_stops=places[:, 2],
+        file_ids=numbers,
+        byte_starts=byte_starts,
+        byte_stops=byte_stops,
         framing=Framing.TORCH_ITEM,
     )
     _check_room(fqn, table)
