@@ -1,8 +1,8 @@
 """ckpt-tools: open any sharded training checkpoint and write any other.
 
 The public API is the verbs of the command line, ``inspect``, ``plan``, ``convert``, ``reshard``, ``consolidate``,
-``verify``, ``diff``, ``checksum``, ``scan``, ``clean`` and ``formats``, and the errors they raise. They are loaded when
-they are first used, so that importing the package costs nothing.
+``verify``, ``diff``, ``checksum``, ``sign``, ``scan``, ``clean`` and ``formats``, and the errors they raise. They are
+loaded when they are first used, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         plan,
         reshard,
         scan,
+        sign,
         verify,
     )
     from ckpt_tools.errors import CkptError
@@ -53,6 +54,7 @@ __all__ = [
     "plan",
     "reshard",
     "scan",
+    "sign",
     "storage_reader",
     "verify",
 ]

@@ -30,6 +30,7 @@ from ckpt_tools.options import ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
 from ckpt_tools.proofs import ChecksumReport, Running, compare_all, verify_alone, verify_pair, write_digests
 from ckpt_tools.scanning import ScanReport, scan_source
+from ckpt_tools.signing import SignReport, check_signature, sign_with_key
 from ckpt_tools.summary import Summary, summarize
 
 _RUNNING = ("overwrite", "resume", "fsync", "on_progress")
@@ -187,6 +188,8 @@ def verify(
     *,
     from_: str | None = None,
     digests: str | Path | None = None,
+    public_key: str | Path | None = None,
+    signature: str | Path | None = None,
     workers: int | None = None,
     on_progress: Progress = _silent,
     **options: Any,
@@ -194,10 +197,13 @@ def verify(
     """Whether ``dst`` holds the tensors of ``src``, bit for bit, under the options it was converted with.
 
     Without ``dst``: whether every byte of ``src`` can be read, agrees with the checksums stored in it, and every tensor
-    with its digest: as ``digests`` lists them, else as the list that lies with ``src`` does, if there is one.
+    with its digest: as ``digests`` lists them, else as the list that lies with ``src`` does, if there is one. With
+    ``public_key``, first of all, whether the signature of ``digests``, else of ``src``, is by its owner.
     """
-    if dst is not None and digests is not None:
-        raise UsageError("--digests is for one checkpoint; two are compared with each other")
+    if dst is not None and (digests is not None or public_key is not None):
+        raise UsageError("--digests and --public-key are for one checkpoint; two are compared with each other")
+    if public_key is not None:
+        check_signature(digests or src, public_key=public_key, signature=signature)
     chosen = ConvertOptions(**options)
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
     how = Running(_workers(workers), on_progress)
@@ -261,6 +267,13 @@ def clean(dst: str | Path, *, dry_run: bool = False) -> CleanReport:
     A run under way is left alone: the error says that there is one.
     """
     return removed(open_place(dst), dry_run=dry_run)
+
+
+def sign(
+    src: str | Path, *, private_key: str | Path, signature: str | Path | None = None, overwrite: bool = False
+) -> SignReport:
+    """Sign every file of ``src``, which may be a list of digests, for ``verify`` and for ``model_signing`` to check."""
+    return sign_with_key(src, private_key=private_key, signature=signature, overwrite=overwrite)
 
 
 def formats() -> tuple[FormatInfo, ...]:

@@ -17,6 +17,7 @@ from ckpt_tools.cli.diff import diff_command
 from ckpt_tools.cli.formats import formats_command
 from ckpt_tools.cli.inspect import inspect_command
 from ckpt_tools.cli.scan import scan_command
+from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
 from ckpt_tools.errors import CkptError
 
@@ -46,6 +47,7 @@ for _command in (
     diff_command,
     scan_command,
     checksum_command,
+    sign_command,
     clean_command,
     formats_command,
 ):

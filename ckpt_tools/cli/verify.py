@@ -18,6 +18,8 @@ from ckpt_tools.cli.render import print_json, progress
 @click.option("--state", type=click.Choice(["model", "all"]), help="As it was for convert.")
 @options.choosing
 @click.option("--digests", metavar="FILE", help="Check SRC against these digests; those that lie with it if left out.")
+@click.option("--public-key", metavar="FILE", help="Check the signature of SRC, or of --digests, with this key first.")
+@click.option("--signature", metavar="FILE", help="Where the signature is; with what it signs if left out.")
 @options.workers
 @options.as_json
 @options.talking

@@ -1,0 +1,28 @@
+"""``ckpt-tools sign``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckpt_tools.cli import options
+from ckpt_tools.cli.render import print_json
+
+
+@click.command("sign")
+@options.source
+@click.option("--private-key", metavar="FILE", required=True, help="An elliptic-curve key in PEM.")
+@click.option("--signature", metavar="FILE", help="Where the signature goes; with SRC if left out.")
+@click.option("--overwrite", is_flag=True, help="Replace a signature that is there.")
+@options.as_json
+@click.option("--verbose", "-v", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def sign_command(src: str, as_json: bool, **chosen: Any) -> None:
+    """Sign every file of a checkpoint, or a list of digests, by OpenSSF model-signing."""
+    from ckpt_tools import sign
+
+    report = sign(src, **chosen)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        click.echo(report.signature)
