@@ -31,6 +31,7 @@ from ckpt_tools.containers.unpickler.machine import Language, Machine, Persisten
 from ckpt_tools.containers.unpickler.macros import MACROS
 from ckpt_tools.containers.unpickler.opcodes import STEPS
 from ckpt_tools.containers.unpickler.recorder import Recorder, Recording
+from ckpt_tools.containers.unpickler.tracing import TRACING
 from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError
 from ckpt_tools.values import Value
 
@@ -76,7 +77,7 @@ def recorded(data: bytes, *, path: str) -> Recording:
     """
     try:
         with _gc_paused(len(data) >= GC_PAUSE_BYTES):
-            return Recorder(data).record()
+            return Recorder(data, TRACING).record()
     except MemoryError as error:
         raise MemoryBudgetError("there is not enough memory to follow this pickle", path=path) from error
 

@@ -34,9 +34,6 @@ MAX_MEMBERS = 1 << 14
 MAX_INFLATED_BYTES = 1 << 25
 """Of all records of such an archive together: a zip bomb takes 32 MiB and a tenth of a second."""
 
-MAX_END_BYTES = (1 << 16) + END.size + LOCATOR64.size
-"""An end record with the longest comment, and what may stand before it."""
-
 _BLOCK = 512
 
 
@@ -51,8 +48,7 @@ class Member:
 def has_one_directory(read: ReadRange, size: int) -> bool:
     """Whether the end of a zip leaves one directory to find: miniz takes the last end record whatever follows it, and
     the zip64 record also where the other needs none."""
-    first = max(0, size - MAX_END_BYTES)
-    tail = read(first, size)
+    tail = read(max(0, size - END.size - LOCATOR64.size), size)
     end = tail.rfind(END_MAGIC)
     if end < 0 or end + END.size != len(tail):
         return False

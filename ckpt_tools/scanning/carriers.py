@@ -6,6 +6,7 @@ name says. The name decides one thing: where it is one that loaders unpickle, wh
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
 from collections.abc import Callable, Iterable
@@ -37,15 +38,19 @@ MAX_PICKLES = 1000
 MAX_NESTING = 4
 """Pickles in byte strings of pickles."""
 
+MIN_PICKLE_BYTES = 6
+"""The shortest pickle that names anything: ``ca\\nb\\n.``."""
+
 MAX_KNOWN_BYTES, MAX_KNOWN = 4096, 4096
 """Pickles that are remembered: the items of a DCP repeat a few small ones a million times."""
 
-TAIL_BYTES = 1 << 16
-"""One read from the end that holds the directory of an archive of up to about 900 storages."""
+TAIL_BYTES = 1 << 13
+"""One read from the end that holds the directory of an item of a DCP; larger ones take another read."""
 
 _ZIP_MAGIC, _NUMPY_MAGIC, _PROTOCOL = b"PK\x03\x04", b"\x93NUMPY", re.compile(rb"\x80[\x00-\x05]")
 _HEAD_BYTES = 512
 _NO_PICKLES = re.compile(r"[^/]+/(data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/.*)")
+_OBJECTS = re.compile(rb"['\"][|<>=]?O8?['\"]|object")
 _PROGRAM = re.compile(r"[^/]+/(constants\.pkl$|code/)")
 _TAR_OF_TORCH = {"sys_info", "pickle", "storages", "tensors"}
 
@@ -85,6 +90,7 @@ class Inspector:
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook
         self._known: dict[bytes, Recording] = {}
+        self._nested: set[bytes] = set()
 
     def look_at(self, piece: Piece) -> None:
         """Whatever ``piece`` is. Raises StoreError and MemoryBudgetError alone."""
@@ -164,6 +170,15 @@ class Inspector:
             left = found.num_uses - len(found.uses)
             self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{left:,} calls more", count=left)
         for data in found.nested:
+            self._look_inside(piece, data)
+
+    def _look_inside(self, piece: Piece, data: bytes) -> None:
+        """A byte string once, however often and from wherever it is given: copies of copies would keep us busy."""
+        if len(data) < MIN_PICKLE_BYTES:
+            return
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        if digest not in self._nested:
+            self._nested.add(digest)
             self.look_at(piece.holding(data, "a byte string", is_expected=False))
 
     def _note_failure(self, piece: Piece, at: int, found: Recording) -> None:
@@ -207,7 +222,8 @@ class Inspector:
             self._no_archive(piece, "the zip archive has a second directory, which a loader may read instead")
         self._note_program(piece, list(ranges))
         for name, (start, stop) in ranges.items():
-            self.look_at(piece.part(start, stop, name, is_expected=bool(UNPICKLED.search(name))))
+            part = piece.part(start, stop, name, is_expected=bool(UNPICKLED.search(name)))
+            self.look_at(replace(part, depth=piece.depth + 1))
 
     def _no_archive(self, piece: Piece, what: str) -> None:
         if piece.is_expected:
@@ -235,7 +251,7 @@ class Inspector:
         """An array of objects is a pickle after the header (numpy/lib/_format_impl.py)."""
         wide = head[6:7] != b"\x01"
         start = (12 if wide else 10) + int.from_bytes(head[8 : 12 if wide else 10], "little")
-        if start < piece.size and b"O" in piece.read(0, start).partition(b"shape")[0]:
+        if start < piece.size and _OBJECTS.search(piece.read(0, start)):
             self._stream(piece.part(start, piece.size, "objects", is_expected=True))
 
     def _tar(self, piece: Piece) -> None:

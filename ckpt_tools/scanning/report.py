@@ -76,4 +76,4 @@ class Notebook:
 
 def printable(text: str) -> str:
     """``text`` on one line, without anything that a terminal would obey or that cannot be encoded."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

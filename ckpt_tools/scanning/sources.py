@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt_tools.containers.dcp_classes import Metadata, StorageInfo
 from ckpt_tools.containers.pickles import loads
 from ckpt_tools.containers.stored_zip import END, END_MAGIC
-from ckpt_tools.errors import FormatError, IncompleteError, UnsafeError
+from ckpt_tools.errors import FormatError, IncompleteError, StoreError, UnsafeError
 from ckpt_tools.scanning.archives import inflated_zstd
 from ckpt_tools.scanning.carriers import UNPICKLED, Inspector, Piece
 from ckpt_tools.scanning.report import Danger, Notebook, ScanReport
@@ -155,7 +155,7 @@ def _hidden(store: object) -> tuple[dict[str, int], list[str]]:
     if not isinstance(store, LocalStore) or store.only is not None:
         return files, links
     root = Path(os.path.realpath(store.root))
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_raise):
         for name in folders:
             path = Path(folder, name)
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
@@ -164,3 +164,7 @@ def _hidden(store: object) -> tuple[dict[str, int], list[str]]:
             if path.is_file():
                 files[path.relative_to(root).as_posix()] = path.stat().st_size
     return files, links
+
+
+def _raise(error: OSError) -> None:
+    raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error

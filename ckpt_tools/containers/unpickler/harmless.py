@@ -44,10 +44,9 @@ _SCHEDULERS = (
 )
 
 _CALLED = {
-    "builtins": "Ellipsis NotImplemented bool bytearray bytes complex dict float frozenset int list object range set "
-    "slice str tuple",
+    "builtins": "Ellipsis NotImplemented bool bytes complex dict float frozenset int list object range set "
+    "slice str tuple unicode long xrange",
     "collections": "Counter OrderedDict defaultdict deque",
-    "copyreg": "_reconstructor __newobj__ __newobj_ex__",
     "argparse": "Namespace",
     "types": "SimpleNamespace",
     "typing": "Any",
@@ -71,7 +70,7 @@ _CALLED = {
     "torch.nn.parameter": "Buffer Parameter UninitializedBuffer UninitializedParameter",
     "torch.serialization": "_get_layout",
     "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter "
-    "_rebuild_parameter_with_state _rebuild_qtensor _rebuild_sparse_tensor _rebuild_sparse_csr_tensor "
+    "_rebuild_qtensor _rebuild_sparse_tensor _rebuild_sparse_csr_tensor "
     "_rebuild_nested_tensor _rebuild_wrapper_subclass _rebuild_meta_tensor_no_storage "
     "_rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor _rebuild_xla_tensor",
     "torch.jit._pickle": "build_intlist build_tensorlist build_doublelist build_boollist restore_type_tag",
@@ -145,6 +144,15 @@ _MADE = {
     "accelerate.utils.dataclasses": "DeepSpeedPlugin FullyShardedDataParallelPlugin",
 }
 
+_JUDGED = {
+    "_codecs": "encode",
+    "builtins": "bytearray getattr",
+    "copyreg": "_reconstructor __newobj__ __newobj_ex__",
+    "torch._tensor": "_rebuild_from_type _rebuild_from_type_v2",
+    "torch._utils": "_rebuild_parameter_with_state",
+    "torch.storage": "_load_from_bytes",
+}
+
 
 def _by_module(table: Mapping[str, str]) -> Mapping[str, frozenset[str]]:
     return {module: frozenset(names.split()) for module, names in table.items()}
@@ -156,10 +164,13 @@ HARMLESS: Mapping[str, frozenset[str]] = _by_module(_CALLED)
 ONLY_MADE: Mapping[str, frozenset[str]] = _by_module(_MADE)
 """Classes of which objects may be made and given a state, by module."""
 
+JUDGED: Mapping[str, frozenset[str]] = _by_module(_JUDGED)
+"""What may be called with some arguments, by module: ``judging`` has a rule for each."""
+
 
 def may_be_called(module: str, name: str) -> bool:
     return name in HARMLESS.get(module, ())
 
 
 def may_be_named(module: str, name: str) -> bool:
-    return may_be_called(module, name) or name in ONLY_MADE.get(module, ())
+    return any(name in table.get(module, ()) for table in (HARMLESS, ONLY_MADE, JUDGED))

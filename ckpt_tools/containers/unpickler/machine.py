@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -114,11 +114,15 @@ class Machine:
         if self.budget < 0:
             self.fail(f"{len(self.data):,} bytes make too many objects")
 
-    def copied(self, values: Iterable[Value]) -> None:
-        """Account for copies of ``values``: a call on one long string, again and again, would fill the memory.
+    def copied(self, values: Sequence[Value]) -> None:
+        """Account for a walk over ``values`` and copies of them: a call on one long string, again and again, would fill
+        the memory, and one with a million arguments would never end.
 
         The budget is four times the data, where each byte of a string and each item of a list took one at least.
         """
+        self.bytes_to_copy -= len(values)
+        if self.bytes_to_copy < 0:
+            self.fail("the same data is copied too many times over")
         for value in values:
             if isinstance(value, str | bytes | list | tuple):
                 self.bytes_to_copy -= len(value) * (1 if isinstance(value, str | bytes) else 4)
