@@ -22,7 +22,7 @@ from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import implied_format, open_place, read_checkpoint
 from ckpt_tools.options import ConvertOptions
-from ckpt_tools.planning import Plan, make_plan
+from ckpt_tools.planning import Plan, make_plan, reading_bytes
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Place, Source, Store
 
@@ -144,6 +144,7 @@ def prepare(
     from_: str | None,
     options: ConvertOptions,
     memory_bytes: int,
+    memory_is_limit: bool,
     num_workers: int,
     strict: bool,
 ) -> Prepared:
@@ -155,7 +156,7 @@ def prepare(
     place = open_place(dst)
     writer = None if to == SAME else _writer(to, place.name)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
-    source_format = manifest.format
+    source_format, reading = manifest.format, reading_bytes(manifest)
     writer = writer or _same_writer(manifest, place.name)
     writing = _write_options(place.name, manifest, options)
     manifest, notes = reduced(manifest, options, whole=is_whole(options, writer), holds_masters=writer.holds_masters)
@@ -163,8 +164,15 @@ def prepare(
     notes += layout.notes
     if strict:
         _refuse_losses(notes)
-    wanted = _wanted_bytes(place, layout)
-    plan = make_plan(manifest, layout, memory_bytes=memory_bytes, num_workers=num_workers, wanted_bytes=wanted)
+    plan = make_plan(
+        manifest,
+        layout,
+        memory_bytes=memory_bytes,
+        num_workers=num_workers,
+        is_limit=memory_is_limit,
+        wanted_bytes=_wanted_bytes(place, layout),
+        reading_bytes=reading,
+    )
     return Prepared(source.store, plan, notes, source_format, writer.name, place)
 
 

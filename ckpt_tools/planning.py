@@ -19,7 +19,7 @@ import numpy as np
 from ckpt_tools.boxes import Box, Shape, flat_index, flat_interval, from_flat, is_contiguous
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import MemoryBudgetError
-from ckpt_tools.layout import Crc32, FileLayout, Layout, Literal, Padding, Payload
+from ckpt_tools.layout import FILES_KEPT, Crc32, FileLayout, Layout, LazyFile, Literal, Padding, Payload
 from ckpt_tools.manifest import ByteRange, FlatIndex, Framing, Manifest, ShardTable
 
 MAX_TASK_BYTES = 4 << 20
@@ -32,11 +32,21 @@ MIN_TASK_BYTES = 64 << 10
 BASE_BYTES = 72 << 20
 """Resident memory of the interpreter with numpy and the command line, before any tensor byte."""
 
-BYTES_PER_SHARD = 160
-"""Resident bytes of one row of a shard table and of what indexes it."""
+BYTES_PER_SHARD = 100
+"""Resident bytes of one row of a shard table and of what indexes it: 4.1 million rows of ZeRO-3 took 55 each, those of
+matrices have two more columns."""
+
+BYTES_PER_ITEM = 900
+"""What one item of a DCP takes while its index is read as objects: 1,035,264 took 735 each."""
 
 BYTES_PER_TENSOR = 4 << 10
-"""Resident bytes of one tensor's entry, its table's columns and its segment of the layout."""
+"""Resident bytes of one tensor's entry and its table's columns."""
+
+BYTES_PER_SEGMENT = 300
+"""Resident bytes of a payload with its box, or of a literal without its data."""
+
+COPIES_OF_LITERALS = 3
+"""A literal, what it was made of, and what it was made from: an index of 1.2 million chunks has 97 MB and took 196."""
 
 BUFFERS_PER_TASK = 3
 """A worker holds its output, the elements before a cast, and a block read to be placed strided."""
@@ -145,6 +155,8 @@ class Plan:
     layout: Layout
     task_bytes: int
     num_workers: int
+    reading_bytes: int = 0
+    """The most memory that reading the manifest took."""
 
     def tasks(self) -> Iterator[Task]:
         """Every task, files in order, each file from its start."""
@@ -170,35 +182,67 @@ class Plan:
     @property
     def peak_memory_bytes(self) -> int:
         """The most resident memory the conversion will take, start-up included."""
-        return _fixed_bytes(self.manifest) + self.num_workers * BUFFERS_PER_TASK * self.task_bytes
+        fixed = _fixed_bytes(self.manifest, self.layout)
+        return max(self.reading_bytes, fixed + self.num_workers * BUFFERS_PER_TASK * self.task_bytes)
 
 
 def make_plan(
-    manifest: Manifest, layout: Layout, *, memory_bytes: int, num_workers: int, wanted_bytes: int = 0
+    manifest: Manifest,
+    layout: Layout,
+    *,
+    memory_bytes: int,
+    num_workers: int,
+    is_limit: bool = True,
+    wanted_bytes: int = 0,
+    reading_bytes: int = 0,
 ) -> Plan:
-    """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``.
+    """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; where these are no limit, a checkpoint
+    whose index alone needs more has what it needs.
 
-    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so.
+    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so. ``reading_bytes`` is
+    the most that reading took, of the whole checkpoint of which ``manifest`` may be a part.
 
     Raises:
         MemoryBudgetError: not even the smallest tasks fit.
     """
-    spare = memory_bytes - _fixed_bytes(manifest)
-    fitting = spare // (num_workers * BUFFERS_PER_TASK)
-    smallest = max(MIN_TASK_BYTES, wanted_bytes)
-    if fitting < smallest:
-        needed = _fixed_bytes(manifest) + num_workers * BUFFERS_PER_TASK * smallest
+    fixed, smallest = _fixed_bytes(manifest, layout), max(MIN_TASK_BYTES, wanted_bytes)
+    needed = max(reading_bytes, fixed + num_workers * BUFFERS_PER_TASK * smallest)
+    if needed > memory_bytes and is_limit:
         raise MemoryBudgetError(
             f"this checkpoint needs at least {needed:,} bytes of memory with {num_workers} workers, "
             f"and the budget is {memory_bytes:,}: raise --memory or lower --workers"
         )
+    fitting = (max(needed, memory_bytes) - fixed) // (num_workers * BUFFERS_PER_TASK)
     aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES
-    return Plan(manifest, layout, max(min(MAX_TASK_BYTES, aligned), wanted_bytes), num_workers)
+    return Plan(manifest, layout, max(min(MAX_TASK_BYTES, aligned), wanted_bytes), num_workers, reading_bytes)
 
 
-def _fixed_bytes(manifest: Manifest) -> int:
+def reading_bytes(manifest: Manifest) -> int:
+    """The most resident memory that reading ``manifest`` took, start-up included."""
+    items = sum(len(e.shards) for e in manifest.tensors.values() if e.shards.framing is Framing.TORCH_ITEM)
+    return _tables_bytes(manifest) + items * (BYTES_PER_ITEM - BYTES_PER_SHARD)
+
+
+def _fixed_bytes(manifest: Manifest, layout: Layout) -> int:
+    return _tables_bytes(manifest) + _layout_bytes(layout)
+
+
+def _tables_bytes(manifest: Manifest) -> int:
     num_shards = sum(len(entry.shards) for entry in manifest.tensors.values())
     return BASE_BYTES + BYTES_PER_SHARD * num_shards + BYTES_PER_TENSOR * len(manifest.tensors)
+
+
+def _layout_bytes(layout: Layout) -> int:
+    """Files that are there, and as many of those made on demand as are kept; the first and the last are typical."""
+    lazy = [file for file in layout.files if isinstance(file, LazyFile)]
+    there = sum(_file_bytes(file) for file in layout.files if not isinstance(file, LazyFile))
+    largest = max((_file_bytes(file.made) for file in (*lazy[:1], *lazy[-1:])), default=0)
+    return there + min(FILES_KEPT, len(lazy)) * largest
+
+
+def _file_bytes(file: FileLayout) -> int:
+    literals = {id(segment): len(segment.data) for segment in file.segments if isinstance(segment, Literal)}
+    return BYTES_PER_SEGMENT * len(file.segments) + COPIES_OF_LITERALS * sum(literals.values())
 
 
 def _cut(number: int, file: FileLayout, task_bytes: int) -> Iterator[Task]:

@@ -57,7 +57,9 @@ workers = click.option("--workers", type=click.IntRange(min=1), help="Threads; o
 
 running = _all(
     click.option(
-        "--memory", default=DEFAULT_MEMORY, show_default=True, metavar="SIZE", help="Peak memory of the whole process."
+        "--memory",
+        metavar="SIZE",
+        help=f"Peak memory of the whole process; {DEFAULT_MEMORY}, or what a larger index needs, if left out.",
     ),
     workers,
 )
