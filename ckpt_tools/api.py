@@ -198,8 +198,9 @@ def verify(
     """Whether ``dst`` holds the tensors of ``src``, bit for bit, under the options it was converted with.
 
     Without ``dst``: whether every byte of ``src`` can be read, agrees with the checksums stored in it, and every tensor
-    with its digest: as ``digests`` lists them, else as the list that lies with ``src`` does, if there is one. With
-    ``public_key``, first of all, whether the signature of ``digests``, else of ``src``, is by its owner.
+    with its digest: as ``digests`` lists those of the checkpoint that was converted to ``src`` with ``options``, else as
+    the list that lies with ``src`` does, if there is one. With ``public_key``, first of all, whether the signature of
+    ``digests``, else of ``src``, is by its owner.
     """
     if dst is not None and (digests is not None or public_key is not None):
         raise UsageError("--digests and --public-key are for one checkpoint; two are compared with each other")
@@ -209,7 +210,7 @@ def verify(
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
     how = Running(_workers(workers), on_progress)
     if dst is None:
-        return verify_alone(source, manifest, how, against=digests)
+        return verify_alone(source, manifest, chosen, how, against=digests)
     return verify_pair(source, manifest, dst, chosen, how)
 
 

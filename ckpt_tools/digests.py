@@ -28,7 +28,7 @@ from ckpt_tools.comparison import Aspect, Difference, named_tensors
 from ckpt_tools.containers.hf_index import parse_json
 from ckpt_tools.dtypes import DType, from_torch
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.manifest import Manifest, StateKey, TensorEntry
+from ckpt_tools.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Source, Store
 
@@ -72,8 +72,8 @@ OnBytes = Callable[[int], None]
 
 
 def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: OnBytes) -> dict[StateKey, Digest]:
-    """The digests of every tensor, by every name it has. A tensor is hashed from its start to its end by one thread,
-    ``num_workers`` tensors at once, each in blocks of 1 MiB.
+    """The digests of every tensor, weights and masters by every name they have. A tensor is hashed from its start to its
+    end by one thread, ``num_workers`` tensors at once, each in blocks of 1 MiB.
 
     Raises:
         CkptError: a tensor cannot be read.
@@ -83,7 +83,9 @@ def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: 
         by_key[key] = digest
         on_bytes(manifest.tensors[key].num_bytes)
     by_entry = {id(entry): by_key[key] for key, entry in manifest.tensors.items()}
-    return {key: by_entry[id(entry)] for key, entry in named_tensors(manifest).items()}
+    named = {key: by_entry[id(entry)] for key, entry in named_tensors(manifest).items()}
+    masters = {StateKey(alias, MASTER): named.get(StateKey(owner, MASTER)) for alias, owner in manifest.aliases.items()}
+    return named | {key: digest for key, digest in masters.items() if digest is not None}
 
 
 def _digest_in(store: Store, manifest: Manifest) -> Callable[[StateKey], tuple[StateKey, Digest]]:
@@ -121,6 +123,18 @@ def differences(expected: Digests, found: Digests) -> Iterator[Difference]:
     for key in found:
         if key not in expected:
             yield Difference(key, Aspect.UNEXPECTED, "it has no digest")
+
+
+def one_copy(listed: Digests, *, weights: str) -> dict[StateKey, Digest]:
+    """The list of the same checkpoint with one copy of each weight, as ``transforms.one_copy`` chooses it."""
+    kept = {key: digest for key, digest in listed.items() if key.slot != MASTER}
+    if weights == "model":
+        return kept
+    return {key: listed.get(key._replace(slot=MASTER), d) if key.slot == WEIGHT else d for key, d in kept.items()}
+
+
+def has_masters(listed: Digests) -> bool:
+    return any(key.slot == MASTER for key in listed)
 
 
 def _difference(wanted: Digest, found: Digest) -> tuple[Aspect, str] | None:

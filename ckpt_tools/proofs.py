@@ -14,7 +14,7 @@ from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.format.registry import writers
 from ckpt_tools.integrity import check_integrity
 from ckpt_tools.ledger import Fate, Note
-from ckpt_tools.manifest import MASTER, Kind, Manifest
+from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.opening import open_place, open_source, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.stores.base import Destination, Source
@@ -41,9 +41,12 @@ class Meter:
         self.on_progress(min(self.done, self.total), self.total)
 
 
-def verify_alone(source: Source, manifest: Manifest, how: Running, *, against: str | Path | None) -> VerifyReport:
+def verify_alone(
+    source: Source, manifest: Manifest, options: ConvertOptions, how: Running, *, against: str | Path | None
+) -> VerifyReport:
     """Whether every byte can be read, agrees with the checksums stored in it, and every tensor with its digest, where
-    there are digests: those in ``against``, else those found with the checkpoint.
+    there are digests: those in ``against``, of a checkpoint that was converted to this one with ``options``, else those
+    found with this one.
 
     Raises:
         CkptError: bytes cannot be read; the digests are none.
@@ -53,9 +56,30 @@ def verify_alone(source: Source, manifest: Manifest, how: Running, *, against: s
     if listed is None:
         return report
     meter = Meter(how.on_progress, _num_bytes(manifest))
-    found = digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
-    wrong = tuple(digests.differences(listed, found))
-    return replace(report, differences=report.differences + wrong, num_digests=len(listed))
+    found: Digests = digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
+    wanted, found = _comparable_digests(_converted(listed, options), found, options) if against else (listed, found)
+    wrong = tuple(digests.differences(wanted, found))
+    return replace(report, differences=report.differences + wrong, num_digests=len(wanted))
+
+
+def _converted(listed: Digests, options: ConvertOptions) -> Digests:
+    """The list as converting its checkpoint makes it: weights alone, chosen and renamed. Raises UsageError."""
+    if options.state == "model":
+        copies = digests.one_copy(listed, weights=options.weights)
+        listed = {key: digest for key, digest in copies.items() if key.slot == WEIGHT}
+    new_name = transforms.substitutions(options.rename, options.names)
+    chosen = [key for key in listed if transforms.is_chosen(key.fqn, options.include, options.exclude)]
+    renamed = {key._replace(fqn=new_name(key.fqn)): listed[key] for key in chosen}
+    if len(renamed) < len(chosen):
+        raise UsageError("renaming makes one name of two; names must stay distinct")
+    return renamed
+
+
+def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions) -> tuple[Digests, Digests]:
+    """Where one side alone keeps fp32 masters, one copy of each weight on both."""
+    if digests.has_masters(wanted) == digests.has_masters(found):
+        return wanted, found
+    return digests.one_copy(wanted, weights=options.weights), digests.one_copy(found, weights=options.weights)
 
 
 def _num_bytes(manifest: Manifest) -> int:

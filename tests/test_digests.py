@@ -261,6 +261,22 @@ def test_a_list_in_another_place(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.json", "m.safetensors"]
 
 
+@pytest.mark.parametrize("source", ["fsdp2", "zero1-fp32", "zero3-bf16"])
+def test_the_list_of_a_source_proves_what_was_made_of_it(source: str, checkpoint: Any, tmp_path: Path) -> None:
+    made, kept = checkpoint(source, "awkward", 2).checkpoint, tmp_path / "kept.json"
+    ckpt_tools.checksum(made, output=kept)
+    for to in FORMATS:
+        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", world_size=3)
+        report = ckpt_tools.verify(tmp_path / to, digests=kept)
+        assert report.equal and (report.num_digests or 0) >= 99, (to, report.differences[:3])
+    ckpt_tools.convert(made, tmp_path / "m.pt", rename=["^=net."], exclude=["*bias"])
+    options: dict[str, Any] = {"rename": ["^=net."], "exclude": ["*bias"]}
+    assert ckpt_tools.verify(tmp_path / "m.pt", digests=kept, state="model", **options).equal
+    assert not ckpt_tools.verify(tmp_path / "m.pt", digests=kept, state="model").equal
+    with pytest.raises(UsageError, match="distinct"):
+        ckpt_tools.verify(tmp_path / "m.pt", digests=kept, rename=[".*=x"])
+
+
 def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint: Any, tmp_path: Path) -> None:
     made = shutil.copytree(checkpoint("zero1-fp32", "awkward", 2).checkpoint, tmp_path / "z")
     shutil.copytree(made / "global_step4", made / "global_step8")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_signed_digests_speak_of_the_tensors_in_every_format(dcp: Path, key: Pat
     ckpt_tools.checksum(dcp, output=tmp_path / "d.json")
     ckpt_tools.sign(tmp_path / "d.json", private_key=key)
     ckpt_tools.convert(dcp, tmp_path / "m.safetensors")
-    options = {"digests": tmp_path / "d.json", "public_key": key.with_suffix(".pub")}
+    options: dict[str, Any] = {"digests": tmp_path / "d.json", "public_key": key.with_suffix(".pub")}
     assert ckpt_tools.verify(tmp_path / "m.safetensors", **options).num_digests == 1
     (tmp_path / "d.json").write_text((tmp_path / "d.json").read_text() + "\n")
     with pytest.raises(DifferenceError, match=r"d\.json\.sig is not the signature"):
