@@ -32,5 +32,9 @@ test: check
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py --soak -q --timeout=300
 
+# Against the peers and cp: hours at its full size. Goes on where it was stopped; ARGS as `python -m benchmarks --help` says.
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
 clean:
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,92 @@
+"""`python -m benchmarks`: run the works, or those that are missing, and report."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import costs, machine, report
+from benchmarks.journal import Journal
+from benchmarks.suite import OutOfTimeError, Runner, Settings, say
+from benchmarks.works import WORKS
+
+HERE = Path(__file__).parent
+RESULTS, DATA = HERE / "results", machine.ROOT / ".cache" / "benchmarks"
+MEMORY, START_UP = "memory", "start-up"
+NAMES = (*(work.name for work in WORKS), MEMORY, START_UP)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    made.add_argument("--works", type=_names, default=NAMES, help=f"of {', '.join(NAMES)}; all if left out")
+    made.add_argument("--size", type=float, default=4.5, metavar="GB", help="of every input")
+    made.add_argument("--runs", type=int, default=5, help="of each contestant in each way")
+    made.add_argument("--time-limit", type=float, default=600, metavar="SECONDS", help="of one run")
+    made.add_argument("--budget-minutes", type=float, default=float("inf"), help="start no run after so long")
+    made.add_argument("--memory-sizes", type=_numbers, default=(1.0, 4.0, 16.0), metavar="GB,GB", help="for memory")
+    made.add_argument("--results", type=Path, default=RESULTS, help="folder of the journal, the table and the picture")
+    made.add_argument("--data", type=Path, default=DATA, help="folder of inputs and outputs")
+    made.add_argument("--fresh", action="store_true", help="forget what was measured of these works")
+    made.add_argument("--report", action="store_true", help="measure nothing, only report")
+    return made
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(NAMES):
+        raise argparse.ArgumentTypeError(f"no such work: {', '.join(sorted(unknown))}")
+    return names
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in text.split(","))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    asked = parser().parse_args(words)
+    journal = Journal(asked.results / "results.jsonl")
+    settings = Settings(
+        size_bytes=int(asked.size * 1e9),
+        runs=asked.runs,
+        time_limit=asked.time_limit,
+        data=asked.data.resolve(),
+        deadline=time.monotonic() + 60 * asked.budget_minutes,
+    )
+    if not asked.report:
+        _measure(asked, settings, journal)
+    report.write(journal, asked.results, report.README if asked.results.resolve() == RESULTS else None)
+    say(f"{asked.results / 'table.md'}")
+
+
+def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) -> None:
+    settings.data.mkdir(parents=True, exist_ok=True)
+    if asked.fresh:
+        _forget(asked.works, journal)
+    facts = {"kind": "machine", **machine.described(settings.data)}
+    if not journal.find(**facts):
+        journal.add(facts)
+    try:
+        for work in WORKS:
+            if work.name in asked.works:
+                Runner(work, settings, journal).run()
+        if MEMORY in asked.works:
+            costs.measure_memory(asked.memory_sizes, settings, journal)
+        if START_UP in asked.works:
+            costs.measure_start_up(settings, journal)
+    except OutOfTimeError:
+        say("The time is spent; the same command goes on from here.")
+
+
+def _forget(names: Sequence[str], journal: Journal) -> None:
+    nothing = {"kind": None}
+    for name in names:
+        if name in (MEMORY, START_UP):
+            journal.forget(keep=nothing, kind=name)
+        else:
+            journal.forget(keep=nothing, work=name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Makes inputs with the frameworks themselves: `python -m benchmarks.builders KIND FOLDER HIDDEN LAYERS`.
+
+Training a step of a 4.5 GB state would take gradients, activations and minutes. So the states are filled with random
+numbers where the frameworks keep them, and saved by the frameworks' own functions: files and bytes are those of a run.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from benchmarks.inputs import KINDS
+from benchmarks.llama import NUM_HEADS, Llama
+from fixtures.launch import Pool
+
+BUILD_SECONDS = 1500
+STEP = 7.0
+
+
+def empty_model(llama: Llama) -> nn.Module:
+    """transformers' own Llama, of shapes without numbers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=llama.hidden,
+        intermediate_size=llama.ffn,
+        num_hidden_layers=llama.layers,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        vocab_size=llama.vocab,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(config)
+        return model
+
+
+def fill(tensor: Tensor) -> Tensor:
+    """Random numbers in place, of this rank's own: no page is like another."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.normal_(std=0.02)
+    return tensor
+
+
+def sharded_model(llama: Llama) -> nn.Module:
+    """By FSDP2, layer by layer and then the rest."""
+    model = empty_model(llama)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    return _filled(model)
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            fill(parameter)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """An AdamW that has the state of some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = moments(parameter)
+    return optimizer
+
+
+def moments(parameter: Tensor) -> dict[str, Tensor]:
+    """As AdamW makes them, with numbers."""
+    with torch.no_grad():
+        first, second = fill(torch.empty_like(parameter)), fill(torch.empty_like(parameter)).abs_()
+    return {"step": torch.tensor(STEP), "exp_avg": first, "exp_avg_sq": second}
+
+
+def build_dcp(out: str, llama: Llama) -> None:
+    model = sharded_model(llama)
+    weights, optim = get_state_dict(model, adamw(model))
+    save({"app": {"model": weights, "optim": optim, "global_step": int(STEP)}}, checkpoint_id=out)
+
+
+def build_dcp_weights(out: str, llama: Llama) -> None:
+    """The tree in which accelerate saves a model."""
+    save({"model": get_model_state_dict(sharded_model(llama))}, checkpoint_id=out)
+
+
+def build_hf_weights(out: str, llama: Llama) -> None:
+    weights = get_model_state_dict(sharded_model(llama))
+    save(weights, storage_writer=HuggingFaceStorageWriter(out, save_distributed=True))
+
+
+def build_tp_weights(out: str, llama: Llama) -> None:
+    """Every matrix cut along its last axis, as a row-parallel linear layer is; vectors are whole on every rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = {name: _inner_shard(parameter, mesh) for name, parameter in empty_model(llama).named_parameters()}
+    save({"model": weights}, checkpoint_id=out)
+
+
+def _inner_shard(parameter: Tensor, mesh: Any) -> Tensor:
+    if parameter.ndim < 2:
+        return DTensor.from_local(torch.ones(parameter.shape), mesh, [Replicate()])
+    rows, columns = parameter.shape
+    return DTensor.from_local(fill(torch.empty(rows, columns // mesh.size())), mesh, [Shard(1)])
+
+
+def build_zero2(out: str, llama: Llama) -> None:
+    _build_zero(out, llama, stage=2)
+
+
+def build_zero3(out: str, llama: Llama) -> None:
+    _build_zero(out, llama, stage=3)
+
+
+def _build_zero(out: str, llama: Llama, *, stage: int) -> None:
+    """DeepSpeed makes the masters of the bf16 model that it is given; the moments are filled in beside them."""
+    import deepspeed
+
+    from fixtures.zero import prepare
+
+    prepare()
+    model = _filled(empty_model(llama).to(torch.bfloat16).to_empty(device="cpu"))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "steps_per_print": 10**9,
+    }
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    optimizer = engine.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+    with torch.no_grad():
+        for master in masters:
+            master.mul_(1 + 2**-12)  # else the lower half of every number is zero, as no trained one is
+            optimizer.optimizer.state[master] = moments(master)
+    gc.collect()
+    engine.save_checkpoint(out)
+
+
+def build_safetensors(out: str, llama: Llama) -> None:
+    weights = {name: fill(torch.empty(p.shape)) for name, p in empty_model(llama).named_parameters()}
+    Path(out).mkdir()
+    save_file(weights, Path(out) / "model.safetensors", metadata={"format": "pt"})
+
+
+def build_torch(out: str, llama: Llama) -> None:
+    model = _filled(empty_model(llama).to_empty(device="cpu"))
+    weights, optim = get_state_dict(model, adamw(model))
+    Path(out).mkdir()
+    torch.save({"model": weights, "optim": optim, "global_step": int(STEP)}, Path(out) / "training.pt")
+
+
+BUILDERS: dict[str, Callable[[str, Llama], None]] = {
+    "dcp": build_dcp,
+    "dcp8": build_dcp,
+    "dcp-weights": build_dcp_weights,
+    "hf-weights": build_hf_weights,
+    "tp-weights": build_tp_weights,
+    "zero2": build_zero2,
+    "zero3": build_zero3,
+    "safetensors": build_safetensors,
+    "torch": build_torch,
+}
+
+
+def rank_main(kind: str, out: str, llama: Llama) -> None:
+    """One rank of a build; each has numbers of its own."""
+    torch.manual_seed(dist.get_rank())
+    BUILDERS[kind](out, llama)
+    dist.barrier()
+
+
+def main(kind: str, out: str, hidden: str, layers: str) -> None:
+    llama, world_size = Llama(int(hidden), int(layers)), KINDS[kind].world_size
+    if world_size == 1:
+        BUILDERS[kind](out, llama)
+        return
+    with tempfile.TemporaryDirectory() as logs, Pool(world_size, log_dir=Path(logs)) as pool:
+        pool.run(rank_main, kind, out, llama, seconds=BUILD_SECONDS)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

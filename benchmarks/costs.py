@@ -1,0 +1,101 @@
+"""What a conversion costs beside copying: memory, whatever the checkpoint's size, and start-up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.inputs import BuildError, Cache
+from benchmarks.journal import Journal, Record
+from benchmarks.suite import OutOfTimeError, Settings, call, out_of_time, say
+
+GIGABYTE = 10**9
+
+DEMO_BYTES = 13_500_000
+"""Of each checkpoint that `make demo` saves."""
+
+SYNTHETIC = """
+import sys
+from pathlib import Path
+from fixtures import synthetic
+size, folder = int(sys.argv[1]), Path(sys.argv[2])
+layer = 4 * 1024**2 + 3 * 1024 * 2816 + 2 * 1024
+rest = 2 * 32000 * 1024 + 1024
+model = synthetic.Model(layers=max(1, round((size / 4 - rest) / layer)), hidden=1024, ffn=2816, vocab=32000)
+synthetic.dcp(model.shapes(), 4, folder, synthetic.DTYPES["fp32"])
+"""
+"""A DCP of 4 ranks in sparse files: its 16 GB take no disk. Its elements are zeros, which are copied like any
+others."""
+
+
+def measure_memory(sizes_gb: Sequence[float], settings: Settings, journal: Journal) -> None:
+    """Peak memory of DCP to safetensors at each size, and what `plan` said before."""
+    for size_gb in sizes_gb:
+        key: Record = {"size_bytes": int(size_gb * GIGABYTE), "code": machine.code()}
+        journal.forget(keep=key, kind="memory", size_bytes=key["size_bytes"])
+        if journal.find(kind="memory", status="done", **key):
+            continue
+        if out_of_time(settings):
+            raise OutOfTimeError
+        say(f"memory at {size_gb:g} GB")
+        journal.add({"kind": "memory", **key, **_memory(key["size_bytes"], settings)})
+
+
+def _memory(size_bytes: int, settings: Settings) -> Record:
+    folder = settings.data / "memory"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        if not Cache(settings.data / "inputs").make_room(int(1.1 * size_bytes), keep=[]):
+            return {"status": "no room", "reason": f"the disk has no {1.1 * size_bytes / GIGABYTE:.0f} GB free"}
+        return _converted(size_bytes, folder, settings)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _converted(size_bytes: int, folder: Path, settings: Settings) -> Record:
+    words = [sys.executable, "-c", SYNTHETIC, str(size_bytes), str(folder / "source")]
+    subprocess.run(words, check=True, cwd=machine.ROOT, capture_output=True)
+    conversion = [str(folder / "source"), str(folder / "model.safetensors")]
+    program = [sys.executable, "-m", "ckpt_tools"]
+    plan = subprocess.run([*program, "plan", *conversion, "--json"], cwd=machine.ROOT, capture_output=True, check=True)
+    usage, reason = call([*program, "convert", *conversion, "--quiet"], settings)
+    planned = json.loads(plan.stdout)["peak_memory_bytes"]
+    return {"status": "failed" if reason else "done", "reason": reason, "planned_bytes": planned, **asdict(usage)}
+
+
+def measure_start_up(settings: Settings, journal: Journal) -> None:
+    """A conversion of the demo's size, a command that converts nothing, and a bare Python with numpy, in turn."""
+    key: Record = {"code": machine.code()}
+    journal.forget(keep=key, kind="start-up")
+    if len(journal.find(kind="start-up", **key)) >= 3 * settings.runs:
+        return
+    try:
+        source = Cache(settings.data / "inputs").get("dcp", DEMO_BYTES)
+    except BuildError as error:
+        say(f"start-up: {error}")
+        return
+    say("start-up")
+    for number in range(len(journal.find(kind="start-up", **key)) // 3, settings.runs):
+        _round(number, source, settings, journal, key)
+
+
+def _round(number: int, source: Path, settings: Settings, journal: Journal, key: Record) -> None:
+    target = settings.data / "small.safetensors"
+    commands = {
+        "convert": ["-m", "ckpt_tools", "convert", str(source), str(target), "--quiet"],
+        "formats": ["-m", "ckpt_tools", "formats"],
+        "numpy": ["-c", "import numpy"],
+    }
+    for what, words in commands.items():
+        target.unlink(missing_ok=True)
+        usage, reason = call([sys.executable, *words], settings)
+        said = {"what": what, "round": number, "status": "failed" if reason else "done", "reason": reason}
+        journal.add({"kind": "start-up", **key, **said, **asdict(usage)})
+    target.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""The checkpoints that works start from: which there are, and their cache.
+
+Each is made by its framework's own save from states of random numbers (`builders`), in processes of its own that end
+when it is made: the suite itself imports no framework. An input of another size or of other builders is another folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.llama import Llama
+
+HERE = Path(__file__).parent
+WEIGHT_BYTES, STATE_BYTES = 4, 12
+"""Of a parameter: fp32 alone, and with AdamW's two moments."""
+
+BUILD_SECONDS = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of checkpoint: who saves what, and what a parameter takes in it."""
+
+    about: str
+    bytes_per_element: int
+    world_size: int = 1
+
+
+KINDS = {
+    "dcp": Kind("DCP of FSDP2, 4 ranks, fp32 and AdamW", STATE_BYTES, 4),
+    "dcp8": Kind("DCP of FSDP2, 8 ranks, fp32 and AdamW", STATE_BYTES, 8),
+    "dcp-weights": Kind("DCP of FSDP2, 4 ranks, fp32 weights", WEIGHT_BYTES, 4),
+    "hf-weights": Kind("safetensors shards of DCP's Hugging Face writer, 4 ranks, fp32 weights", WEIGHT_BYTES, 4),
+    "tp-weights": Kind("DCP, 4 ranks, every matrix cut along its inner axis, fp32 weights", WEIGHT_BYTES, 4),
+    "zero2": Kind("DeepSpeed ZeRO-2, 4 ranks, bf16 with fp32 masters and AdamW", 14, 4),
+    "zero3": Kind("DeepSpeed ZeRO-3, 4 ranks, bf16 with fp32 masters and AdamW", STATE_BYTES, 4),
+    "safetensors": Kind("one safetensors file, fp32 weights", WEIGHT_BYTES),
+    "torch": Kind("one .pt file, fp32 and AdamW", STATE_BYTES),
+}
+
+
+class BuildError(Exception):
+    """An input could not be made; the message is the last line of what its builder said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A folder of inputs, each in a folder of its name, kind, size and builders."""
+
+    root: Path
+
+    def path(self, kind: str, size_bytes: int) -> Path:
+        """Where the input lies once it is made."""
+        return self.root / f"{kind}-{size_bytes}-{_digest()}"
+
+    def get(self, kind: str, size_bytes: int) -> Path:
+        """The input, made if need be. Raises `BuildError`."""
+        path = self.path(kind, size_bytes)
+        if not path.exists():
+            self._build(kind, size_bytes, path)
+        return path
+
+    def _build(self, kind: str, size_bytes: int, path: Path) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        model = Llama.of(size_bytes // KINDS[kind].bytes_per_element)
+        words = ["-m", "benchmarks.builders", kind, str(partial), str(model.hidden), str(model.layers)]
+        try:
+            done = subprocess.run(
+                [sys.executable, *words], cwd=HERE.parent, capture_output=True, text=True, timeout=BUILD_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"not made in {BUILD_SECONDS} s") from None
+        if done.returncode:
+            raise BuildError((done.stderr.strip().splitlines() or ["no word of why"])[-1])
+        partial.rename(path)
+
+    def make_room(self, num_bytes: int, keep: Collection[Path]) -> bool:
+        """Delete inputs, the least recently made first and none of `keep`, until so much is free; whether it is."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        folders = sorted(self.root.iterdir(), key=lambda folder: folder.stat().st_mtime)
+        for folder in folders:
+            if self.free_bytes() < num_bytes and folder not in keep:
+                shutil.rmtree(folder)
+        return self.free_bytes() >= num_bytes
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.root).free
+
+
+def _digest() -> str:
+    """Of what decides an input's bytes: the builders, and the frameworks that save."""
+    digest = hashlib.sha256()
+    for name in ("builders.py", "llama.py"):
+        digest.update((HERE / name).read_bytes())
+    for framework in ("torch", "deepspeed", "safetensors", "transformers"):
+        digest.update(version(framework).encode())
+    return digest.hexdigest()[:8]

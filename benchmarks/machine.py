@@ -1,0 +1,46 @@
+"""Where figures come from: the machine in words, and which code of ours was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FRAMEWORKS = ("torch", "deepspeed", "safetensors", "accelerate")
+
+
+def described(folder: Path) -> dict[str, str]:
+    """Processor, memory, the file system that `folder` is on, kernel, Python and the peers' versions."""
+    return {
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "file system": _file_system(folder.resolve()),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{name: version(name) for name in FRAMEWORKS},
+    }
+
+
+def _processor() -> str:
+    """Its model; where a virtual machine hides that, family and model number say which generation it is."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    numbers = f"family {fields.get('cpu family', '?')}, model {fields.get('model', '?')}"
+    return f"{fields.get('model name', platform.machine())} ({numbers})"
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the longest mount point that is a parent."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    return max((point, kind) for point, kind in mounts if folder.is_relative_to(point))[1]
+
+
+def code() -> str:
+    """A digest of the converter's sources: figures of different code are never put side by side."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "ckpt_tools").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

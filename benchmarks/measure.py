@@ -1,0 +1,148 @@
+"""What a command uses, together with all processes it starts.
+
+This file is itself the program that starts the command (`python -S measure.py LIMIT LOG COMMAND...`) and imports the
+standard library alone: Linux counts a parent's memory as its child's until the child is another program, so a parent
+with torch in it would hide what a command of 40 MB takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TICK_SECONDS = 0.05
+"""How often the processes of a tree are looked at; a lone process's peak the kernel keeps itself."""
+
+SAMPLING_SHARE = 10
+"""A look at a tree of several GB takes milliseconds of page table walks: it may cost at most a tenth of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a command used until it ended or ran out of time.
+
+    `peak_bytes` is resident memory: of one process what the kernel kept, of several the highest sum seen of their
+    proportional shares (pages that forked processes share count once). `called_*_bytes` passed through read and write
+    calls, whether or not a disk was involved, and do not count mapped files; `disk_*_bytes` went to the disk or came
+    from it, and a page that is written stays in memory until the kernel finds time for it.
+    """
+
+    exit_code: int
+    timed_out: bool
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+    called_read_bytes: int
+    called_write_bytes: int
+    disk_read_bytes: int
+    disk_write_bytes: int
+
+
+def measured(
+    command: Sequence[str], log: Path, *, time_limit: float, cwd: Path, env: Mapping[str, str] | None = None
+) -> Usage:
+    """Run the command; its output goes to `log`. It and what it started are killed after `time_limit` seconds."""
+    program = [sys.executable, "-S", __file__, str(time_limit), str(log), *command]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=cwd, env=env)
+    return Usage(**json.loads(done.stdout))
+
+
+def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
+    before = _own_io()
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    peak, timed_out = _watch(process.pid, started + time_limit)
+    seconds = time.monotonic() - started
+    _, status, usage = os.wait4(process.pid, 0)
+    _kill_group(process.pid)
+    after = _own_io()
+    return Usage(
+        exit_code=os.waitstatus_to_exitcode(status),
+        timed_out=timed_out,
+        seconds=seconds,
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        peak_bytes=max(peak, usage.ru_maxrss * 1024),
+        called_read_bytes=after["rchar"] - before["rchar"],
+        called_write_bytes=after["wchar"] - before["wchar"],
+        disk_read_bytes=after["read_bytes"] - before["read_bytes"],
+        disk_write_bytes=after["write_bytes"] - before["write_bytes"],
+    )
+
+
+def _own_io() -> dict[str, int]:
+    """Of this process and of every child it has waited for, with theirs."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def _watch(pid: int, deadline: float) -> tuple[int, bool]:
+    """Wait until the process ends: the highest memory seen of it with its children, and whether it had to be killed."""
+    ended = os.pidfd_open(pid)
+    peak, pause = 0, TICK_SECONDS
+    try:
+        while not select.select([ended], [], [], min(pause, max(0, deadline - time.monotonic())))[0]:
+            if time.monotonic() >= deadline:
+                _kill_tree(pid)
+                select.select([ended], [], [])
+                return peak, True
+            started = time.monotonic()
+            peak = max(peak, _shared_out_bytes(pid))
+            pause = max(TICK_SECONDS, SAMPLING_SHARE * (time.monotonic() - started))
+    finally:
+        os.close(ended)
+    return peak, False
+
+
+def _shared_out_bytes(pid: int) -> int:
+    """Proportional shares of a process with its children; 0 if it has none, since its own peak is known exactly."""
+    tree = list(_tree(pid))
+    return sum(map(_proportional_bytes, tree)) if len(tree) > 1 else 0
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from _tree(int(child))
+
+
+def _proportional_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _kill_tree(pid: int) -> None:
+    for member in list(_tree(pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+
+
+def _kill_group(pid: int) -> None:
+    """What the command left behind in its session; itself it has ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def main(words: Sequence[str]) -> None:
+    limit, log, *command = words
+    print(json.dumps(asdict(_run(command, Path(log), float(limit)))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

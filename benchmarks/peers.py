@@ -1,0 +1,141 @@
+"""How each peer is asked for the same work: `COMMANDS[name](source, out)` is a command line that writes into folder
+`out`.
+
+Peers with a command line are called by it. The others are functions, and `python -m benchmarks.peers NAME SRC DST` is
+the few lines that a user would write around them. Each is given what it does best with: DeepSpeed its default workers,
+the consolidation of Hugging Face shards a thread a processor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+Command = Callable[[Path, Path], list[str]]
+
+WEIGHTS = "model.safetensors"
+"""The name under which peers write one file of weights, and under which we do for the comparison."""
+
+
+def _python(*words: str | Path) -> list[str]:
+    return [sys.executable, *map(str, words)]
+
+
+def _format_utils(mode: str, source: Path, target: Path) -> list[str]:
+    return _python("-m", "torch.distributed.checkpoint.format_utils", mode, source, target)
+
+
+def only_file(folder: Path) -> Path:
+    """The file of an input that is one."""
+    (file,) = folder.iterdir()
+    return file
+
+
+def tag_folder(folder: Path) -> Path:
+    """Where a DeepSpeed checkpoint's files are."""
+    return folder / (folder / "latest").read_text().strip()
+
+
+def _zero_to_fp32(source: Path, out: Path) -> list[str]:
+    """The copy of the script that DeepSpeed lays in every checkpoint, as its documentation says to call it."""
+    return _python(source / "zero_to_fp32.py", source, out, "--safe_serialization", "--max_shard_size", "100GB")
+
+
+def _zero_to_bf16(source: Path, out: Path) -> list[str]:
+    words = ("--dtype", "bf16", "--safe_serialization", "--max_shard_size", "100GB")
+    return _python("-m", "deepspeed.utils.zero_to_torch", source, out, *words)
+
+
+def _ds_to_universal(source: Path, out: Path) -> list[str]:
+    folders = ("--input_folder", tag_folder(source), "--output_folder", out / tag_folder(source).name)
+    return _python("-m", "deepspeed.checkpoint.ds_to_universal", *folders)
+
+
+def _function(name: str) -> Command:
+    return lambda source, out: _python("-m", "benchmarks.peers", name, source, out)
+
+
+COMMANDS: dict[str, Command] = {
+    "dcp_to_torch": lambda source, out: _format_utils("dcp_to_torch", source, out / "training.pt"),
+    "torch_to_dcp": lambda source, out: _format_utils("torch_to_dcp", only_file(source), out),
+    "zero_to_fp32": _zero_to_fp32,
+    "zero_to_torch bf16": _zero_to_bf16,
+    "ds_to_universal": _ds_to_universal,
+    "merge_fsdp_weights": _function("merge_fsdp_weights"),
+    "consolidate_safetensors_files": _function("consolidate_safetensors_files"),
+    "load_file, dcp.save": _function("safetensors_to_dcp"),
+    "dcp.load, dcp.save by 3 ranks": _function("dcp_by_3_ranks"),
+}
+"""By the name that tables give them."""
+
+SYNCING = {"torch_to_dcp", "load_file, dcp.save", "dcp.load, dcp.save by 3 ranks"}
+"""Those that sync what they write unasked, as DCP's writer does: they are held against us with `--fsync`."""
+
+
+def merge_fsdp_weights(source: str, out: str) -> None:
+    from accelerate.utils import merge_fsdp_weights as merge
+
+    merge(source, out, safe_serialization=True)
+
+
+def consolidate_safetensors_files(source: str, out: str) -> None:
+    from safetensors import safe_open
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files as consolidate
+
+    names: set[str] = set()
+    for path in Path(source).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    consolidate(source, out, dict.fromkeys(sorted(names), 1), num_threads=os.cpu_count() or 1)
+
+
+def safetensors_to_dcp(source: str, out: str) -> None:
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(load_file(only_file(Path(source))), checkpoint_id=out, no_dist=True)
+
+
+def dcp_by_3_ranks(source: str, out: str) -> None:
+    """What a job on 3 ranks does that loads a checkpoint of 8 and saves its own: no tool of torch reshards files."""
+    import tempfile
+
+    from fixtures.launch import Pool
+
+    with tempfile.TemporaryDirectory() as logs, Pool(3, log_dir=Path(logs)) as pool:
+        pool.run(load_and_save, source, out, seconds=3600)
+
+
+def load_and_save(source: str, out: str) -> None:
+    """One rank: every tensor of the checkpoint, cut along dim 0 over the ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, empty
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state: dict[str, object] = {}
+    for key, entry in FileSystemReader(source).read_metadata().state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            state[key] = None
+        elif len(entry.size):
+            state[key] = empty(*entry.size, dtype=entry.properties.dtype, device_mesh=mesh, placements=[Shard(0)])
+        else:
+            state[key] = torch.empty((), dtype=entry.properties.dtype)
+    load(state, checkpoint_id=source)
+    save(state, checkpoint_id=out)
+
+
+def main(name: str, source: str, out: str) -> None:
+    functions = (merge_fsdp_weights, consolidate_safetensors_files, safetensors_to_dcp, dcp_by_3_ranks)
+    {function.__name__: function for function in functions}[name](source, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

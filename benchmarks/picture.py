@@ -1,0 +1,102 @@
+"""The picture: every contestant's time over that of `cp -r`, on a scale of powers, faster to the left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks.figures import Result
+from benchmarks.works import COPY, OURS
+
+OURS_COLOUR, SYNCED_COLOUR, PEER_COLOUR, COPY_COLOUR = "#0b6e4f", "#7fb69f", "#b0b0b0", "#c1440e"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A ratio to `cp -r`; None where the contestant failed, and the label says why."""
+
+    label: str
+    ratio: float | None
+    colour: str
+
+
+def bars_of(result: Result) -> list[Bar]:
+    """Ours, ours with fsync (over `cp -r` with fsync), then the others; failures with their reason."""
+    bars = [
+        Bar("ckpt-tools", result.ratio(OURS, COPY), OURS_COLOUR),
+        Bar("ckpt-tools, both with fsync", result.ratio(OURS, COPY, synced=True), SYNCED_COLOUR),
+    ]
+    for rival in result.work.contestants:
+        if rival not in (OURS, COPY):
+            colour = SYNCED_COLOUR if rival.startswith(OURS) else PEER_COLOUR
+            bars.append(Bar(rival, result.ratio(rival, COPY), colour))
+    failed = result.failures
+    return [
+        Bar(f"{bar.label}: fails", None, bar.colour) if bar.label in failed else bar
+        for bar in bars
+        if bar.ratio or bar.label in failed
+    ]
+
+
+def draw(found: Sequence[Result], path: Path) -> None:
+    """Horizontal bars in a group a work."""
+    groups = [bars_of(result) for result in found]
+    num_lines = sum(len(bars) + 1 for bars in groups) + 1
+    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(10, 0.9 + 0.24 * num_lines), layout="constrained")
+        axes = figure.subplots()
+        ratios = [bar.ratio for bars in groups for bar in bars if bar.ratio]
+        axes.set_xscale("log")
+        axes.set_xlim(min([0.5, *ratios]) / 1.3, max([2.0, *ratios]) * 2.2)
+        y = 0
+        for result, bars in zip(found, groups, strict=True):
+            _draw_group(axes, result, bars, y)
+            y += len(bars) + 1
+        axes.axvline(1, color=COPY_COLOUR, linewidth=1.2, zorder=3)
+        axes.annotate("cp -r of the result", (1, -0.9), color=COPY_COLOUR, ha="left", xytext=(3, 0), textcoords=_POINTS)
+        axes.set_ylim(y - 0.3, -1.6)
+        _label(axes, found)
+        figure.savefig(path, dpi=130)
+
+
+_POINTS = "offset points"
+
+
+def _draw_group(axes: object, result: Result, bars: Sequence[Bar], y: int) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axes, Axes)
+    size = result.about["copied_bytes"] / 1e9
+    axes.annotate(
+        f"{result.work.about} ({size:.2g} GB)",
+        (0, y),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 0),
+        textcoords=_POINTS,
+        va="center",
+        fontweight="bold",
+    )
+    left = axes.get_xlim()[0]
+    for line, bar in enumerate(bars, y + 1):
+        if bar.ratio is None:
+            axes.annotate(bar.label, (left, line), xytext=(4, 0), textcoords=_POINTS, va="center", color="#a00000")
+            continue
+        axes.barh(line, bar.ratio - left, left=left, height=0.78, color=bar.colour)
+        text = f"{bar.ratio:.2f}×  {bar.label}" if bar.ratio < 10 else f"{bar.ratio:.0f}×  {bar.label}"
+        axes.annotate(text, (bar.ratio, line), xytext=(4, 0), textcoords=_POINTS, va="center")
+
+
+def _label(axes: object, found: Sequence[Result]) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axes, Axes)
+    axes.set_yticks([])
+    axes.set_xlabel("time over that of cp -r of the bytes written (log scale; left is faster), warm cache, medians")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

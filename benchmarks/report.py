@@ -1,0 +1,231 @@
+"""The table, the picture, and README's section, all from the journal alone: `python -m benchmarks --report`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks import figures
+from benchmarks.figures import Result, Row
+from benchmarks.journal import Journal, Record
+from benchmarks.machine import ROOT
+from benchmarks.works import COPY, LARGE_BYTES, OURS
+
+START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
+README = ROOT / "README.md"
+MAX_MEMORY_BYTES = 256_000_000
+MAX_CONVERT_SECONDS, MAX_START_SECONDS = 0.6, 0.3
+
+METHOD = f"""
+Seconds are medians of runs that alternate in random order, start-up and imports included. *warm*: the source is in the
+page cache; *cold*: its pages were evicted. *fsync*: what was written is on the disk when the clock stops (`cp -r` and
+then fsync of every file and folder; `--fsync` of ours); otherwise the kernel writes it later, for all alike. `cp -r`
+copies the bytes that the work writes: an output of ours, which was first verified. So the ratio to `cp -r` is the
+price of converting over copying the result. Memory is the highest resident set of any run, with child processes. Every
+contestant's first output was compared with its source, bit for bit (`ckpt-tools verify`). torch_to_dcp and dcp.save
+sync what they write unasked; they are held against our times with fsync. Promises are about checkpoints of
+{LARGE_BYTES / 1e9:g} GB or more.
+""".strip()
+
+
+def write(journal: Journal, folder: Path, readme: Path | None) -> None:
+    """`table.md` and `picture.png` in the folder, and the section between README's markers."""
+    found = list(figures.results(journal))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text("\n".join(_full_table(journal, found)) + "\n")
+    if found:
+        from benchmarks.picture import draw
+
+        draw(found, folder / "picture.png")
+    if readme:
+        refresh(readme, "\n".join(_section(journal, found, folder)))
+
+
+def refresh(readme: Path, section: str) -> None:
+    """Put the section between the markers."""
+    before, _, rest = readme.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{START}\n{section}\n{END}{after}")
+
+
+def _section(journal: Journal, found: Sequence[Result], folder: Path) -> Iterator[str]:
+    yield from _machine(journal)
+    yield ""
+    yield from _summary(found)
+    yield ""
+    yield from _promises(journal, found)
+    yield ""
+    where = folder.relative_to(ROOT)
+    yield f"![Time of every contestant over that of cp -r]({where / 'picture.png'})"
+    yield ""
+    yield f"`cp -r` copies the bytes that the work writes; times include start-up. More: `{where / 'table.md'}`."
+
+
+def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
+    yield "# Benchmarks"
+    yield ""
+    yield from _machine(journal)
+    yield ""
+    yield METHOD
+    yield ""
+    yield from _summary(found)
+    yield ""
+    yield from _promises(journal, found)
+    yield ""
+    yield from _costs(journal)
+    for result in found:
+        yield from _details(result)
+    for work, reason in figures.undone(journal):
+        yield f"\n## {work.about}\n\nNot measured: {reason}"
+
+
+def _machine(journal: Journal) -> Iterator[str]:
+    if machines := journal.find(kind="machine"):
+        facts = {key: value for key, value in machines[-1].items() if key != "kind"}
+        yield "Measured on: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "."
+
+
+def _summary(found: Sequence[Result]) -> Iterator[str]:
+    """A row a work: ours against `cp -r` in three ways, and the best peer that completes."""
+    yield "| work | reads, writes | ours | `cp -r` | ours / cp | fsync | cold | best peer | times faster | memory |"
+    yield "|---|---|--:|--:|--:|--:|--:|---|--:|--:|"
+    for result in found:
+        yield "| " + " | ".join(_summary_cells(result)) + " |"
+
+
+def _summary_cells(result: Result) -> Iterator[str]:
+    ours, peer = result.row(OURS), result.best_peer
+    theirs = result.row(peer) if peer else None
+    yield result.work.about
+    yield _moved(result)
+    yield _seconds(ours)
+    yield _seconds(result.row(COPY))
+    yield _times(result.ratio(OURS, COPY))
+    yield _times(result.ratio(OURS, COPY, synced=True))
+    yield _times(result.ratio(OURS, COPY, "cold"))
+    yield f"{peer}, {_seconds(theirs)}" if peer else _no_peer(result)
+    yield _times(result.times_faster(peer) if peer else None, 1)
+    yield _megabytes(ours) + (f" / {_megabytes(theirs)}" if theirs else "")
+
+
+def _moved(result: Result) -> str:
+    """What ours takes in and gives out, by its calls and mapped files: the sizes of the tensors that are moved."""
+    return f"{_called(result, 'called_read_bytes')}, {result.about['copied_bytes'] / 1e9:.2f} GB"
+
+
+def _called(result: Result, field: str) -> str:
+    ours = result.row(OURS)
+    return f"{ours.median(field) / 1e9:.2f}" if ours else "?"
+
+
+def _no_peer(result: Result) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in result.failures.items() if name in result.work.rivals) or "none"
+
+
+def _seconds(row: Row | None) -> str:
+    return f"{row.seconds:.2f} s" if row else "–"
+
+
+def _times(ratio: float | None, digits: int = 2) -> str:
+    return f"{ratio:.{digits}f}" if ratio is not None else "–"
+
+
+def _megabytes(row: Row | None) -> str:
+    return f"{row.peak_bytes / 1e6:,.0f} MB" if row else "–"
+
+
+def _promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
+    """A line each, kept or missed; a work of several has several."""
+    yield "Promised, and what came of it:"
+    yield ""
+    for result in found:
+        for promise in result.promises():
+            yield f"- {result.work.about}: {promise}"
+    yield from _memory_promises(journal, found)
+    yield from _start_promises(journal)
+
+
+def _memory_promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
+    if rows := [row for result in found if (row := result.row(OURS))]:
+        peak = max(row.peak_bytes for row in rows)
+        yield f"- {_verdict(peak <= MAX_MEMORY_BYTES)}: {peak / 1e6:.0f} MB at the peak of any work (at most 256)"
+    done = journal.find(kind="memory", status="done")
+    if len(done) > 1:
+        peaks = [record["peak_bytes"] for record in done]
+        within = all(record["peak_bytes"] <= record["planned_bytes"] for record in done)
+        spread = max(peaks) / min(peaks) - 1
+        yield f"- {_verdict(spread <= 0.1)}: memory at {_sizes(done)} differs by {spread:.1%} (at most 10 %)"
+        yield f"- {_verdict(within)}: memory is never above what `plan` said"
+
+
+def _sizes(records: Sequence[Record]) -> str:
+    return ", ".join(f"{record['size_bytes'] / 1e9:g}" for record in records) + " GB"
+
+
+def _start_promises(journal: Journal) -> Iterator[str]:
+    seconds = {what: _start_seconds(journal, what) for what in ("convert", "formats", "numpy")}
+    if (convert := seconds["convert"]) and (formats := seconds["formats"]) and (numpy := seconds["numpy"]):
+        kept = convert <= MAX_CONVERT_SECONDS and formats <= MAX_START_SECONDS
+        yield (
+            f"- {_verdict(kept)}: a checkpoint of the demo's size is converted in {convert:.2f} s (at most 0.6), "
+            f"of which start-up {formats:.2f} s (at most 0.3); a bare Python that imports numpy takes {numpy:.2f} s"
+        )
+
+
+def _start_seconds(journal: Journal, what: str) -> float | None:
+    runs = journal.find(kind="start-up", what=what, status="done")
+    return median(run["seconds"] for run in runs) if runs else None
+
+
+def _verdict(kept: bool) -> str:
+    return "kept" if kept else "**missed**"
+
+
+def _costs(journal: Journal) -> Iterator[str]:
+    """Memory by size, of a DCP of zeros to safetensors."""
+    yield "## Memory by size: DCP, 4 ranks → safetensors"
+    yield ""
+    yield "| checkpoint | peak | said by `plan` | seconds |"
+    yield "|--:|--:|--:|--:|"
+    for record in journal.find(kind="memory"):
+        size = f"{record['size_bytes'] / 1e9:g} GB"
+        if record["status"] == "done":
+            peak, planned = (f"{record[key] / 1e6:.1f} MB" for key in ("peak_bytes", "planned_bytes"))
+            yield f"| {size} | {peak} | {planned} | {record['seconds']:.2f} |"
+        else:
+            yield f"| {size} | {record['reason']} | | |"
+
+
+def _details(result: Result) -> Iterator[str]:
+    about = result.about
+    yield f"\n## {result.work.about}"
+    yield ""
+    yield (
+        f"Source {about['source_bytes'] / 1e9:.2f} GB; `cp -r` copies {about['copied_bytes'] / 1e9:.2f} GB in "
+        f"{about['copied_files']:,} files."
+    )
+    yield ""
+    yield "| who | cache | fsync | median | min | runs | / cp | CPU | memory | calls read, wrote | disk read | equal |"
+    yield "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|"
+    for row in result.rows:
+        yield "| " + " | ".join(_detail_cells(result, row)) + " |"
+
+
+def _detail_cells(result: Result, row: Row) -> Iterator[str]:
+    yield row.contestant
+    yield row.cache
+    yield "yes" if row.synced else ""
+    if not row.runs:
+        yield from (row.reason, *("",) * 8)
+        return
+    yield f"{row.seconds:.2f} s"
+    yield f"{row.fastest:.2f} s"
+    yield str(len(row.runs))
+    yield _times(result.ratio(row.contestant, COPY, row.cache, synced=row.synced))
+    yield f"{row.median('cpu_seconds'):.2f} s"
+    yield _megabytes(row)
+    yield f"{row.median('called_read_bytes') / 1e9:.2f}, {row.median('called_write_bytes') / 1e9:.2f} GB"
+    yield f"{row.median('disk_read_bytes') / 1e9:.2f} GB"
+    check = result.checks.get(row.contestant)
+    yield "not checked" if check is None else check["reason"] or check["status"]

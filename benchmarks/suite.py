@@ -1,0 +1,225 @@
+"""Runs works: each contestant in turn, in an order drawn anew for each round, and every run written down at once.
+
+Ratios are of medians within one work, whose runs alternate within minutes: a machine that is slow for a while is slow
+for all. A contestant that fails or takes too long is written down with the reason and not asked again; nothing stops
+the rest.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks import caching, machine
+from benchmarks.inputs import BuildError, Cache
+from benchmarks.journal import Journal, Record
+from benchmarks.measure import Usage, measured
+from benchmarks.works import COPY, OURS, Work, can_sync
+
+ROOT = machine.ROOT
+
+INPUT_ROOM, WORK_ROOM = 1.3, 3.6
+"""Disk in sizes of the state: an input, and what lies beside it while a work is run: what `cp -r` copies, and an
+output, which of `ds_to_universal` with its temporary files is 2.4 times its input."""
+
+MAX_REASON = 200
+
+HEAT = f"""
+import mmap, sys
+mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | {getattr(mmap, "MAP_POPULATE", 0x8000)})
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to run, and where. `deadline` is a time of `time.monotonic`, after which no run is started."""
+
+    size_bytes: int
+    runs: int
+    time_limit: float
+    data: Path
+    deadline: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One way of running one contestant."""
+
+    contestant: str
+    cache: str
+    synced: bool
+
+
+class OutOfTimeError(Exception):
+    """The budget is spent; what was measured is written down."""
+
+
+def slots(work: Work) -> Iterator[Slot]:
+    """Everyone with a warm and a cold cache; with fsync, warm, whoever can be asked for it."""
+    for contestant in work.contestants:
+        yield Slot(contestant, "warm", synced=False)
+        yield Slot(contestant, "cold", synced=False)
+        if can_sync(contestant):
+            yield Slot(contestant, "warm", synced=True)
+
+
+class Runner:
+    """One work of one size."""
+
+    def __init__(self, work: Work, settings: Settings, journal: Journal) -> None:
+        self.work, self.settings, self.journal = work, settings, journal
+        self.inputs = Cache(settings.data / "inputs")
+        self.source = self.inputs.path(work.source, settings.size_bytes)
+        self.copied = settings.data / "copied"
+        self.out = settings.data / "out"
+        self.key: Record = {"work": work.name, "size_bytes": settings.size_bytes, "code": machine.code()}
+        journal.forget(keep=self.key, work=work.name)
+
+    def run(self) -> None:
+        """Measure what is not measured yet."""
+        if not list(self._missing()):
+            return
+        try:
+            self._prepare()
+            for number, slot in list(self._missing()):
+                if slot.contestant not in self._failed():
+                    self._run(number, slot)
+        except (BuildError, OSError) as error:
+            self._note("work", status="failed", reason=_short(str(error)))
+        finally:
+            _delete(self.copied)
+            _delete(self.out)
+
+    def _missing(self) -> Iterator[tuple[int, Slot]]:
+        """Runs to do, round by round, in the order that is drawn for each."""
+        done = {(r["round"], r["contestant"], r["cache"], r["synced"]) for r in self._found("run")}
+        failed = self._failed()
+        for number in range(self.settings.runs):
+            order = sorted(slots(self.work), key=lambda slot: (slot.contestant, slot.cache, slot.synced))
+            random.Random(f"{self.work.name} {number}").shuffle(order)
+            for slot in order:
+                if (number, slot.contestant, slot.cache, slot.synced) not in done and slot.contestant not in failed:
+                    yield number, slot
+
+    def _found(self, kind: str) -> list[Record]:
+        return self.journal.find(kind=kind, **self.key)
+
+    def _failed(self) -> set[str]:
+        return {record["contestant"] for record in self._found("run") if record["status"] != "done"}
+
+    def _note(self, kind: str, **fields: object) -> Record:
+        return self.journal.add({"kind": kind, **self.key, **fields})
+
+    def _prepare(self) -> None:
+        """The input, and what `cp -r` copies: an output of ours, which is first compared with the input."""
+        self._check_time()
+        room = WORK_ROOM if self.source.exists() else WORK_ROOM + INPUT_ROOM
+        if not self.inputs.make_room(int(room * self.settings.size_bytes), keep=[self.source]):
+            raise OSError(f"the disk has no {room * self.settings.size_bytes / 1e9:.1f} GB free")
+        say(f"{self.work.name}: {self.work.about}")
+        self.inputs.get(self.work.source, self.settings.size_bytes)
+        _delete(self.copied)
+        _, reason, _ = self._measure(Slot(OURS, "warm", synced=False))
+        if reason:
+            raise OSError(reason)
+        self._check(OURS)
+        self.out.rename(self.copied)
+        self._note(
+            "work",
+            status="done",
+            source_bytes=caching.size_of(self.source),
+            copied_bytes=caching.size_of(self.copied),
+            copied_files=len(list(caching.files_of(self.copied))),
+        )
+
+    def _check_time(self) -> None:
+        if out_of_time(self.settings):
+            raise OutOfTimeError
+
+    def _run(self, number: int, slot: Slot) -> None:
+        self._check_time()
+        usage, reason, share = self._measure(slot)
+        status = "timed out" if usage.timed_out else "failed" if reason else "done"
+        place = {"round": number, **asdict(slot), "cached_share": round(share, 4)}
+        say(f"  {number} {slot.contestant:32} {slot.cache} {'fsync ' * slot.synced}{usage.seconds:.2f} s {status}")
+        if status == "done" and slot.contestant not in {r["contestant"] for r in self._found("check")}:
+            self._check(slot.contestant)
+        self._note("run", status=status, reason=reason, **place, **asdict(usage))
+        _delete(self.out)
+
+    def _set_cache(self, slot: Slot) -> float:
+        """The share of what is about to be read that is in memory."""
+        read = self.copied if slot.contestant == COPY else self.source
+        os.sync()
+        if slot.cache == "cold":
+            return caching.cool(read)
+        caching.warm(read)
+        return caching.cached_share(read)
+
+    def _measure(self, slot: Slot) -> tuple[Usage, str, float]:
+        """What it used, why it failed if it did, and the share of what it reads that was in memory before."""
+        _delete(self.out)
+        if slot.contestant != COPY:
+            self.out.mkdir(parents=True)
+        command = self.work.command(slot.contestant, self.source, self.copied, self.out, synced=slot.synced)
+        self._heat()
+        share = self._set_cache(slot)
+        return *call(command, self.settings), share
+
+    def _heat(self) -> None:
+        """Touch as much free memory as an output takes.
+
+        A virtual machine gives free memory back to its host after two idle seconds, and whoever then writes first waits
+        for the host. All should find the memory alike.
+        """
+        subprocess.run([sys.executable, "-S", "-c", HEAT, str(self.settings.size_bytes)], check=True)
+
+    def _check(self, contestant: str) -> None:
+        """Does what lies in `out` hold the input's tensors, bit for bit?"""
+        _, reason = call(self.work.verification(contestant, self.source, self.out), self.settings)
+        self._note("check", contestant=contestant, status="failed" if reason else "equal", reason=reason)
+
+
+def out_of_time(settings: Settings) -> bool:
+    return time.monotonic() > settings.deadline
+
+
+def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
+    """What a command used, and why it failed, if it did."""
+    settings.data.mkdir(parents=True, exist_ok=True)
+    log = settings.data / "log"
+    usage = measured(command, log, time_limit=settings.time_limit, cwd=ROOT, env=environment())
+    if usage.timed_out:
+        return usage, f"not done in {settings.time_limit:g} s"
+    return usage, "" if usage.exit_code == 0 else _last_line(log) or f"exit code {usage.exit_code}"
+
+
+def environment() -> dict[str, str]:
+    """No accelerator, no network; everything else as it is."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return _short(lines[-1]) if lines else ""
+
+
+def _short(text: str) -> str:
+    """Without this machine's folders."""
+    return text.replace(f"{ROOT}/", "")[:MAX_REASON]

@@ -1,0 +1,190 @@
+"""The code of `make bench` at a small size: it measures, verifies, goes on, survives failures, and reports."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import caching, report
+from benchmarks.figures import results
+from benchmarks.journal import Journal
+from benchmarks.llama import Llama
+from benchmarks.measure import Usage, measured
+from benchmarks.suite import OutOfTimeError, Runner, Settings, slots
+from benchmarks.works import COPY, OURS, WORKS, Work
+
+BY_NAME = {work.name: work for work in WORKS}
+
+# One input for both, and one peer that works: starting torch is most of the time. The other peer fails at once, since
+# the input is no DeepSpeed checkpoint with the script in it.
+FAILING = "zero_to_fp32"
+SMALL_WORKS = (BY_NAME["torch-dcp"], replace(BY_NAME["safetensors-dcp"], source="torch", rivals=(FAILING,)))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return Settings(size_bytes=10_000_000, runs=1, time_limit=60, data=tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def journal(settings: Settings) -> Journal:
+    """Of a run of the small works."""
+    made = Journal(settings.data / "results.jsonl")
+    for work in SMALL_WORKS:
+        Runner(work, settings, made).run()
+    return made
+
+
+def test_every_contestant_is_measured_in_every_way(journal: Journal) -> None:
+    for work in SMALL_WORKS:
+        runs = [run for run in journal.find(kind="run", work=work.name) if run["contestant"] != FAILING]
+        assert [run["reason"] for run in runs if run["status"] != "done"] == []
+        assert {(run["contestant"], run["cache"], run["synced"]) for run in runs} == {
+            (slot.contestant, slot.cache, slot.synced) for slot in slots(work) if slot.contestant != FAILING
+        }
+
+
+def test_every_output_is_equal_to_its_source(journal: Journal) -> None:
+    for work in SMALL_WORKS:
+        checks = {check["contestant"]: check for check in journal.find(kind="check", work=work.name)}
+        assert checks.keys() == set(work.contestants) - {FAILING}
+        assert [check for check in checks.values() if check["status"] != "equal"] == []
+
+
+def test_a_failure_is_written_down_once_and_stops_nothing(journal: Journal) -> None:
+    (failed,) = journal.find(kind="run", contestant=FAILING)
+    assert failed["status"] == "failed" and "No such file" in failed["reason"]
+    result = list(results(journal, SMALL_WORKS))[1]
+    assert result.best_peer is None
+    assert result.failures == {FAILING: failed["reason"]}
+
+
+def test_what_is_measured_is_plausible(journal: Journal) -> None:
+    for run in journal.find(kind="run", status="done"):
+        assert run["called_write_bytes"] >= 10_000_000 * 0.9
+        assert run["peak_bytes"] > 5_000_000
+        assert run["cached_share"] == (1 if run["cache"] == "warm" else pytest.approx(0, abs=caching.MAX_COLD_SHARE))
+
+
+def test_the_same_command_goes_on_where_it_was(journal: Journal, settings: Settings) -> None:
+    again = Journal(journal.path)
+    for work in SMALL_WORKS:
+        Runner(work, replace(settings, deadline=0), again).run()  # nothing is missing, so no time is needed
+    assert again.records == journal.records
+
+
+def test_another_size_starts_afresh(journal: Journal, settings: Settings, tmp_path: Path) -> None:
+    other = Journal(tmp_path / "results.jsonl")
+    for record in journal.records:
+        other.add(record)
+    with pytest.raises(OutOfTimeError):
+        Runner(SMALL_WORKS[0], replace(settings, size_bytes=20_000_000, deadline=0), other).run()
+    assert {record["work"] for record in other.records} == {SMALL_WORKS[1].name}
+
+
+def test_outputs_are_deleted(journal: Journal, settings: Settings) -> None:
+    assert {path.name for path in settings.data.iterdir()} == {"inputs", "log", journal.path.name}
+
+
+def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    folder = tmp_path / "results"
+    report.write(journal, folder, None)
+    table = (folder / "table.md").read_text()
+    for result in results(journal):
+        assert f"## {result.work.about}" in table
+        assert f"{result.ratio(OURS, COPY):.2f}" in table
+    assert "torch_to_dcp" in table
+    assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    report.refresh(readme, "new")
+    assert readme.read_text() == f"before\n{report.START}\nnew\n{report.END}\nafter\n"
+
+
+def test_readme_has_the_markers() -> None:
+    text = report.README.read_text()
+    assert text.index(report.START) < text.index(report.END)
+
+
+def used(code: str, log: Path, time_limit: float = 60) -> Usage:
+    return measured([sys.executable, "-S", "-c", code], log, time_limit=time_limit, cwd=log.parent)
+
+
+def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
+    code = "import os, time; os.fork(); open(str(os.getpid()), 'w'); time.sleep(100)"
+    usage = used(code, tmp_path / "log", time_limit=1)
+    assert usage.timed_out
+    pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _alive(pid: int) -> bool:
+    """Zombies, which someone has yet to wait for, are dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_memory_is_that_of_all_processes(tmp_path: Path) -> None:
+    """Two processes of 60 MB each, which each hold it long enough to be seen."""
+    code = "import os, time; os.fork(); block = b'x' * 60_000_000; time.sleep(1)"
+    assert used(code, tmp_path / "log").peak_bytes > 115_000_000
+
+
+def test_memory_is_not_that_of_who_asks(tmp_path: Path) -> None:
+    block = b"x" * 200_000_000
+    assert used("pass", tmp_path / "log").peak_bytes < len(block) / 4
+
+
+def test_bytes_are_those_of_children_too(tmp_path: Path) -> None:
+    code = "import subprocess; subprocess.run(['head', '-c', '5000000', '/dev/zero'])"
+    usage = used(code, tmp_path / "log")
+    assert 5_000_000 <= usage.called_write_bytes < 5_100_000
+    assert (tmp_path / "log").stat().st_size == 5_000_000
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    Journal(path).add({"kind": "run", "seconds": 1.5})
+    with path.open("a") as file:
+        file.write('{"kind": "ru')
+    again = Journal(path)
+    assert again.records == [{"kind": "run", "seconds": 1.5}]
+    again.add({"kind": "check"})
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["run", "check"]
+
+
+def test_files_leave_the_cache_and_come_back(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 3_000_000)
+    (tmp_path / "empty").touch()
+    assert caching.cool(tmp_path) <= caching.MAX_COLD_SHARE
+    caching.warm(tmp_path)
+    assert caching.cached_share(tmp_path) == 1
+
+
+@pytest.mark.parametrize("num_elements", [10**6, 16 * 10**6, 375 * 10**6, 1125 * 10**6])
+def test_a_model_has_about_the_size_that_was_asked_for(num_elements: int) -> None:
+    model = Llama.of(num_elements)
+    assert model.num_elements == pytest.approx(num_elements, rel=0.07)
+    assert model.hidden % 16 == model.ffn % 16 == model.vocab % 16 == 0
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
+def test_every_work_says_who_is_better_at_what(work: Work) -> None:
+    assert work.contestants[:2] == (OURS, COPY)
+    assert not work.target.peer or work.rivals
