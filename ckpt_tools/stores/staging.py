@@ -76,11 +76,12 @@ class LocalPlace:
         return list(dict.fromkeys(_place(self.path, is_file=is_file) for is_file in (True, False)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalLog:
-    """A file that is appended to."""
+    """A file that is appended to, open from the first time until ``close``."""
 
     path: Path
+    _number: int | None = None
 
     def read(self) -> bytes:
         with _reporting("reading failed", self.path), suppress(FileNotFoundError):
@@ -88,13 +89,23 @@ class LocalLog:
         return b""
 
     def append(self, data: bytes) -> None:
-        with _reporting("writing failed", self.path), self.path.open("ab", buffering=0) as file:
+        with _reporting("writing failed", self.path):
+            if self._number is None:
+                self._number = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             while data:
-                data = data[file.write(data) :]
+                data = data[os.write(self._number, data) :]
 
     def clear(self) -> None:
+        self.close()
         with _reporting("removing failed", self.path):
             self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """What was appended is with the kernel already, so that nothing can be lost, or needs to be raised."""
+        if self._number is not None:
+            with suppress(OSError):
+                os.close(self._number)
+            self._number = None
 
 
 @dataclass(slots=True)
@@ -164,6 +175,8 @@ def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False
         yield staging
         kept = False
     finally:
+        if staging is not None:
+            staging.log.close()
         if not kept or (staging and staging.published):
             shutil.rmtree(folder, ignore_errors=True)
         elif staging is None:
