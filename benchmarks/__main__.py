@@ -1,4 +1,8 @@
-"""`python -m benchmarks`: run the works, or those that are missing, and report."""
+"""`python -m benchmarks`: run the works and report.
+
+A run that is in the journal is not run again, so the same command goes on where it was stopped. Of the chosen works,
+figures of other code of ours or of another size are dropped first: they cannot stand beside new ones.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,9 @@ NAMES = (*(work.name for work in WORKS), MEMORY, START_UP)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--works", type=_names, default=NAMES, help=f"of {', '.join(NAMES)}; all if left out")
     made.add_argument("--size", type=float, default=4.5, metavar="GB", help="of every input")
     made.add_argument("--runs", type=int, default=5, help="of each contestant in each way")
@@ -75,8 +81,8 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
             costs.measure_memory(asked.memory_sizes, settings, journal)
         if START_UP in asked.works:
             costs.measure_start_up(settings, journal)
-    except OutOfTimeError:
-        say("The time is spent; the same command goes on from here.")
+    except (OutOfTimeError, KeyboardInterrupt):
+        say("Stopped; the same command goes on from here.")
 
 
 def _forget(names: Sequence[str], journal: Journal) -> None:

@@ -55,6 +55,8 @@ def _memory(size_bytes: int, settings: Settings) -> Record:
         if not Cache(settings.data / "inputs").make_room(int(1.1 * size_bytes), keep=[]):
             return {"status": "no room", "reason": f"the disk has no {1.1 * size_bytes / GIGABYTE:.0f} GB free"}
         return _converted(size_bytes, folder, settings)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return {"status": "failed", "reason": str(error)}
     finally:
         shutil.rmtree(folder)
 

@@ -63,7 +63,11 @@ def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    peak, timed_out = _watch(process.pid, started + time_limit)
+    try:
+        peak, timed_out = _watch(process.pid, started + time_limit)
+    except KeyboardInterrupt:
+        _kill_tree(process.pid)
+        raise
     seconds = time.monotonic() - started
     _, status, usage = os.wait4(process.pid, 0)
     _kill_group(process.pid)

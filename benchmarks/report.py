@@ -142,8 +142,17 @@ def _promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     for result in found:
         for promise in result.promises():
             yield f"- {result.work.about}: {promise}"
+    yield _equality(found)
     yield from _memory_promises(journal, found)
     yield from _start_promises(journal)
+
+
+def _equality(found: Sequence[Result]) -> str:
+    """Whether each contestant's output of each work held its source's tensors."""
+    checks = [(result, name, check) for result in found for name, check in result.checks.items()]
+    wrong = [f"{name} in {result.work.about}" for result, name, check in checks if check["status"] != "equal"]
+    text = f"{len(checks) - len(wrong)} of {len(checks)} outputs measured are bit for bit equal to their sources"
+    return f"- {_verdict(not wrong)}: {text}" + "".join(f"; not {line}" for line in wrong)
 
 
 def _memory_promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
@@ -194,7 +203,7 @@ def _costs(journal: Journal) -> Iterator[str]:
             peak, planned = (f"{record[key] / 1e6:.1f} MB" for key in ("peak_bytes", "planned_bytes"))
             yield f"| {size} | {peak} | {planned} | {record['seconds']:.2f} |"
         else:
-            yield f"| {size} | {record['reason']} | | |"
+            yield f"| {size} | {record['status']}: {record['reason']} | | |"
 
 
 def _details(result: Result) -> Iterator[str]:

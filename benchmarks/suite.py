@@ -92,7 +92,7 @@ class Runner:
             for number, slot in list(self._missing()):
                 if slot.contestant not in self._failed():
                     self._run(number, slot)
-        except (BuildError, OSError) as error:
+        except (BuildError, OSError, ValueError, subprocess.SubprocessError) as error:
             self._note("work", status="failed", reason=_short(str(error)))
         finally:
             _delete(self.copied)
@@ -180,7 +180,7 @@ class Runner:
         A virtual machine gives free memory back to its host after two idle seconds, and whoever then writes first waits
         for the host. All should find the memory alike.
         """
-        subprocess.run([sys.executable, "-S", "-c", HEAT, str(self.settings.size_bytes)], check=True)
+        subprocess.run([sys.executable, "-S", "-c", HEAT, str(self.settings.size_bytes)], check=False)
 
     def _check(self, contestant: str) -> None:
         """Does what lies in `out` hold the input's tensors, bit for bit?"""
@@ -199,6 +199,8 @@ def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
     usage = measured(command, log, time_limit=settings.time_limit, cwd=ROOT, env=environment())
     if usage.timed_out:
         return usage, f"not done in {settings.time_limit:g} s"
+    if usage.exit_code < 0:
+        return usage, f"killed by signal {-usage.exit_code}"
     return usage, "" if usage.exit_code == 0 else _last_line(log) or f"exit code {usage.exit_code}"
 
 

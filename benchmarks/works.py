@@ -126,6 +126,7 @@ WORKS = (
         rivals=("dcp_to_torch",),
         target=_EXPORT,
     ),
+    Work("dcp-zero3", "DCP, 4 ranks, with AdamW → ZeRO-3, 4 ranks", "dcp", ".", ("--to", "zero3", "--world-size", "4")),
     Work(
         "zero3-safetensors",
         "ZeRO-3, weights → safetensors, fp32",
@@ -194,7 +195,6 @@ WORKS = (
         ("--to", "dcp", "--world-size", "3"),
         rivals=("dcp.load, dcp.save by 3 ranks",),
     ),
-    Work("dcp-zero3", "DCP, 4 ranks, with AdamW → ZeRO-3, 4 ranks", "dcp", ".", ("--to", "zero3", "--world-size", "4")),
     Work(
         "tp-safetensors",
         "DCP, 4 ranks, cut along the inner axis → safetensors",
