@@ -26,23 +26,36 @@ import re
 from typing import ClassVar
 
 
+MAX_MESSAGE_CHARS = 1000
+"""A checkpoint chooses some of the words of a message, and may choose a megabyte of them."""
+
+MAX_NAME_CHARS = 300
+"""Of a path or key in front of a message; a file name has at most 255."""
+
+
 class CkptError(Exception):
     """The root of every error raised on purpose."""
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, path: str | None = None, key: str | None = None) -> None:
+        message = _shortened(message, MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.message = message
         self.path = path
         self.key = key
 
     def __str__(self) -> str:
-        where = ": ".join(part for part in (self.path, self.key) if part and not _names(self.message, part))
+        parts = [_shortened(part, MAX_NAME_CHARS) for part in (self.path, self.key) if part]
+        where = ": ".join(part for part in parts if not _names(self.message, part))
         return f"{where}: {self.message}" if where else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.path, self.key)
+
+
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _names(message: str, part: str) -> bool:

@@ -51,6 +51,8 @@ def _latest(source: Source, folders: list[str], latest: str) -> str:
         text = source.read_all(latest, limit_bytes=MAX_LATEST_BYTES).decode()
     except UnicodeDecodeError as error:
         raise MalformedError("it should hold the name of a tag, and it is no text", path=latest) from error
+    if not text.strip():
+        raise IncompleteError("it should hold the name of a tag, and it is empty", path=latest)
     tag = checked_name(text.strip()).strip("/")
     if tag not in folders:
         raise IncompleteError(f"it names the tag {tag!r}, which is not here; there is {_listed(folders)}", path=latest)

@@ -1,0 +1,65 @@
+"""What one execution of the fuzzer does: open a checkpoint in memory as the commands do, and read it through.
+
+Every outcome is fine but an exception that is no ``CkptError``: the manifest and its tensors, or one named error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.assemble import Assembler
+from ckpt_tools.boxes import Box
+from ckpt_tools.companions import with_companions
+from ckpt_tools.errors import CkptError, MemoryBudgetError
+from ckpt_tools.format.base import ReadOptions
+from ckpt_tools.format.registry import reader_for
+from ckpt_tools.manifest import Manifest
+from ckpt_tools.stores.base import Source
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.summary import summarize
+
+MAX_TENSOR_BYTES = 1 << 16
+"""Of a tensor no more is read: what it holds matters less here than that reading it ends."""
+
+SCRATCH_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was read, or the error that says why not."""
+
+    manifest: Manifest | None = None
+    elements: Mapping[tuple[str, str], bytes] = field(default_factory=dict)
+    error: CkptError | None = None
+
+
+def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Outcome:
+    """Read a checkpoint. Raises whatever no reader should raise."""
+    try:
+        source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
+        reader = reader_for(source, format_name)
+        manifest = with_companions(reader.read_manifest(source, ReadOptions()), source)
+        summary = summarize(manifest, source.store.url)
+        json.dumps(summary.to_json(tensors=True), ensure_ascii=False).encode()
+        return Outcome(manifest, elements_of(Overlay(source.store, manifest.literals), manifest))
+    except MemoryBudgetError:
+        raise
+    except CkptError as error:
+        str(error).encode(errors="backslashreplace")
+        return Outcome(error=error)
+
+
+def elements_of(store: Overlay, manifest: Manifest) -> dict[tuple[str, str], bytes]:
+    """The bytes of every tensor, or the first of them."""
+    assembler = Assembler(store, SCRATCH_BYTES)
+    found = {}
+    for key, entry in manifest.tensors.items():
+        numel = min(entry.numel, MAX_TENSOR_BYTES // entry.dtype.item_bytes)
+        out = bytearray(numel * entry.dtype.item_bytes)
+        if numel:
+            assembler.read(entry, Box.whole(entry.shape), entry.shape, 0, numel, memoryview(out))
+        found[tuple(key)] = bytes(out)
+    return found
