@@ -33,7 +33,7 @@ from ckpt_tools.scanning import ScanReport, scan_source
 from ckpt_tools.signing import SignReport, check_signature, sign_with_key
 from ckpt_tools.summary import Summary, summarize
 
-_RUNNING = ("overwrite", "resume", "fsync", "on_progress")
+_RUNNING = ("overwrite", "resume", "fsync", "checksum", "on_progress")
 """Options of ``convert`` that change nothing about what is to be done."""
 
 
@@ -101,6 +101,7 @@ def convert(
     resume: bool = False,
     strict: bool = False,
     fsync: bool = False,
+    checksum: bool = False,
     on_progress: Progress = _silent,
 ) -> ConvertReport:
     """Write the checkpoint at ``src`` to ``dst`` in another format, or cut otherwise.
@@ -108,6 +109,8 @@ def convert(
     ``dst`` is absent, as it was, or complete, whatever happens. With ``resume`` what a killed or failed run of the same
     conversion wrote is checked and not written again, and is kept where this one fails too. ``on_progress`` hears of
     bytes written and in all.
+
+    With ``checksum`` the digests of what was written lie with it, for ``verify``.
 
     With ``runner="ray"`` the work is done by processes of a Ray cluster: the one at ``address``, or one of this machine
     alone that is started for it.
@@ -136,7 +139,15 @@ def convert(
         strict=strict,
     )
     crew = Crew(runner, address, workers)
-    return run(prepared, crew=crew, overwrite=overwrite, fsync=fsync, on_progress=on_progress, resume=resume)
+    return run(
+        prepared,
+        crew=crew,
+        overwrite=overwrite,
+        fsync=fsync,
+        on_progress=on_progress,
+        resume=resume,
+        checksum=checksum,
+    )
 
 
 def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **options: Any) -> ConvertReport:
@@ -198,9 +209,9 @@ def verify(
     """Whether ``dst`` holds the tensors of ``src``, bit for bit, under the options it was converted with.
 
     Without ``dst``: whether every byte of ``src`` can be read, agrees with the checksums stored in it, and every tensor
-    with its digest: as ``digests`` lists those of the checkpoint that was converted to ``src`` with ``options``, else as
-    the list that lies with ``src`` does, if there is one. With ``public_key``, first of all, whether the signature of
-    ``digests``, else of ``src``, is by its owner.
+    with its digest: as ``digests`` lists those of the checkpoint that was converted to ``src`` with ``options``, else
+    as the list that lies with ``src`` does, if there is one. With ``public_key``, first of all, whether the signature
+    of ``digests``, else of ``src``, is by its owner.
     """
     if dst is not None and (digests is not None or public_key is not None):
         raise UsageError("--digests and --public-key are for one checkpoint; two are compared with each other")

@@ -12,6 +12,8 @@ from typing import Any
 from ckpt_tools import transforms
 from ckpt_tools.comparison import Progress
 from ckpt_tools.crews import Crew
+from ckpt_tools.digest_files import check_beside, write_published, write_staged
+from ckpt_tools.digests import FILE_SUFFIX
 from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import WriteOptions, Writer
@@ -24,7 +26,7 @@ from ckpt_tools.opening import implied_format, open_place, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import Plan, make_plan, reading_bytes
 from ckpt_tools.runners.threads import ThreadRunner
-from ckpt_tools.stores.base import Place, Source, Store
+from ckpt_tools.stores.base import Claim, Place, Source, Store
 
 SAME = "same"
 """In the place of a format to write: the source's own."""
@@ -76,7 +78,8 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again."""
+    """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again; ``digests`` says where
+    the digests lie that were asked for."""
 
     plan: PlanReport
     destination: str
@@ -84,6 +87,7 @@ class ConvertReport:
     bytes_written: int
     bytes_recovered: int
     seconds: float
+    digests: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         done = {
@@ -92,6 +96,7 @@ class ConvertReport:
             "bytes_written": self.bytes_written,
             "bytes_recovered": self.bytes_recovered,
             "seconds": round(self.seconds, 3),
+            "digests": self.digests,
         }
         return {**self.plan.to_json(), **done}
 
@@ -236,9 +241,16 @@ def described(prepared: Prepared) -> PlanReport:
 
 
 def run(
-    prepared: Prepared, *, crew: Crew, overwrite: bool, fsync: bool, on_progress: Progress, resume: bool = False
+    prepared: Prepared,
+    *,
+    crew: Crew,
+    overwrite: bool,
+    fsync: bool,
+    on_progress: Progress,
+    resume: bool = False,
+    checksum: bool = False,
 ) -> ConvertReport:
-    """Write the destination: whole, or not at all.
+    """Write the destination: whole, or not at all. With ``checksum``, the digests of what was written too.
 
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
@@ -246,6 +258,8 @@ def run(
     started = time.perf_counter()
     if overwrite:
         check_replaceable(prepared)
+    if prepared.is_file:
+        check_beside(prepared.place, checksum=checksum, overwrite=overwrite)
     plan, report = prepared.plan, described(prepared)
     with (
         prepared.place.claim(is_file=prepared.is_file, overwrite=overwrite, resume=resume) as claim,
@@ -266,7 +280,8 @@ def run(
                 board=board,
             )
             journal.flush()
-            claim.publish([file.path for file in plan.layout.files], fsync=fsync)
+            listed = _staged_digests(prepared, claim, on_progress, fsync=fsync) if checksum else []
+            claim.publish([*listed, *(file.path for file in plan.layout.files)], fsync=fsync)
     return ConvertReport(
         report,
         prepared.place.url,
@@ -274,6 +289,31 @@ def run(
         outcome.bytes_written,
         journal.bytes_recovered,
         time.perf_counter() - started,
+        _digests_url(prepared, listed, on_progress) if checksum else None,
+    )
+
+
+def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress, *, fsync: bool) -> list[str]:
+    return write_staged(
+        claim,
+        prepared.place,
+        prepared.target_format,
+        is_file=prepared.is_file,
+        num_workers=prepared.plan.num_workers,
+        on_total=lambda total: _Meter(on_progress, total).add,
+        fsync=fsync,
+    )
+
+
+def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -> str:
+    """Where the list is that was published; where it could not be made before that, it is made now."""
+    if listed:
+        return prepared.place.url + FILE_SUFFIX if prepared.is_file else f"{prepared.place.url}/{listed[0]}"
+    return write_published(
+        prepared.place,
+        prepared.target_format,
+        num_workers=prepared.plan.num_workers,
+        on_total=lambda total: _Meter(on_progress, total).add,
     )
 
 

@@ -72,7 +72,7 @@ OnBytes = Callable[[int], None]
 
 
 def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: OnBytes) -> dict[StateKey, Digest]:
-    """The digests of every tensor, weights and masters by every name they have. A tensor is hashed from its start to its
+    """The digests of every tensor, weights and masters by every name they have. A tensor is hashed from start to
     end by one thread, ``num_workers`` tensors at once, each in blocks of 1 MiB.
 
     Raises:
@@ -86,6 +86,11 @@ def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: 
     named = {key: by_entry[id(entry)] for key, entry in named_tensors(manifest).items()}
     masters = {StateKey(alias, MASTER): named.get(StateKey(owner, MASTER)) for alias, owner in manifest.aliases.items()}
     return named | {key: digest for key, digest in masters.items() if digest is not None}
+
+
+def num_bytes(manifest: Manifest) -> int:
+    """What there is to hash."""
+    return sum(entry.num_bytes for entry in manifest.tensors.values())
 
 
 def _digest_in(store: Store, manifest: Manifest) -> Callable[[StateKey], tuple[StateKey, Digest]]:

@@ -64,7 +64,11 @@ def read_checkpoint(
     Raises:
         CkptError: as ``open_source``, ``reader_for`` and the reader say.
     """
-    source = open_source(url)
+    return read_source(open_source(url), options, format_name=format_name)
+
+
+def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
+    """As ``read_checkpoint``, of a source that is open."""
     reader = reader_for(source, format_name)
     manifest = with_companions(reader.read_manifest(source, options), source)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest

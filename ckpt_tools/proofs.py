@@ -9,15 +9,16 @@ from typing import Any
 from ckpt_tools import digests, transforms
 from ckpt_tools.comparison import Progress, Side, VerifyReport, compare
 from ckpt_tools.conversion import reduced
+from ckpt_tools.digest_files import digests_url, read_digests, stored_digests, write_list
 from ckpt_tools.digests import Digests
-from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.format.registry import writers
 from ckpt_tools.integrity import check_integrity
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest
-from ckpt_tools.opening import open_place, open_source, read_checkpoint
+from ckpt_tools.opening import open_place, read_checkpoint
 from ckpt_tools.options import ConvertOptions
-from ckpt_tools.stores.base import Destination, Source
+from ckpt_tools.stores.base import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def verify_alone(
     report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
     if listed is None:
         return report
-    meter = Meter(how.on_progress, _num_bytes(manifest))
+    meter = Meter(how.on_progress, digests.num_bytes(manifest))
     found: Digests = digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
     wanted, found = _comparable_digests(_converted(listed, options), found, options) if against else (listed, found)
     wrong = tuple(digests.differences(wanted, found))
@@ -80,41 +81,6 @@ def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions
     if digests.has_masters(wanted) == digests.has_masters(found):
         return wanted, found
     return digests.one_copy(wanted, weights=options.weights), digests.one_copy(found, weights=options.weights)
-
-
-def _num_bytes(manifest: Manifest) -> int:
-    return sum(entry.num_bytes for entry in manifest.tensors.values())
-
-
-def read_digests(url: str | Path) -> Digests:
-    """The list of digests at ``url``. Raises as ``digests.loads`` does, and SourceNotFoundError."""
-    source = open_source(url)
-    if len(source.files) != 1:
-        raise UsageError(f"{url} is no file of digests")
-    return digests.read_list(source, next(iter(source.files)))
-
-
-def stored_digests(source: Source, manifest: Manifest) -> Digests | None:
-    """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as ``digests.loads``."""
-    if not _is_one_file(source):
-        inside = digests.place_in(manifest)
-        return digests.read_list(source, inside) if inside in source.files else None
-    try:
-        return read_digests(digests_url(source, manifest))
-    except SourceNotFoundError:
-        return None
-
-
-def digests_url(source: Source, manifest: Manifest) -> str:
-    """Where the digests of a checkpoint lie, if it has any."""
-    if _is_one_file(source):
-        return source.store.url + digests.FILE_SUFFIX
-    return f"{source.store.url.rstrip('/')}/{digests.place_in(manifest)}"
-
-
-def _is_one_file(source: Source) -> bool:
-    """Whether the source is a file, and not the folder it is in."""
-    return list(source.files) == [source.store.url.rpartition("/")[2]]
 
 
 def verify_pair(
@@ -202,7 +168,7 @@ def write_digests(
     Raises:
         DestinationExistsError: a list is there. CkptError: bytes cannot be read or written.
     """
-    meter = Meter(how.on_progress, _num_bytes(manifest))
+    meter = Meter(how.on_progress, digests.num_bytes(manifest))
 
     def made() -> Digests:
         return digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
@@ -210,14 +176,4 @@ def write_digests(
     if output == "-":
         return ChecksumReport(made(), meter.total, None)
     place = open_place(output or digests_url(source, manifest))
-    with place.claim(is_file=True, overwrite=overwrite, resume=False) as claim:
-        found = made()
-        put(claim.destination, place.name, digests.dumps(found))
-        claim.publish([place.name], fsync=False)
-    return ChecksumReport(found, meter.total, place.url)
-
-
-def put(destination: Destination, path: str, data: bytes) -> None:
-    """A file of a few known bytes, in one part. Raises StoreError."""
-    handle = destination.begin(path, len(data))
-    destination.finish(path, handle, [destination.write(path, handle, 0, 0, data)], fsync=False)
+    return ChecksumReport(write_list(place, made, overwrite=overwrite), meter.total, place.url)

@@ -29,6 +29,7 @@ from ckpt_tools.errors import (
     DestinationExistsError,
     MalformedError,
     SourceNotFoundError,
+    StoreError,
     UnsupportedError,
     UsageError,
 )
@@ -38,6 +39,7 @@ from ckpt_tools.options import ConvertOptions
 from ckpt_tools.stores.base import Source, Store
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
+from tests.support.truth import Truth, assert_same_bits
 
 FLIPS = 10_000
 NOTHING_XXH3 = "99aa06d3014798d86001c324468d497f"
@@ -319,3 +321,89 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert load_file(path)["a"][1] != 1
     assert run("verify", path) == 6
     assert "a" in (shown := capsys.readouterr()).out and "blake3" in shown.out
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_conversion_writes_the_digests_of_what_it_wrote(to: str, tmp_path: Path) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    report = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to=to, world_size=2, checksum=True)
+    assert report.digests is not None and report.to_json()["digests"] == report.digests
+    made = Path(report.digests).read_bytes()
+    assert (ckpt_tools.verify(tmp_path / "out").num_digests or 0) >= 3
+    assert ckpt_tools.checksum(tmp_path / "out", overwrite=True).destination == report.digests
+    assert Path(report.digests).read_bytes() == made
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "out"]
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_digests_of_a_file_lie_beside_it_and_are_published_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    monkeypatch.chdir(tmp_path)
+    appeared: list[str] = []
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: (appeared.append(Path(to).name), rename(self, to))[1])
+    report = ckpt_tools.convert("m.pt", name, checksum=True)
+    assert report.digests == f"{name}.digests.json"
+    assert appeared == [f"{name}.digests.json", name]
+    assert ckpt_tools.verify(name).num_digests == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["m.pt", name, f"{name}.digests.json"])
+
+
+def test_a_list_never_speaks_of_another_file(tmp_path: Path) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    target = tmp_path / "out.safetensors"
+    ckpt_tools.convert(tmp_path / "m.pt", target, checksum=True)
+    with pytest.raises(DestinationExistsError, match="--checksum"):
+        ckpt_tools.convert(tmp_path / "m.pt", target, overwrite=True, include=["a.*"])
+    assert ckpt_tools.verify(target).num_digests == 4
+    ckpt_tools.convert(tmp_path / "m.pt", target, overwrite=True, include=["a.*"], checksum=True)
+    assert ckpt_tools.verify(target).num_digests == 1
+    target.unlink()
+    with pytest.raises(DestinationExistsError, match="--overwrite"):
+        ckpt_tools.convert(tmp_path / "m.pt", target, checksum=True)
+    assert not target.exists()
+
+
+def test_a_folder_is_replaced_with_its_list(tmp_path: Path) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    for _ in range(2):
+        ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to="zero1", checksum=True, overwrite=True)
+        assert (ckpt_tools.verify(tmp_path / "out").num_digests or 0) > 3
+    ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to="zero1", overwrite=True)
+    assert ckpt_tools.verify(tmp_path / "out").num_digests is None
+
+
+def test_a_failure_while_hashing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise StoreError("the disk is gone")
+
+    torch.save(small_state(), tmp_path / "m.pt")
+    monkeypatch.setattr(digests, "digests_of", failing)
+    for target in ("out.pt", "out"):
+        with pytest.raises(StoreError, match="the disk is gone"):
+            ckpt_tools.convert(tmp_path / "m.pt", tmp_path / target, to="torch", checksum=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+
+
+LOADED = [("dcp", "fsdp2"), ("zero1", "zero1-fp32"), ("zero3", "zero3-fp32"), ("universal", "universal-zero2-fp32")]
+
+
+@pytest.mark.parametrize(("to", "kind"), LOADED)
+def test_frameworks_load_folders_with_digests(to: str, kind: str, checkpoint: Any, resume: Any, tmp_path: Path) -> None:
+    made = checkpoint("fsdp2", "plain", 2)
+    report = ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=2, checksum=True)
+    assert Path(report.digests or "").is_file()
+    resumed = resume(kind, "plain", tmp_path / "out", 2)
+    assert_same_bits(Truth.load(made.root).best_weights(), resumed.best_weights())
+
+
+def test_transformers_loads_a_folder_with_digests(checkpoint: Any, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    made = checkpoint("transformers", "plain", 1).checkpoint
+    folder = shutil.copytree(made, tmp_path / "gpt2")
+    ckpt_tools.checksum(folder)
+    wanted, found = (GPT2LMHeadModel.from_pretrained(path).state_dict() for path in (made, folder))
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)

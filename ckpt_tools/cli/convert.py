@@ -29,6 +29,7 @@ _resume = click.option(
     "--resume", is_flag=True, help="Continue what a killed run of the same conversion left; keep it on failure."
 )
 _fsync = click.option("--fsync", is_flag=True, help="Wait until the output would outlive a power failure.")
+_checksum = click.option("--checksum", is_flag=True, help="Write the digests of the output with it, for verify.")
 
 
 @click.command("convert")
@@ -46,6 +47,7 @@ _fsync = click.option("--fsync", is_flag=True, help="Wait until the output would
 @_overwrite
 @_resume
 @_fsync
+@_checksum
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @options.as_json
 @options.talking
@@ -72,6 +74,7 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
 @_overwrite
 @_resume
 @_fsync
+@_checksum
 @options.as_json
 @options.talking
 def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
@@ -116,6 +119,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @_overwrite
 @_resume
 @_fsync
+@_checksum
 @options.as_json
 @options.talking
 def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
@@ -152,4 +156,6 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
     )
     if report.bytes_recovered:
         click.echo(f"{size(report.bytes_recovered)} more were there from an earlier run")
+    if report.digests:
+        click.echo(f"digests in {report.digests}")
     show_notes(report.plan.notes)

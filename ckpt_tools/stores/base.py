@@ -144,6 +144,15 @@ class Claim(Protocol):
         """Make the finished files visible, the last of ``paths`` last. Raises DestinationExistsError, StoreError."""
 
 
+@runtime_checkable
+class Readable(Protocol):
+    """A claim whose finished files can be read before they are published."""
+
+    @property
+    def finished(self) -> Store:
+        """The finished files."""
+
+
 class Place(Protocol):
     """Where an output is to be, before anything is written there."""
 

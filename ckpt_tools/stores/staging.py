@@ -126,8 +126,12 @@ class Staging:
         self.destination = StoreDestination(self.store)
         self.log = LocalLog(_log_path(self.folder))
 
+    @property
+    def finished(self) -> LocalStore:
+        return self.store
+
     def publish(self, paths: Sequence[str] = (), *, fsync: bool) -> None:
-        """Put the finished output in its place, in one step.
+        """Put the finished output in its place, in one step; what else of ``paths`` a file has beside it, just before.
 
         Raises:
             DestinationExistsError: somebody else put something there meanwhile. StoreError: renaming failed.
@@ -138,7 +142,8 @@ class Staging:
                 _sync_folders(output)
             _check_free(self.target, is_file=self.is_file, overwrite=self.overwrite)
             if self.is_file:
-                output.joinpath(self.target.name).rename(self.target)
+                for path in [*(path for path in paths if path != self.target.name), self.target.name]:
+                    output.joinpath(path).rename(self.target.with_name(path))
             elif _is_full_folder(self.target):
                 _replace(output, self.target)
             else:

@@ -1,0 +1,126 @@
+"""Lists of digests where they lie: in the folder of a checkpoint, or beside its one file.
+
+The list of a conversion is made of what was written, read back by the reader of the format. Where a destination can be
+read before it is published, as a local one can, the list is published with it: in the folder, or, for a file, just
+before the file. Elsewhere it follows the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt_tools import digests
+from ckpt_tools.digests import Digests
+from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
+from ckpt_tools.format.base import ReadOptions
+from ckpt_tools.manifest import Manifest
+from ckpt_tools.opening import open_place, open_source, read_checkpoint, read_source
+from ckpt_tools.stores.base import Claim, Destination, Place, Readable, Source
+
+OnTotal = Callable[[int], digests.OnBytes]
+"""Told how many bytes there are to hash, gives what is to hear of them."""
+
+
+def read_digests(url: str | Path) -> Digests:
+    """The list of digests at ``url``. Raises as ``digests.loads`` does, and SourceNotFoundError."""
+    source = open_source(url)
+    if len(source.files) != 1:
+        raise UsageError(f"{url} is no file of digests")
+    return digests.read_list(source, next(iter(source.files)))
+
+
+def stored_digests(source: Source, manifest: Manifest) -> Digests | None:
+    """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as ``digests.loads``."""
+    if not _is_one_file(source):
+        inside = digests.place_in(manifest)
+        return digests.read_list(source, inside) if inside in source.files else None
+    try:
+        return read_digests(digests_url(source, manifest))
+    except SourceNotFoundError:
+        return None
+
+
+def digests_url(source: Source, manifest: Manifest) -> str:
+    """Where the digests of a checkpoint lie, if it has any."""
+    if _is_one_file(source):
+        return source.store.url + digests.FILE_SUFFIX
+    return f"{source.store.url.rstrip('/')}/{digests.place_in(manifest)}"
+
+
+def _is_one_file(source: Source) -> bool:
+    """Whether the source is a file, and not the folder it is in."""
+    return list(source.files) == [source.store.url.rpartition("/")[2]]
+
+
+def put(destination: Destination, path: str, data: bytes, *, fsync: bool) -> None:
+    """A file of a few known bytes, in one part. Raises StoreError."""
+    handle = destination.begin(path, len(data))
+    destination.finish(path, handle, [destination.write(path, handle, 0, 0, data)], fsync=fsync)
+
+
+def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) -> Digests:
+    """A list as a file of its own; ``make`` is called once it is known that it can be written.
+
+    Raises:
+        DestinationExistsError: a list is there. CkptError: as ``make`` and the place say.
+    """
+    with place.claim(is_file=True, overwrite=overwrite, resume=False) as claim:
+        found = make()
+        put(claim.destination, place.name, digests.dumps(found), fsync=False)
+        claim.publish([place.name], fsync=False)
+    return found
+
+
+def check_beside(place: Place, *, checksum: bool, overwrite: bool) -> None:
+    """A list beside a file to be written is replaced with it, and never left to speak of another file.
+
+    Raises:
+        DestinationExistsError: there is one, and it may not be replaced, or no other would take its place.
+    """
+    url = place.url + digests.FILE_SUFFIX
+    try:
+        open_source(url)
+    except SourceNotFoundError:
+        return
+    if not checksum:
+        raise DestinationExistsError(f"{url} would be of another file then; remove it, or replace it with --checksum")
+    if not overwrite:
+        raise DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
+
+
+def write_staged(
+    claim: Claim, place: Place, format_name: str, *, is_file: bool, num_workers: int, on_total: OnTotal, fsync: bool
+) -> list[str]:
+    """Write the list of finished output that is not published yet; its path, to be published before the output's own.
+
+    No path where the output cannot be read yet. Raises CkptError.
+    """
+    if not isinstance(claim, Readable):
+        return []
+    source, manifest = read_source(Source.open(claim.finished), ReadOptions(), format_name=format_name)
+    found = _digests(source, manifest, num_workers, on_total)
+    path = place.name + digests.FILE_SUFFIX if is_file else digests.place_in(manifest)
+    put(claim.destination, path, digests.dumps(found), fsync=fsync)
+    return [path]
+
+
+def write_published(place: Place, format_name: str, *, num_workers: int, on_total: OnTotal) -> str:
+    """Write the list of output that was just published; its URL.
+
+    Raises:
+        CkptError: it cannot be read or written; the checkpoint itself is whole.
+    """
+    try:
+        source, manifest = read_checkpoint(place.url, ReadOptions(), format_name=format_name)
+        target = open_place(digests_url(source, manifest))
+        write_list(target, lambda: _digests(source, manifest, num_workers, on_total), overwrite=True)
+    except CkptError as error:
+        error.message += f"; {place.url} is written, and its digests are not"
+        raise
+    return target.url
+
+
+def _digests(source: Source, manifest: Manifest, num_workers: int, on_total: OnTotal) -> Digests:
+    on_bytes = on_total(digests.num_bytes(manifest))
+    return digests.digests_of(source.store, manifest, num_workers=num_workers, on_bytes=on_bytes)
