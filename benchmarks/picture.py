@@ -79,6 +79,8 @@ def _draw_group(axes: object, result: Result, bars: Sequence[Bar], y: int) -> No
         textcoords=_POINTS,
         va="center",
         fontweight="bold",
+        zorder=4,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
     left = axes.get_xlim()[0]
     for line, bar in enumerate(bars, y + 1):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import caching, report
+from benchmarks.__main__ import main
 from benchmarks.figures import results
 from benchmarks.journal import Journal
 from benchmarks.llama import Llama
@@ -102,6 +103,22 @@ def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path) ->
         assert f"{result.ratio(OURS, COPY):.2f}" in table
     assert "torch_to_dcp" in table
     assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_line_reports_without_measuring(
+    journal: Journal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.jsonl").write_bytes(journal.path.read_bytes())
+    main(["--report", "--results", str(tmp_path)])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "table.md")
+    assert (tmp_path / "results.jsonl").read_bytes() == journal.path.read_bytes()
+    assert (tmp_path / "picture.png").exists()
+
+
+def test_a_work_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--works", "dcp-torch,alchemy"])
+    assert "alchemy" in capsys.readouterr().err
 
 
 def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
