@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.boxes import Box, Shape, contiguous_strides, from_flat, is_row_major
+from ckpt_tools.boxes import Box, Shape, contiguous_strides, flat_interval, from_flat, is_contiguous, is_row_major
 from ckpt_tools.casts import cast_into
 from ckpt_tools.containers.torch_zip import ItemLocation, locate_item
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.manifest import ByteRange, Framing, TensorEntry
 from ckpt_tools.planning import BoxHit, FlatHit, Hit, hits
-from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.base import Located, Location, Store
 
 MAX_READ_AMPLIFICATION = 2
 """A strided block is read whole while at least half of it is wanted,"""
@@ -79,6 +79,32 @@ class Assembler:
         for first in range(start, stop, step):
             last = min(first + step, stop)
             self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])
+
+    def single_range(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> ByteRange | None:
+        """The bytes that ``read`` with the same arguments would give, where they are one range of one stored file.
+
+        Raises:
+            StoreError, IncompleteError, MalformedError: as the store and the items say.
+        """
+        found = hits(entry.shards, box, shape, start, stop) if entry.shards.dtype is entry.dtype else ()
+        if len(found) != 1:
+            return None
+        hit, item = found[0], entry.dtype.item_bytes
+        if hit.framing is Framing.RAW:
+            first, strides = hit.at.start, None if isinstance(hit, FlatHit) else hit.strides
+        else:
+            location = self._location(hit)
+            first, strides = location.start + location.storage_offset * item, location.strides
+            if is_row_major(location.shape, location.strides):
+                strides = None
+        if strides is not None or not (isinstance(hit, FlatHit) or is_contiguous(hit.source, hit.shape)):
+            return None
+        first += item * (hit.start if isinstance(hit, FlatHit) else flat_interval(hit.source, hit.shape)[0])
+        return ByteRange(hit.at.file, first, first + item * (stop - start))
+
+    def locate(self, file: str) -> Location | None:
+        """Where a file is in terms of a service that could copy of it."""
+        return self.store.locate(file) if isinstance(self.store, Located) else None
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
         stored = entry.shards.dtype

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.checksums import Board, LocalBoard, PartCrc
 from ckpt_tools.layout import Crc32, FileLayout, Layout
-from ckpt_tools.planning import Fill, Gather, Plan, Task, Zeros, steps
+from ckpt_tools.manifest import ByteRange
+from ckpt_tools.planning import Fill, Gather, Plan, Step, Task, Zeros, steps
 from ckpt_tools.runners.base import Runner
-from ckpt_tools.stores.base import Destination, Store
+from ckpt_tools.stores.base import Copying, Destination, InOrder, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Receipt:
     parts: tuple[PartCrc, ...]
     proof: str
     bytes_read: int
+    bytes_copied: int = 0
+    """Moved by the destination itself, and never seen here: then ``crc`` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Outcome:
 
     bytes_read: int
     bytes_written: int
+    bytes_copied: int = 0
+    """Of those written, what the destination copied itself."""
 
 
 class History(Protocol):
@@ -107,7 +112,7 @@ def execute(
     board, history = board or LocalBoard(), history or NoHistory()
     files = _Files(plan, target, fsync, board, history)
     work = Worker(plan, Assembler(source, plan.task_bytes), target, board)
-    bytes_read = bytes_written = 0
+    bytes_read = bytes_written = bytes_copied = 0
     try:
         for receipt in history.receipts:
             files.recover(receipt)
@@ -118,11 +123,12 @@ def execute(
                 files.settle(receipt)
                 bytes_read += receipt.bytes_read
                 bytes_written += receipt.task.num_bytes
+                bytes_copied += receipt.bytes_copied
                 on_bytes(receipt.task.num_bytes)
         assert files.num_finished == len(plan.layout.files), "every task was run"
     finally:
         target.abandon()
-    return Outcome(bytes_read, bytes_written)
+    return Outcome(bytes_read, bytes_written, bytes_copied)
 
 
 @dataclass(slots=True)
@@ -141,9 +147,35 @@ class Worker:
             return self._done(job)
         except BaseException as error:
             self.board.fail(error)
+            if isinstance(self.target, InOrder):
+                self.target.fail(error)
             raise
 
     def _done(self, job: Job) -> Receipt:
+        return self._copied(job) or self._assembled(job)
+
+    def _copied(self, job: Job) -> Receipt | None:
+        """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
+        has to be known of them."""
+        task, file, target = job.task, self.plan.layout.files[job.task.file], self.target
+        if not isinstance(target, Copying) or any(_overlaps(self._ranges(task.file, file), task)):
+            return None
+        before = self.assembler.bytes_read_here
+        found = self._single(list(steps(file, task)))
+        source = self.assembler.locate(found.file) if found is not None else None
+        if found is None or source is None or not target.can_copy(source, task.num_bytes):
+            return None
+        proof = target.copy(file.path, job.handle, task.number, source, found.start, found.stop)
+        return Receipt(task, 0, (), proof, self.assembler.bytes_read_here - before, task.num_bytes)
+
+    def _single(self, found: list[Step]) -> ByteRange | None:
+        match found:
+            case [Gather(_, payload, start, stop)]:
+                entry = self.plan.manifest.tensors[payload.key].cast(payload.dtype)
+                return self.assembler.single_range(entry, payload.box, payload.shape, start, stop)
+        return None
+
+    def _assembled(self, job: Job) -> Receipt:
         task, file, before = job.task, self.plan.layout.files[job.task.file], self.assembler.bytes_read_here
         buffer = self._buffer()[: task.num_bytes]
         for step in steps(file, task):
@@ -154,7 +186,7 @@ class Worker:
         bytes_read = self.assembler.bytes_read_here - before
         return Receipt(task, isal_zlib.crc32(buffer.data), parts, proof, bytes_read)
 
-    def _fill(self, step: Fill | Zeros | Gather, buffer: NDArray[np.uint8]) -> None:
+    def _fill(self, step: Step, buffer: NDArray[np.uint8]) -> None:
         match step:
             case Fill(offset, data):
                 buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
@@ -275,12 +307,17 @@ def _covered_ranges(file: FileLayout) -> list[tuple[int, int]]:
 
 
 def _part_crcs(covered: list[tuple[int, int]], task: Task, buffer: NDArray[np.uint8]) -> Iterator[PartCrc]:
-    """Checksums of what ``buffer`` holds of each covered range; the ranges do not overlap."""
+    """Checksums of what ``buffer`` holds of each covered range."""
+    for covers, start, stop in _overlaps(covered, task):
+        yield PartCrc(covers, start, stop, isal_zlib.crc32(buffer[start - task.start : stop - task.start].data))
+
+
+def _overlaps(covered: list[tuple[int, int]], task: Task) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """Covered ranges, which do not overlap each other, and the bytes of each that lie in the task."""
     first = max(0, bisect_left(covered, (task.start, task.start)) - 1)
     for lower, upper in covered[first:]:
         if lower >= task.stop:
             break
         start, stop = max(lower, task.start), min(upper, task.stop)
         if start < stop:
-            value = isal_zlib.crc32(buffer[start - task.start : stop - task.start].data)
-            yield PartCrc((lower, upper), start, stop, value)
+            yield (lower, upper), start, stop

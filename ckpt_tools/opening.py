@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.companions import with_companions
@@ -13,24 +18,37 @@ from ckpt_tools.format.registry import reader_for
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.stores.base import Place, Source
 from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.names import MARKERS
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.staging import LocalPlace
 
 FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 """Destinations that are one file, and the format each implies."""
 
-_MARKERS = (".metadata", "latest", "latest_universal")
-"""Files that stand for the folder they lie in."""
+_STORAGE_OPTIONS: ContextVar[Mapping[str, Any]] = ContextVar("storage_options", default=MappingProxyType({}))
+"""How the stores of the call under way are reached: it may open several, of which one names another."""
+
+
+@contextmanager
+def storage_options(options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Inside, remote stores are opened with ``options``, as fsspec calls them: credentials, endpoints."""
+    token = _STORAGE_OPTIONS.set(options or MappingProxyType({}))
+    try:
+        yield
+    finally:
+        _STORAGE_OPTIONS.reset(token)
+
+
+def is_remote(url: str | Path) -> bool:
+    """Whether ``url`` is one, and of another scheme than ``file``."""
+    return "://" in str(url) and len(scheme := urlsplit(str(url)).scheme) > 1 and scheme != "file"
 
 
 def local_path(url: str | Path) -> Path:
     """The path of a path or ``file://`` URL. Raises UnsupportedError for any other scheme."""
-    parts = urlsplit(str(url))
-    if len(parts.scheme) > 1 and "://" in str(url):
-        if parts.scheme != "file":
-            raise UnsupportedError(f"{url}: only local paths and file:// URLs can be opened")
-        return Path(unquote(parts.path))
-    return Path(url).expanduser()
+    if is_remote(url):
+        raise UnsupportedError(f"{url}: this takes local paths and file:// URLs alone")
+    return Path(unquote(urlsplit(str(url)).path)) if str(url).startswith("file://") else Path(url).expanduser()
 
 
 def open_source(url: str | Path) -> Source:
@@ -39,16 +57,29 @@ def open_source(url: str | Path) -> Source:
     An index stands for its shards, and ``.metadata`` or ``latest`` for the folder.
 
     Raises:
-        SourceNotFoundError: nothing is there.
+        SourceNotFoundError: nothing is there. StoreError: it cannot be reached.
     """
+    folder, _, name = str(url).rpartition("/") if is_remote(url) else ("", "", local_path(url).name)
+    if name in MARKERS and folder:
+        return _open(folder)
+    if not name.endswith(".index.json"):
+        return _open(url)
+    source = _open(folder if is_remote(url) else local_path(url).parent)
+    if name not in source.files:
+        raise SourceNotFoundError(f"there is no file {url}")
+    return replace(source, files={path: size for path, size in source.files.items() if _beside(path, name)})
+
+
+def _open(url: str | Path) -> Source:
+    if is_remote(url):
+        from ckpt_tools.stores.remote import open_remote_source
+
+        return open_remote_source(str(url), _STORAGE_OPTIONS.get())
     path = local_path(url)
     if not path.exists():
         raise SourceNotFoundError(f"there is no file or folder {path}")
-    if path.is_dir() or path.name in _MARKERS:
+    if path.is_dir() or path.name in MARKERS:
         return Source.open(LocalStore(path if path.is_dir() else path.parent))
-    if path.name.endswith(".index.json"):
-        folder = Source.open(LocalStore(path.parent))
-        return replace(folder, files={name: size for name, size in folder.files.items() if _beside(name, path.name)})
     return Source.open(LocalStore(path.parent, only=path.name))
 
 
@@ -75,7 +106,11 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
 
 
 def open_place(url: str | Path) -> Place:
-    """Where an output is to be; nothing is touched. Raises UnsupportedError where nothing can be written there."""
+    """Where an output is to be; nothing is touched. Raises UsageError where nothing can be written there."""
+    if is_remote(url):
+        from ckpt_tools.stores.remote import open_remote_place
+
+        return open_remote_place(str(url), _STORAGE_OPTIONS.get())
     return LocalPlace(local_path(url))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import fixtures
 from fixtures import jobs, launch
 from fixtures.store import Fixture
+from tests.support.s3_server import S3Server, running_s3_server
 from tests.support.truth import Truth
 
 Resume = Callable[[str, str, Path, int], Truth]
@@ -59,3 +61,20 @@ def resume(tmp_path: Path) -> Resume:
         return Truth.load(folder)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A real S3 server on loopback, for all tests of the run."""
+    with running_s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server, with the environment that a user would have set."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server

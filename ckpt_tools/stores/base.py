@@ -7,7 +7,7 @@ whoever gave it. It knows nothing of formats, staging or retries.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -46,6 +46,10 @@ class Store(Protocol):
             StoreError: reading failed.
         """
 
+
+class FillableStore(Store, Protocol):
+    """A store whose files take bytes at any position: a local folder, or memory, but no object store."""
+
     def create(self, path: str, size_bytes: int) -> FileWriter:
         """A new file of exactly ``size_bytes``. Raises StoreError, for example where the disk is full."""
 
@@ -59,6 +63,27 @@ class Versioned(Protocol):
 
     def version(self, path: str) -> str:
         """Another text where the file was written again. Raises IncompleteError, StoreError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A file in terms of the service that keeps it, which can itself copy between files of its own.
+
+    ``service`` says which one, and is equal for two files of one service; ``version`` tells the file from one written
+    later.
+    """
+
+    service: Hashable
+    name: str
+    version: str
+
+
+@runtime_checkable
+class Located(Protocol):
+    """A store that is a part of a service."""
+
+    def locate(self, path: str) -> Location | None:
+        """Where the file is, if it is in the service."""
 
 
 SPARE_BYTES = 64
@@ -101,6 +126,25 @@ class Destination(Protocol):
 
     def abandon(self) -> None:
         """Let go of what is open; nothing is removed, nothing is raised."""
+
+
+@runtime_checkable
+class Copying(Protocol):
+    """A destination in a service that copies within itself, so that bytes need not come here and go back."""
+
+    def can_copy(self, source: Location, num_bytes: int) -> bool:
+        """Whether ``copy`` takes so many bytes from there as a part."""
+
+    def copy(self, path: str, handle: str, number: int, source: Location, start: int, stop: int) -> str:
+        """As ``write``, with bytes ``[start, stop)`` of ``source``. Raises StoreError."""
+
+
+@runtime_checkable
+class InOrder(Protocol):
+    """A destination whose parts wait for those before them."""
+
+    def fail(self, error: BaseException) -> None:
+        """Somebody's part will never come: whoever waits raises this."""
 
 
 class Log(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from isal import isal_zlib
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.stores.base import Buffer, FileWriter, Store
+from ckpt_tools.stores.base import Buffer, FileWriter, FillableStore
 
 CHECK_BYTES = 1 << 20
 """Bytes that are read again at a time, to be checked."""
@@ -23,7 +23,7 @@ class StoreDestination:
     Another process opens a file when it writes to it, and keeps it open.
     """
 
-    store: Store
+    store: FillableStore
     _writers: dict[str, FileWriter] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.base import FileWriter, Store, Versioned
+from ckpt_tools.stores.base import Located, Location, Store, Versioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Overlay:
             return ""
         return self.store.version(path)
 
-    def create(self, path: str, size_bytes: int) -> FileWriter:
-        return self.store.create(path, size_bytes)
-
-    def reopen(self, path: str) -> FileWriter:
-        return self.store.reopen(path)
+    def locate(self, path: str) -> Location | None:
+        """Where the store's file is; nowhere where it is one of ours."""
+        if path in self.literals or not isinstance(self.store, Located):
+            return None
+        return self.store.locate(path)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ckpt_tools.errors import IncompleteError, UnsafeError
-from ckpt_tools.stores.base import Source, Store
+from ckpt_tools.stores.base import FillableStore, Source, Store
 
 UNSAFE_NAMES = (
     "",
@@ -40,15 +40,11 @@ CONTENT = bytes(range(256)) * 5
 
 
 class StoreTests(ABC):
-    """Inherit it, and say what ``make``, ``put`` and ``get`` are."""
+    """What every store must do that is read from. Inherit it, and say what ``make`` is."""
 
     @abstractmethod
     def make(self, files: Mapping[str, bytes]) -> Store:
         """A store that holds ``files``, put there by another road than its own writers."""
-
-    @abstractmethod
-    def get(self, store: Store, path: str) -> bytes:
-        """A file's bytes by another road than its own reader."""
 
     def test_it_lists_every_file_below_it_with_its_size(self) -> None:
         files = {"a": b"12", "deep/er/b.bin": b"123", ".metadata": b"1", "empty": b"", "deep/a": b"1234"}
@@ -83,6 +79,33 @@ class StoreTests(ABC):
         store = self.make({"a/b": CONTENT})
         with pytest.raises(UnsafeError):
             store.read_into(path, 0, memoryview(bytearray(1)))
+
+    def test_threads_read_many_files_together(self) -> None:
+        files = {f"{number}": bytes([number]) * 3 for number in range(200)}
+        store = self.make(files)
+
+        def read(number: int) -> None:
+            buffer = bytearray(3)
+            store.read_into(str(number % 200), 0, memoryview(buffer))
+            assert buffer == files[str(number % 200)]
+
+        in_threads(read, range(1000))
+
+
+class FillableStoreTests(StoreTests):
+    """What every store must do whose files take bytes at any position. Inherit it, and say what ``get`` is too."""
+
+    @abstractmethod
+    def make(self, files: Mapping[str, bytes]) -> FillableStore:
+        """A store that holds ``files``, put there by another road than its own writers."""
+
+    @abstractmethod
+    def get(self, store: FillableStore, path: str) -> bytes:
+        """A file's bytes by another road than its own reader."""
+
+    @pytest.mark.parametrize("path", UNSAFE_NAMES)
+    def test_a_name_that_leaves_it_is_not_written(self, path: str) -> None:
+        store = self.make({"a/b": CONTENT})
         with pytest.raises(UnsafeError):
             store.create(path, 1)
         assert list(store.list()) == ["a/b"]
@@ -119,17 +142,6 @@ class StoreTests(ABC):
         )
         writer.close(fsync=False)
         assert self.get(store, "shared") == CONTENT
-
-    def test_threads_read_many_files_together(self) -> None:
-        files = {f"{number}": bytes([number]) * 3 for number in range(200)}
-        store = self.make(files)
-
-        def read(number: int) -> None:
-            buffer = bytearray(3)
-            store.read_into(str(number % 200), 0, memoryview(buffer))
-            assert buffer == files[str(number % 200)]
-
-        in_threads(read, range(1000))
 
 
 def in_threads(work: object, items: Iterable[int]) -> None:

@@ -15,23 +15,23 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
-from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.base import FillableStore
 from ckpt_tools.stores.local import MAX_OPEN_FILES, LocalStore, LocalWriter
-from ckpt_tools.testing.stores import StoreTests
+from ckpt_tools.testing.stores import FillableStoreTests
 
 
-def read(store: Store, path: str, size: int, start: int = 0) -> bytes:
+def read(store: FillableStore, path: str, size: int, start: int = 0) -> bytes:
     buffer = bytearray(size)
     store.read_into(path, start, memoryview(buffer))
     return bytes(buffer)
 
 
-class TestLocalStore(StoreTests):
+class TestLocalStore(FillableStoreTests):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.folder = tmp_path
 
-    def make(self, files: Mapping[str, bytes]) -> Store:
+    def make(self, files: Mapping[str, bytes]) -> FillableStore:
         root = self.folder / f"store-{len(list(self.folder.iterdir()))}"
         root.mkdir()
         for name, data in files.items():
@@ -39,7 +39,7 @@ class TestLocalStore(StoreTests):
             root.joinpath(name).write_bytes(data)
         return LocalStore(root)
 
-    def get(self, store: Store, path: str) -> bytes:
+    def get(self, store: FillableStore, path: str) -> bytes:
         assert isinstance(store, LocalStore)
         return store.root.joinpath(path).read_bytes()
 

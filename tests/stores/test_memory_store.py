@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.base import FillableStore
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.testing.stores import StoreTests
+from ckpt_tools.testing.stores import FillableStoreTests
 
 
-class TestMemoryStore(StoreTests):
-    def make(self, files: Mapping[str, bytes]) -> Store:
+class TestMemoryStore(FillableStoreTests):
+    def make(self, files: Mapping[str, bytes]) -> FillableStore:
         return MemoryStore({name: bytearray(data) for name, data in files.items()})
 
-    def get(self, store: Store, path: str) -> bytes:
+    def get(self, store: FillableStore, path: str) -> bytes:
         assert isinstance(store, MemoryStore)
         return bytes(store.files[path])

@@ -20,10 +20,6 @@ class TestOverlay(StoreTests):
         behind = {name: bytearray(data) for name, data in list(files.items())[::2]}
         return Overlay(MemoryStore(behind), dict(list(files.items())[1::2]))
 
-    def get(self, store: Store, path: str) -> bytes:
-        assert isinstance(store, Overlay) and isinstance(store.store, MemoryStore)
-        return bytes(store.store.files[path])
-
 
 def test_a_literal_hides_a_file_of_its_name() -> None:
     store = Overlay(MemoryStore({"a": bytearray(b"behind")}), {"a": b"front"})

@@ -1,0 +1,22 @@
+"""Names that mean something wherever a checkpoint lies."""
+
+from __future__ import annotations
+
+PARTIAL = ".ckpt-tools-partial"
+"""The folder of what is ours while we write to an object store: in a destination that is a folder, beside a file."""
+
+MARKERS = (".metadata", "latest", "latest_universal")
+"""With ``*.index.json``, the files without which a folder is no checkpoint."""
+
+
+def is_marker(path: str) -> bool:
+    """Whether a folder is no checkpoint without the file."""
+    name = path.rpartition("/")[2]
+    return name in MARKERS or name.endswith(".index.json")
+
+
+def is_shown(path: str) -> bool:
+    """Whether a relative name is a file's that belongs to a checkpoint: none of a hidden folder, and no folder itself,
+    for which tools make empty objects."""
+    *folders, name = path.split("/")
+    return bool(name) and not any(folder.startswith(".") for folder in folders)

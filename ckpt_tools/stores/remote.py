@@ -1,0 +1,50 @@
+"""URLs of stores that are not local: which store each scheme is, and with which options.
+
+S3 has a store of our own. Everything else, and nothing of S3, goes through fsspec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.stores.base import Place, Source, Store
+from ckpt_tools.stores.blocks import BlockCache
+from ckpt_tools.stores.fsspec_store import FsspecPlace, open_fsspec_store
+from ckpt_tools.stores.s3 import S3Place, bucket_of, open_s3_store
+from ckpt_tools.stores.s3_client import S3Options
+
+
+def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
+    """What is at ``url``: a folder, or one file alone, its small reads served from blocks read ahead.
+
+    Raises:
+        SourceNotFoundError: nothing is there. StoreError: it cannot be reached. UsageError: unknown options, or a
+        missing package.
+    """
+    store = _open_s3(url, options) if _is_s3(url) else open_fsspec_store(url, options)
+    if store is None:
+        raise SourceNotFoundError(f"there is no file or folder {url}")
+    source = Source.open(store)
+    return replace(source, store=BlockCache(store, source.files))
+
+
+def _open_s3(url: str, options: Mapping[str, Any]) -> Store | None:
+    return open_s3_store(*bucket_of(url, S3Options.parse(options)))
+
+
+def open_remote_place(url: str, options: Mapping[str, Any]) -> Place:
+    """Where an output is to be; nothing is touched. Raises UsageError."""
+    if not _is_s3(url):
+        return FsspecPlace.of(url, options)
+    bucket, key = bucket_of(url, S3Options.parse(options))
+    if ".." in PurePosixPath(key).parts or "//" in key:
+        raise UsageError(f"{url}: name the destination plainly, without .. or empty names")
+    return S3Place(bucket, key)
+
+
+def _is_s3(url: str) -> bool:
+    return url.startswith("s3://")

@@ -1,0 +1,369 @@
+"""The S3 store, place and lock against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
+from ckpt_tools.stores import s3_lock
+from ckpt_tools.stores.base import Location, Source, Store
+from ckpt_tools.stores.blocks import BLOCK_BYTES, BlockCache
+from ckpt_tools.stores.names import PARTIAL
+from ckpt_tools.stores.s3 import S3Claim, S3Place, S3Store, open_s3_store
+from ckpt_tools.stores.s3_client import Bucket, S3Options
+from ckpt_tools.testing.stores import StoreTests
+from tests.support.s3_server import BUCKET, S3Server
+
+PART = bytes(range(256)) * (5 * 4096)
+"""The smallest part that is not a file's last: 5 MiB."""
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> Bucket:
+    return Bucket(S3Options(), BUCKET)
+
+
+@pytest.fixture
+def runs(s3: S3Server) -> str:
+    """A prefix of this test alone."""
+    return s3.new_prefix()
+
+
+@pytest.fixture
+def place(bucket: Bucket, runs: str) -> S3Place:
+    return S3Place(bucket, f"{runs}out")
+
+
+class TestS3Store(StoreTests):
+    @pytest.fixture(autouse=True)
+    def server(self, s3: S3Server) -> None:
+        self.s3 = s3
+
+    def make(self, files: Mapping[str, bytes]) -> Store:
+        prefix = self.s3.new_prefix()
+        self.s3.put(prefix, files)
+        return S3Store(Bucket(S3Options(), BUCKET), prefix)
+
+
+class TestBlockCache(StoreTests):
+    @pytest.fixture(autouse=True)
+    def server(self, s3: S3Server) -> None:
+        self.s3 = s3
+
+    def make(self, files: Mapping[str, bytes]) -> Store:
+        behind = TestS3Store.make(self, files)  # type: ignore[arg-type]
+        return BlockCache(behind, behind.list())
+
+
+def write(claim: S3Claim, files: Mapping[str, bytes], *, publish: bool = True) -> None:
+    """The files in parts, the last of which is written first."""
+    for path, data in files.items():
+        handle = claim.destination.begin(path, len(data))
+        starts = range(0, len(data), len(PART)) or range(1)
+        numbered = [*enumerate(starts)]
+        proofs = {
+            n: claim.destination.write(path, handle, n, at, data[at : at + len(PART)]) for n, at in numbered[::-1]
+        }
+        claim.destination.finish(path, handle, [proofs[number] for number, _ in numbered], fsync=False)
+    if publish:
+        claim.publish(list(files), fsync=False)
+
+
+FILES = {"a.bin": PART + PART + b"end", "empty": b"", "deep/b.bin": b"abc", ".metadata": b"index"}
+
+
+def test_nothing_is_seen_before_it_is_published_and_nothing_of_ours_after(
+    place: S3Place, runs: str, s3: S3Server
+) -> None:
+    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+        claim.log.append(b"noted")
+        write(claim, FILES, publish=False)
+        assert all(PARTIAL in path for path in s3.files(runs))
+        assert place.existing() is None
+        claim.publish(list(FILES), fsync=False)
+    assert s3.files(runs) == {f"out/{path}": data for path, data in FILES.items()}
+    assert s3.open_uploads(runs) == []
+
+
+def test_the_last_file_comes_last(place: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, complete = [], Bucket.complete
+
+    def watched(self: Bucket, key: str, *rest: object) -> None:
+        complete(self, key, *rest)  # type: ignore[arg-type]
+        order.append(key)
+
+    monkeypatch.setattr(Bucket, "complete", watched)
+    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+        write(claim, FILES)
+    assert order[-1].endswith("out/.metadata") and len(order) == len(FILES)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_was_not_published_is_aborted_or_kept(place: S3Place, runs: str, s3: S3Server, resume: bool) -> None:
+    with suppress(ZeroDivisionError), place.claim(is_file=False, overwrite=False, resume=resume) as claim:
+        claim.log.append(b"one")
+        claim.log.append(b"two")
+        write(claim, FILES, publish=False)
+        raise ZeroDivisionError
+    assert len(s3.open_uploads(runs)) == (len(FILES) if resume else 0)
+    assert bool(s3.files(runs)) == resume
+    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+        assert claim.log.read() == (b"onetwo" if resume else b"")
+        claim.log.append(b"three")
+        assert claim.log.read().endswith(b"three")
+
+
+def test_a_later_run_finishes_what_another_process_began(place: S3Place, runs: str, s3: S3Server) -> None:
+    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+        handle = claim.destination.begin("f", 2 * len(PART))
+        elsewhere = pickle.loads(pickle.dumps(claim.destination))
+        proof = elsewhere.write("f", handle, 1, len(PART), memoryview(PART))
+    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+        holds = claim.destination.holds
+        assert holds("f", handle, 1, len(PART), len(PART), 0, proof)
+        assert not holds("f", handle, 1, len(PART), len(PART) - 1, 0, proof)
+        assert not holds("f", handle, 1, len(PART), len(PART), 0, f'{proof[:-2]}x"')
+        assert not holds("f", handle, 0, 0, len(PART), 0, proof)
+        assert not holds("g", handle, 1, len(PART), len(PART), 0, proof)
+        first = claim.destination.write("f", handle, 0, 0, PART)
+        claim.destination.finish("f", handle, [first, proof], fsync=True)
+        claim.publish(["f"], fsync=True)
+    assert s3.files(runs) == {"out/f": PART + PART}
+
+
+def test_a_part_sent_twice_counts_once(place: S3Place, runs: str, s3: S3Server) -> None:
+    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+        handle = claim.destination.begin("f", len(PART) + 1)
+        proofs = [claim.destination.write("f", handle, n, 0, data) for n, data in [(0, PART), (1, b"x"), (0, PART)]]
+        claim.destination.finish("f", handle, [proofs[2], proofs[1]], fsync=False)
+        claim.publish(["f"], fsync=False)
+    assert s3.files(runs) == {"out/f": PART + b"x"}
+
+
+def test_a_place_that_is_taken_is_refused(place: S3Place, runs: str, s3: S3Server) -> None:
+    s3.put(runs, {"out/x": b"1"})
+    with pytest.raises(DestinationExistsError, match="--overwrite"):
+        place.claim(is_file=False, overwrite=False, resume=False).__enter__()
+    with pytest.raises(DestinationExistsError, match="is a folder"):
+        place.claim(is_file=True, overwrite=True, resume=False).__enter__()
+    with pytest.raises(DestinationExistsError, match="is a file"):
+        S3Place(place.bucket, f"{runs}out/x").claim(is_file=False, overwrite=True, resume=False).__enter__()
+    assert list(s3.files(runs)) == ["out/x"]
+
+
+def test_somebody_who_was_faster_is_not_overwritten(place: S3Place, runs: str, s3: S3Server) -> None:
+    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+        write(claim, FILES, publish=False)
+        s3.put(runs, {"out/x": b"1"})
+        with pytest.raises(DestinationExistsError):
+            claim.publish(list(FILES), fsync=False)
+    assert list(s3.files(runs)) == ["out/x"]
+
+
+OLD = {".metadata": b"old index", "a.bin": b"old", "only old": b"old", "deep/old.index.json": b"old"}
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2, 3, 4, 5, 7])
+def test_replacing_shows_the_old_none_or_the_new(
+    place: S3Place, runs: str, s3: S3Server, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies between any two requests of publishing; what it left is then taken up, or replaced."""
+    s3.put(f"{runs}out/", OLD)
+    once, left = Bucket._once, [10**6]
+
+    def dying(self: Bucket, operation: str, key: str, **given: object) -> object:
+        if operation in ("complete_multipart_upload", "delete_objects"):
+            if left[0] == 0:
+                raise StoreError("killed")
+            left[0] -= 1
+        return once(self, operation, key, **given)
+
+    monkeypatch.setattr(Bucket, "_once", dying)
+    with suppress(StoreError):
+        with place.claim(is_file=False, overwrite=True, resume=True) as claim:
+            write(claim, FILES, publish=False)
+            left[0] = allowed
+            claim.publish(list(FILES), fsync=False)
+    left[0] = 10**6
+    place.bucket.delete([claim.lock.key])
+    seen = {path: data for path, data in s3.files(f"{runs}out/").items() if PARTIAL not in path}
+    assert seen in (OLD, FILES) or ".metadata" not in seen
+    with place.claim(is_file=False, overwrite=seen in (OLD, FILES), resume=False) as claim:
+        write(claim, {"new": b"new"})
+    assert s3.files(runs) == {"out/new": b"new"}
+    assert s3.open_uploads(runs) == []
+
+
+def test_one_file_is_replaced_in_one_step(bucket: Bucket, runs: str, s3: S3Server) -> None:
+    place = S3Place(bucket, f"{runs}model.safetensors")
+    s3.put(runs, {"model.safetensors": b"old", "other": b"kept"})
+    with place.claim(is_file=True, overwrite=True, resume=False) as claim:
+        write(claim, {"model.safetensors": b"new"}, publish=False)
+        assert bucket.get(f"{runs}model.safetensors").data == b"old"  # type: ignore[union-attr]
+        claim.publish(["model.safetensors"], fsync=False)
+    assert s3.files(runs) == {"model.safetensors": b"new", "other": b"kept"}
+
+
+def test_a_second_writer_is_told(place: S3Place) -> None:
+    with place.claim(is_file=False, overwrite=False, resume=False):
+        for resume in (False, True):
+            with pytest.raises(DestinationExistsError, match="another process is writing"):
+                place.claim(is_file=False, overwrite=True, resume=resume).__enter__()
+        with pytest.raises(DestinationExistsError, match="another process is writing"):
+            place.remove_leftovers()
+    with place.claim(is_file=False, overwrite=False, resume=False):
+        pass
+
+
+def test_of_many_who_start_at_once_one_wins(place: S3Place) -> None:
+    def attempt(_: int) -> bool:
+        try:
+            place.new_claim(is_file=False, overwrite=False).lock.take()
+        except DestinationExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(attempt, range(6))) == 1
+
+
+def test_a_lock_goes_with_its_process_or_with_time(place: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"""
+from ckpt_tools.stores.names import PARTIAL
+from ckpt_tools.stores.s3 import S3Place
+from ckpt_tools.stores.s3_client import Bucket, S3Options
+taken = S3Place(Bucket(S3Options(), {place.bucket.name!r}), {place.key!r}).claim(
+    is_file=False, overwrite=False, resume=True)
+taken.__enter__().destination.begin("f", 3)
+import os; os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 9
+    assert [left.kind for left in place.leftovers()] == ["open upload", "lock", "note"]
+    lock = place.new_claim(is_file=False, overwrite=False).lock
+    elsewhere = json.loads(place.bucket.get(lock.key).data) | {"machine": "another"}  # type: ignore[union-attr]
+    place.bucket.put(lock.key, json.dumps(elsewhere).encode())
+    with pytest.raises(DestinationExistsError):
+        lock.take()
+    monkeypatch.setattr(s3_lock, "STALE_SECONDS", -1.0)
+    lock.take()
+
+
+def test_who_lost_the_lock_does_not_publish(place: S3Place, runs: str, s3: S3Server) -> None:
+    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+        write(claim, FILES, publish=False)
+        place.bucket.put(claim.lock.key, b'{"token": "somebody else"}')
+        with pytest.raises(StoreError, match="took over"):
+            claim.publish(list(FILES), fsync=False)
+    assert place.existing() is None
+
+
+def test_leftovers_are_ours_alone(place: S3Place, runs: str, s3: S3Server) -> None:
+    client = s3.client()
+    for key in ("out/g", "out/theirs", "other"):
+        client.create_multipart_upload(Bucket=BUCKET, Key=runs + key)
+    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+        claim.destination.write("f", claim.destination.begin("f", 3), 0, 0, b"abc")
+        claim.log.append(b"noted")
+    found = {(left.kind, left.num_bytes) for left in place.leftovers()}
+    assert ("open upload", 3) in found and ("log", 5) in found
+    place.remove_leftovers()
+    assert place.leftovers() == [] and s3.files(runs) == {}
+    assert sorted(s3.open_uploads(runs)) == ["other", "out/g", "out/theirs"]
+
+
+def test_the_service_copies_within_itself(place: S3Place, runs: str, s3: S3Server) -> None:
+    s3.put(runs, {"source": b"head" + PART + PART})
+    source = S3Store(place.bucket, runs).locate("source")
+    assert source is not None
+    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+        target = claim.destination
+        assert target.can_copy(source, len(PART)) and not target.can_copy(source, len(PART) - 1)
+        assert not target.can_copy(Location("elsewhere", source.name, source.version), len(PART))
+        handle = target.begin("f", len(PART) + 3)
+        with pytest.raises(StoreError):
+            target.copy("f", handle, 0, Location(source.service, source.name, '"another"'), 5, 5 + len(PART))
+        proofs = [
+            target.copy("f", handle, 0, source, 5, 5 + len(PART)),
+            target.write("f", handle, 1, len(PART), b"abc"),
+        ]
+        assert target.holds("f", handle, 0, 0, len(PART), 0, proofs[0])
+        wrong = proofs[0].replace(str(len(PART)), str(len(PART) + 1))
+        with pytest.raises(StoreError, match="copied part 1 wrongly"):
+            target.finish("f", handle, [wrong, proofs[1]], fsync=False)
+        target.finish("f", handle, proofs, fsync=False)
+        claim.publish(["f"], fsync=False)
+    assert s3.files(runs)["out/f"] == PART[1:] + PART[:1] + b"abc"
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(bucket: Bucket, runs: str, s3: S3Server) -> None:
+    s3.put(runs, {"x/f": b"first"})
+    source = Source.open(S3Store(bucket, f"{runs}x/"))
+    s3.put(runs, {"x/f": b"other"})
+    with pytest.raises(StoreError, match="changed while"):
+        source.read("f", 0, 5)
+
+
+def test_opening(bucket: Bucket, runs: str, s3: S3Server) -> None:
+    s3.put(runs, {"x/f": b"first", "x/.hidden/g": b"", "x/.metadata": b""})
+    folder, single = open_s3_store(bucket, f"{runs}x"), open_s3_store(bucket, f"{runs}x/f")
+    assert folder is not None and list(folder.list()) == [".metadata", "f"]
+    assert single is not None and dict(single.list()) == {"f": 5} and single.url.endswith("/x/f")
+    assert open_s3_store(bucket, f"{runs}x/nothing") is None
+    with pytest.raises(SourceNotFoundError, match="no bucket"):
+        open_s3_store(Bucket(S3Options(), "no-such-bucket"), "x")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (S3Options(secret="wrong", key="tester"), "access was refused"),
+        (S3Options(endpoint_url="http://127.0.0.1:9", retry=S3Options.parse({"retries": 1}).retry), "no answer from"),
+        (S3Options(profile="nobody"), "nobody"),
+    ],
+)
+def test_what_cannot_be_reached_is_said(bucket: Bucket, options: S3Options, said: str) -> None:
+    with pytest.raises(StoreError, match=said) as caught:
+        list(Bucket(options, bucket.name).objects(""))
+    assert caught.value.exit_code == 5
+
+
+def test_without_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StoreError, match="no credentials"):
+        list(Bucket(S3Options(read_timeout=59), bucket.name).objects(""))
+
+
+@pytest.mark.parametrize("options", [{"what": "1"}, {"anon": "perhaps"}, {"retries": "x"}, {"read_timeout": "x"}])
+def test_options_that_are_none(options: dict[str, str]) -> None:
+    with pytest.raises(CkptError) as caught:
+        S3Options.parse(options)
+    assert caught.value.exit_code == 2
+
+
+def test_small_reads_share_requests(bucket: Bucket, runs: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(3 * BLOCK_BYTES + 6000)
+    s3.put(runs, {"x/f": data})
+    source = Source.open(S3Store(bucket, f"{runs}x/"))
+    cached, requests, read = BlockCache(source.store, source.files), [], Bucket.read_into
+    monkeypatch.setattr(Bucket, "read_into", lambda *given, **more: (requests.append(1), read(*given, **more))[1])
+
+    def check(start: int) -> None:
+        buffer = bytearray(min(300, len(data) - start))
+        cached.read_into("f", start, memoryview(buffer))
+        assert buffer == data[start : start + len(buffer)]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(check, range(0, len(data), 5000)))
+    assert len(requests) == 4
+    with pytest.raises(IncompleteError):
+        cached.read_into("f", len(data) - 1, memoryview(bytearray(2)))
