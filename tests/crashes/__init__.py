@@ -1,0 +1,1 @@
+"""Kills and failing calls, one at a time, in real processes."""

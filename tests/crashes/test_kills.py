@@ -1,0 +1,108 @@
+"""Killed at any system call that writes, a conversion leaves a destination that is absent, as it was, or complete, and
+``--resume`` ends it with the same bits, writing only what was not done."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import pytest
+
+from tests.crashes.cases import CASES, Case
+from tests.crashes.conftest import MakeCase
+from tests.crashes.runs import WRITE_SIDE, Call, Runs, sampled
+
+POINTS_IN_SAMPLE = 3
+"""Of each writer and mode, in ``make test``; ``make soak`` takes them all."""
+
+WRITERS = pytest.mark.parametrize("name", CASES)
+
+
+def noted_bytes(case: Case) -> int:
+    """What the journal of a killed run says is done, read without our reader."""
+    staging = case.folder / f".{case.name}.ckpt-tools-partial"
+    output = staging / "output"
+    log = staging / f"{output.stat().st_ino}.log" if output.exists() else staging
+    parts = set()
+    for line in log.read_bytes().splitlines() if log.is_file() else []:
+        checksum, _, text = line.partition(b" ")
+        if text and int(checksum, 16) == zlib.crc32(text) and json.loads(text)[0] == "part":
+            parts.add(tuple(json.loads(text)[1:5]))
+    return sum(stop - start for _, _, start, stop in parts)
+
+
+def write_calls(case: Case, runs: Runs, words: list[str], before: dict[str, bytes]) -> list[Call]:
+    """Every call that writes at the destination, in a run that nothing befalls."""
+    case.put(before)
+    done = runs.watched(*case.words, *words)
+    assert (done.code, case.visible()) == (0, case.expected), done.stderr
+    return done.calls(WRITE_SIDE, case.folder, reading=False)
+
+
+def check_resumed(case: Case, runs: Runs, words: list[str]) -> None:
+    """Run again with ``--resume``, and judge what that did of what was left."""
+    was_complete, noted = case.visible() == case.expected, noted_bytes(case)
+    done = runs.run(*case.words, *words, "--resume")
+    if was_complete and "--overwrite" not in words:
+        assert (done.code, "exists" in done.stderr) == (8, True), done.stderr
+        assert runs.run("clean", case.target).code == 0
+    else:
+        assert done.code == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["bytes_recovered"] == noted
+        assert report["bytes_written"] == case.num_bytes - noted
+    assert case.visible() == case.expected
+    assert [path.name for path in case.folder.iterdir()] == [case.name]
+
+
+def kill_and_resume(case: Case, runs: Runs, call: Call, words: list[str], before: dict[str, bytes]) -> bool:
+    """Whether the call was reached; everything that has to hold is asserted."""
+    case.put(before)
+    killed = runs.killed_at(call, *case.words, *words)
+    assert killed.code in (-9, 0), killed.stderr
+    assert case.visible() in (before, case.expected), "half a destination"
+    check_resumed(case, runs, words)
+    return killed.code == -9
+
+
+@WRITERS
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@pytest.mark.timeout(3600)
+def test_killed_at_every_call(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+    case = made_case(name)
+    words, before = (["--fsync", "--overwrite"], case.old) if overwrite else (["--fsync"], {})
+    calls = write_calls(case, runs, words, before)
+    points = sampled(calls, None if soak else POINTS_IN_SAMPLE)
+    killed = sum(kill_and_resume(case, runs, call, words, before) for call in points)
+    assert killed >= 0.9 * len(points), "the calls of one run are those of the next"
+
+
+@WRITERS
+def test_killed_again_and_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+    """Each run continues the one before, and is killed in its turn; the bits are those of a run that never was."""
+    case, noted = made_case(name), 0
+    for _ in range(3):
+        runs.killed_at(Call("pwrite64", 2), *case.words, "--resume")
+        assert case.visible() in ({}, case.expected)
+        assert case.visible() or noted_bytes(case) >= noted
+        noted = noted_bytes(case)
+    check_resumed(case, runs, [])
+
+
+@WRITERS
+def test_killed_before_it_is_published_nothing_is_written_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+    case = made_case(name)
+    assert runs.killed_at(Call("rename", 1), *case.words).code == -9
+    assert noted_bytes(case) == case.num_bytes
+    done = runs.run(*case.words, "--resume")
+    assert json.loads(done.stdout)["bytes_written"] == 0
+    assert case.visible() == case.expected
+
+
+@pytest.mark.parametrize("name", ["dcp", "file"])
+def test_without_resume_what_is_left_is_replaced(name: str, made_case: MakeCase, runs: Runs) -> None:
+    case = made_case(name)
+    assert runs.killed_at(Call("rename", 1), *case.words).code == -9
+    done = runs.run(*case.words)
+    assert json.loads(done.stdout)["bytes_recovered"] == 0
+    assert (case.visible(), [path.name for path in case.folder.iterdir()]) == (case.expected, [case.name])
