@@ -39,6 +39,7 @@ from ckpt_tools.options import ConvertOptions
 from ckpt_tools.stores.base import Source, Store
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.stores.staging import Staging
 from tests.support.truth import Truth, assert_same_bits
 
 FLIPS = 10_000
@@ -375,12 +376,13 @@ def test_a_folder_is_replaced_with_its_list(tmp_path: Path) -> None:
     assert ckpt_tools.verify(tmp_path / "out").num_digests is None
 
 
-def test_a_failure_while_hashing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: object, **__: object) -> None:
-        raise StoreError("the disk is gone")
+def _failing(*_: object, **__: object) -> None:
+    raise StoreError("the disk is gone")
 
+
+def test_a_failure_while_hashing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(small_state(), tmp_path / "m.pt")
-    monkeypatch.setattr(digests, "digests_of", failing)
+    monkeypatch.setattr(digests, "digests_of", _failing)
     for target in ("out.pt", "out"):
         with pytest.raises(StoreError, match="the disk is gone"):
             ckpt_tools.convert(tmp_path / "m.pt", tmp_path / target, to="torch", checksum=True)
@@ -407,3 +409,19 @@ def test_transformers_loads_a_folder_with_digests(checkpoint: Any, tmp_path: Pat
     ckpt_tools.checksum(folder)
     wanted, found = (GPT2LMHeadModel.from_pretrained(path).state_dict() for path in (made, folder))
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an object store."""
+    monkeypatch.delattr(Staging, "finished")
+    torch.save(small_state(), tmp_path / "m.pt")
+    options: dict[str, Any] = {"to": "safetensors", "checksum": True}
+    report = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, **options)
+    assert Path(report.digests or "").is_file()
+    assert ckpt_tools.verify(tmp_path / name).num_digests == 4
+    monkeypatch.setattr(digests, "digests_of", _failing)
+    with pytest.raises(StoreError, match=r"gone; .*out.* is written, and its digests are not"):
+        ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, overwrite=True, **options)
