@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import transforms
-from ckpt_tools.comparison import Progress
 from ckpt_tools.crews import Crew
 from ckpt_tools.digest_files import check_beside, write_published, write_staged
 from ckpt_tools.digests import FILE_SUFFIX
@@ -27,6 +26,9 @@ from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import Plan, make_plan, reading_bytes
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Claim, Place, Source, Store
+
+if TYPE_CHECKING:
+    from ckpt_tools.comparison import Progress
 
 SAME = "same"
 """In the place of a format to write: the source's own."""

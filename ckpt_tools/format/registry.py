@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any
 
 from ckpt_tools.errors import MalformedError, SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.format.base import Reader, ReadOptions, Writer
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.stores.base import Source
-
-Format = TypeVar("Format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +51,55 @@ class _Bounded:
             raise MalformedError(f"{source.store.url} holds values that lie too deep inside each other") from error
 
 
+_READERS = {
+    "dcp": "dcp.reader:DcpReader",
+    "universal": "universal.reader:UniversalReader",
+    "deepspeed": "deepspeed.reader:DeepSpeedReader",
+    "safetensors": "safetensors:SafetensorsReader",
+    "torch": "torch_file:TorchReader",
+}
+"""Where each is, the most telling first: their order is the order of detection."""
+
+_WRITERS = {
+    "safetensors": "safetensors:SafetensorsWriter",
+    "torch": "torch_file:TorchWriter",
+    "dcp": "dcp.writer:DcpWriter",
+    "zero1": "zero_writer.writer:ZeroWriter",
+    "zero2": "zero_writer.writer:ZeroWriter",
+    "zero3": "zero_writer.writer:ZeroWriter",
+    "universal": "universal.writer:UniversalWriter",
+}
+"""By the names that ``--to`` takes."""
+
+_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def _imported(place: str) -> Any:
+    """Each format is imported when it is needed, which takes 5 to 40 ms."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"ckpt_tools.format.{module}"), name)
+
+
 @cache
+def _reader(name: str) -> Reader:
+    return _Bounded(_imported(_READERS[name])())
+
+
+@cache
+def _writer(name: str) -> Writer:
+    stage = (_STAGES[name],) if name in _STAGES else ()
+    writer: Writer = _imported(_WRITERS[name])(*stage)
+    return writer
+
+
 def readers() -> Mapping[str, Reader]:
-    """Readers by name, the most telling first: their order is the order of detection."""
-    from ckpt_tools.format.dcp import DcpReader
-    from ckpt_tools.format.deepspeed import DeepSpeedReader
-    from ckpt_tools.format.safetensors import SafetensorsReader
-    from ckpt_tools.format.torch_file import TorchReader
-    from ckpt_tools.format.universal import UniversalReader
-
-    found: list[Reader] = [DcpReader(), UniversalReader(), DeepSpeedReader(), SafetensorsReader(), TorchReader()]
-    return {reader.name: _Bounded(reader) for reader in found}
+    """Readers by name."""
+    return {name: _reader(name) for name in _READERS}
 
 
-@cache
 def writers() -> Mapping[str, Writer]:
-    """Writers by the names that ``--to`` takes."""
-    from ckpt_tools.format.dcp import DcpWriter
-    from ckpt_tools.format.safetensors import SafetensorsWriter
-    from ckpt_tools.format.torch_file import TorchWriter
-    from ckpt_tools.format.universal import UniversalWriter
-    from ckpt_tools.format.zero_writer import ZeroWriter
-
-    zero: list[Writer] = [ZeroWriter(stage) for stage in (1, 2, 3)]
-    found: list[Writer] = [SafetensorsWriter(), TorchWriter(), DcpWriter(), *zero, UniversalWriter()]
-    return {writer.name: writer for writer in found}
+    """Writers by name."""
+    return {name: _writer(name) for name in _WRITERS}
 
 
 _ABOUT = {
@@ -114,13 +137,13 @@ def reader_for(source: Source, name: str | None) -> Reader:
         UsageError: no such format; SourceNotFoundError: an empty folder; UnsupportedError: nobody recognises it.
     """
     if name is not None:
-        return _named(readers(), _READ_AS.get(name, name), "read")
+        return _reader(_checked(_READERS, _READ_AS.get(name, name), "read"))
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
-    for reader in readers().values():
-        if reader.detect(source):
-            return reader
-    known = ", ".join(readers())
+    for known_name in _READERS:
+        if _reader(known_name).detect(source):
+            return _reader(known_name)
+    known = ", ".join(_READERS)
     raise UnsupportedError(
         f"{source.store.url} is in no format that we know ({known}); if it is one of them, say which with --from"
     )
@@ -128,10 +151,10 @@ def reader_for(source: Source, name: str | None) -> Reader:
 
 def writer_for(name: str) -> Writer:
     """The writer called ``name``. Raises UsageError."""
-    return _named(writers(), name, "written")
+    return _writer(_checked(_WRITERS, name, "written"))
 
 
-def _named(known: Mapping[str, Format], name: str, verb: str) -> Format:
+def _checked(known: Mapping[str, str], name: str, verb: str) -> str:
     if name not in known:
         raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join(known)}")
-    return known[name]
+    return name

@@ -30,8 +30,8 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.entries import chosen_tree, entries_of, leaves
 from ckpt_tools.errors import LossError, UnsupportedError
 from ckpt_tools.format.base import WriteOptions
-from ckpt_tools.format.dcp import DcpWriter
 from ckpt_tools.format.dcp.chunks import row_chunks
+from ckpt_tools.format.dcp.writer import DcpWriter
 from ckpt_tools.ledger import Fate
 from ckpt_tools.manifest import (
     ByteRange,

@@ -16,7 +16,7 @@ import fixtures
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
 from ckpt_tools.format.base import ReadOptions
-from ckpt_tools.format.deepspeed import DeepSpeedReader
+from ckpt_tools.format.deepspeed.reader import DeepSpeedReader
 from ckpt_tools.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.stores.base import Source, Store
 from ckpt_tools.stores.local import LocalStore

@@ -27,7 +27,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.format.base import ReadOptions
-from ckpt_tools.format.deepspeed import DeepSpeedReader
+from ckpt_tools.format.deepspeed.reader import DeepSpeedReader
 from ckpt_tools.format.deepspeed.zero12 import original_order
 from ckpt_tools.manifest import MASTER, Kind, Manifest, StateKey, TensorEntry, TensorRef
 from ckpt_tools.stores.base import Source

@@ -17,9 +17,10 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import ReadOptions, WriteOptions
-from ckpt_tools.format.dcp import DcpReader
-from ckpt_tools.format.deepspeed import DeepSpeedReader
-from ckpt_tools.format.universal import UniversalReader, UniversalWriter
+from ckpt_tools.format.dcp.reader import DcpReader
+from ckpt_tools.format.deepspeed.reader import DeepSpeedReader
+from ckpt_tools.format.universal.reader import UniversalReader
+from ckpt_tools.format.universal.writer import UniversalWriter
 from ckpt_tools.layout import Layout
 from ckpt_tools.ledger import Fate
 from ckpt_tools.manifest import (

@@ -24,8 +24,8 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import ReadOptions, WriteOptions
-from ckpt_tools.format.deepspeed import DeepSpeedReader
-from ckpt_tools.format.zero_writer import ZeroWriter
+from ckpt_tools.format.deepspeed.reader import DeepSpeedReader
+from ckpt_tools.format.zero_writer.writer import ZeroWriter
 from ckpt_tools.layout import Layout, LazyFile
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import (

@@ -19,7 +19,7 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import ReadOptions, WriteOptions
 from ckpt_tools.format.registry import reader_for
-from ckpt_tools.format.zero_writer import ZeroWriter
+from ckpt_tools.format.zero_writer.writer import ZeroWriter
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.planning import make_plan
