@@ -2,14 +2,18 @@
 
 Options left out take the defaults stated in the signatures. Every function raises ``CkptError`` and nothing else on
 bad input.
+
+``storage_options`` say how stores that are no local folders are reached, as fsspec's do: credentials, an endpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckpt_tools.cleaning import CleanReport, removed
+from ckpt_tools.comparison import Progress, VerifyReport
 from ckpt_tools.conversion import (
     SAME,
     ConvertReport,
@@ -21,22 +25,17 @@ from ckpt_tools.conversion import (
 )
 from ckpt_tools.crews import Crew
 from ckpt_tools.errors import UsageError
-from ckpt_tools.opening import implied_format, open_place, open_source, read_checkpoint
-from ckpt_tools.options import ConvertOptions, default_workers, parse_size
+from ckpt_tools.format.registry import FormatInfo, table
+from ckpt_tools.lazy import Checkpoint
+from ckpt_tools.opening import implied_format, is_remote, open_place, open_source, reaching_stores, read_checkpoint
+from ckpt_tools.options import REMOTE_WORKERS, ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
+from ckpt_tools.proofs import ChecksumReport, Running, compare_all, verify_alone, verify_pair, write_digests
+from ckpt_tools.scanning import ScanReport, scan_source
+from ckpt_tools.signing import SignReport, check_signature, sign_with_key
+from ckpt_tools.summary import Summary, summarize
 
-# What few verbs need is imported by them: each of these rooms costs a conversion 5 to 15 ms of its start.
-if TYPE_CHECKING:
-    from ckpt_tools.cleaning import CleanReport
-    from ckpt_tools.comparison import Progress, VerifyReport
-    from ckpt_tools.format.registry import FormatInfo
-    from ckpt_tools.lazy import Checkpoint
-    from ckpt_tools.proofs import ChecksumReport
-    from ckpt_tools.scanning import ScanReport
-    from ckpt_tools.signing import SignReport
-    from ckpt_tools.summary import Summary
-
-_RUNNING = ("overwrite", "resume", "fsync", "checksum", "on_progress")
+_RUNNING = ("overwrite", "resume", "fsync", "checksum", "on_progress", "storage_options")
 """Options of ``convert`` that change nothing about what is to be done."""
 
 
@@ -44,6 +43,7 @@ def _silent(done: int, total: int) -> None:
     """The default progress: none."""
 
 
+@reaching_stores
 def inspect(
     src: str | Path,
     *,
@@ -51,15 +51,15 @@ def inspect(
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Summary:
     """What the checkpoint at ``src`` holds, from its headers alone."""
-    from ckpt_tools.summary import summarize
-
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     _, manifest = read_checkpoint(src, options.reading, format_name=from_)
     return summarize(manifest, str(src))
 
 
+@reaching_stores
 def open(
     src: str | Path,
     *,
@@ -67,21 +67,22 @@ def open(
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """The checkpoint at ``src`` as a mapping of names to tensors that are read when indexed, and only where."""
-    from ckpt_tools.lazy import Checkpoint
-
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
     return Checkpoint.of(source.store, manifest)
 
 
+@reaching_stores
 def plan(src: str | Path, dst: str | Path, **options: Any) -> PlanReport:
     """What ``convert`` with the same arguments will read, write, cast and drop; writes nothing."""
     known = {name: options.pop(name) for name in list(options) if name not in _RUNNING}
     return described(_prepared(src, dst, **known))
 
 
+@reaching_stores
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -110,6 +111,7 @@ def convert(
     fsync: bool = False,
     checksum: bool = False,
     on_progress: Progress = _silent,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at ``src`` to ``dst`` in another format, or cut otherwise.
 
@@ -122,6 +124,8 @@ def convert(
     With ``runner="ray"`` the work is done by processes of a Ray cluster: the one at ``address``, or one of this machine
     alone that is started for it.
     """
+    if workers is None and runner == "threads":
+        workers = _workers(None, src, dst)
     prepared = _prepared(
         src,
         dst,
@@ -157,6 +161,7 @@ def convert(
     )
 
 
+@reaching_stores
 def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **options: Any) -> ConvertReport:
     """The model's weights alone as one model: safetensors, or what ``dst`` or ``to`` says. Takes ``convert``'s
     options."""
@@ -164,6 +169,7 @@ def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **op
     return convert(src, dst, to=chosen, state="model", **options)
 
 
+@reaching_stores
 def reshard(src: str | Path, dst: str | Path, *, world_size: int, **options: Any) -> ConvertReport:
     """The same checkpoint in the same format for another number of ranks. Takes ``convert``'s options."""
     return convert(src, dst, to=SAME, world_size=world_size, **options)
@@ -195,12 +201,15 @@ def _prepared(
     )
 
 
-def _workers(asked: int | None) -> int:
+def _workers(asked: int | None, *urls: str | Path | None) -> int:
+    """The threads for what lies at ``urls``."""
     if asked is not None and asked < 1:
         raise UsageError(f"--workers {asked}: at least one is needed")
-    return asked or default_workers()
+    is_distant = any(url is not None and is_remote(url) for url in urls)
+    return asked or max(default_workers(), REMOTE_WORKERS if is_distant else 1)
 
 
+@reaching_stores
 def verify(
     src: str | Path,
     dst: str | Path | None = None,
@@ -211,6 +220,7 @@ def verify(
     signature: str | Path | None = None,
     workers: int | None = None,
     on_progress: Progress = _silent,
+    storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> VerifyReport:
     """Whether ``dst`` holds the tensors of ``src``, bit for bit, under the options it was converted with.
@@ -220,21 +230,19 @@ def verify(
     as the list that lies with ``src`` does, if there is one. With ``public_key``, first of all, whether the signature
     of ``digests``, else of ``src``, is by its owner.
     """
-    from ckpt_tools.proofs import Running, verify_alone, verify_pair
-    from ckpt_tools.signing import check_signature
-
     if dst is not None and (digests is not None or public_key is not None):
         raise UsageError("--digests and --public-key are for one checkpoint; two are compared with each other")
     if public_key is not None:
         check_signature(digests or src, public_key=public_key, signature=signature)
     chosen = ConvertOptions(**options)
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
-    how = Running(_workers(workers), on_progress)
+    how = Running(_workers(workers, src, dst), on_progress)
     if dst is None:
         return verify_alone(source, manifest, chosen, how, against=digests)
     return verify_pair(source, manifest, dst, chosen, how)
 
 
+@reaching_stores
 def diff(
     a: str | Path,
     b: str | Path,
@@ -242,6 +250,7 @@ def diff(
     from_: str | None = None,
     workers: int | None = None,
     on_progress: Progress = _silent,
+    storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> VerifyReport:
     """What differs between the tensors of ``a`` and ``b``, in whatever formats: optimizer state too, bit for bit, and
@@ -251,14 +260,13 @@ def diff(
     ``include`` and ``exclude`` choose among the latter. ``from_``, ``tag`` and the keys say how ``a`` is read. Where
     one side alone keeps fp32 masters, ``weights`` says which copy of it is compared.
     """
-    from ckpt_tools.proofs import Running, compare_all
-
     chosen = ConvertOptions(**options)
     first = read_checkpoint(a, chosen.reading, format_name=from_)
     second = read_checkpoint(b, ConvertOptions().reading)
-    return compare_all(first, second, chosen, Running(_workers(workers), on_progress))
+    return compare_all(first, second, chosen, Running(_workers(workers, a, b), on_progress))
 
 
+@reaching_stores
 def checksum(
     src: str | Path,
     *,
@@ -270,33 +278,30 @@ def checksum(
     workers: int | None = None,
     overwrite: bool = False,
     on_progress: Progress = _silent,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ChecksumReport:
     """Write down the digest of every tensor of ``src``, where ``verify`` finds them: in its folder, or beside its file.
 
     ``output`` names another file, or is ``-`` for none: the report holds them.
     """
-    from ckpt_tools.proofs import Running, write_digests
-
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
-    how = Running(_workers(workers), on_progress)
+    how = Running(_workers(workers, src), on_progress)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
-def scan(src: str | Path) -> ScanReport:
+@reaching_stores
+def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
     """What a loader that executes pickles would run of any file of ``src``; nothing is run."""
-    from ckpt_tools.scanning import scan_source
-
     return scan_source(open_source(src), str(src))
 
 
-def clean(dst: str | Path, *, dry_run: bool = False) -> CleanReport:
+@reaching_stores
+def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> CleanReport:
     """Remove what killed or failed runs left of ours at ``dst`` or beside it; with ``dry_run``, only list it.
 
     A run under way is left alone: the error says that there is one.
     """
-    from ckpt_tools.cleaning import removed
-
     return removed(open_place(dst), dry_run=dry_run)
 
 
@@ -304,13 +309,9 @@ def sign(
     src: str | Path, *, private_key: str | Path, signature: str | Path | None = None, overwrite: bool = False
 ) -> SignReport:
     """Sign every file of ``src``, which may be a list of digests, for ``verify`` and for ``model_signing`` to check."""
-    from ckpt_tools.signing import sign_with_key
-
     return sign_with_key(src, private_key=private_key, signature=signature, overwrite=overwrite)
 
 
 def formats() -> tuple[FormatInfo, ...]:
     """The formats that can be read and written."""
-    from ckpt_tools.format.registry import table
-
     return table()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.companions import with_companions
@@ -22,6 +22,9 @@ from ckpt_tools.stores.names import MARKERS
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.staging import LocalPlace
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
 FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 """Destinations that are one file, and the format each implies."""
 
@@ -29,14 +32,19 @@ _STORAGE_OPTIONS: ContextVar[Mapping[str, Any]] = ContextVar("storage_options", 
 """How the stores of the call under way are reached: it may open several, of which one names another."""
 
 
-@contextmanager
-def storage_options(options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Inside, remote stores are opened with ``options``, as fsspec calls them: credentials, endpoints."""
-    token = _STORAGE_OPTIONS.set(options or MappingProxyType({}))
-    try:
-        yield
-    finally:
-        _STORAGE_OPTIONS.reset(token)
+def reaching_stores(verb: Callable[P, Result]) -> Callable[P, Result]:
+    """``verb``, whose keyword ``storage_options`` says how every store that it opens is reached."""
+
+    @wraps(verb)
+    def call(*given: P.args, **options: P.kwargs) -> Result:
+        asked: Any = options.get("storage_options")
+        token = _STORAGE_OPTIONS.set(_STORAGE_OPTIONS.get() if asked is None else asked)
+        try:
+            return verb(*given, **options)
+        finally:
+            _STORAGE_OPTIONS.reset(token)
+
+    return call
 
 
 def is_remote(url: str | Path) -> bool:

@@ -17,6 +17,9 @@ from ckpt_tools.options_names import DTYPE_NAMES
 MAX_DEFAULT_WORKERS = 8
 """Threads beyond the processors only wait for each other, and beyond eight the disk is the limit."""
 
+REMOTE_WORKERS = 8
+"""Threads for a distant store, whose requests wait more than they work."""
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)}

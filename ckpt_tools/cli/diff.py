@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 @click.command("diff")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
+@options.storage
 @options.reading
 @click.option(
     "--state", type=click.Choice(["model", "all"]), help="Weights alone, or everything; everything if left out."

@@ -21,7 +21,24 @@ def _all(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
     return apply
 
 
-source = click.argument("src", metavar="SRC")
+def _pairs(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    pairs = [each.partition("=") for each in given]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise click.BadParameter(f"{name!r} is no KEY=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+storage = click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_pairs,
+    help="How a store is reached, e.g. endpoint_url=http://host:9000. Repeatable.",
+)
+
+source = _all(click.argument("src", metavar="SRC"), storage)
 
 reading = _all(
     click.option("--from", "from_", metavar="FORMAT", help="The source's format, where it is not detected."),

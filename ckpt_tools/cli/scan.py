@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @options.source
 @options.as_json
 @options.talking
-def scan_command(src: str, as_json: bool, quiet: bool) -> None:
+def scan_command(src: str, as_json: bool, quiet: bool, storage_options: dict[str, str]) -> None:
     """Show what a loader that executes pickles would run of any file of SRC; run nothing.
 
     Exits with 7 where there is something that would run or lead out of SRC, and with 4 where there is nothing of that
@@ -26,7 +26,7 @@ def scan_command(src: str, as_json: bool, quiet: bool) -> None:
     """
     from ckpt_tools import scan
 
-    report = scan(src)
+    report = scan(src, storage_options=storage_options)
     if as_json:
         print_json(report.to_json())
     elif report.clean:

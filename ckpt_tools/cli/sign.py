@@ -11,7 +11,7 @@ from ckpt_tools.cli.render import print_json
 
 
 @click.command("sign")
-@options.source
+@click.argument("src", metavar="SRC")
 @click.option("--private-key", metavar="FILE", required=True, help="An elliptic-curve key in PEM.")
 @click.option("--signature", metavar="FILE", help="Where the signature goes; with SRC if left out.")
 @click.option("--overwrite", is_flag=True, help="Replace a signature that is there.")
