@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import transforms
 from ckpt_tools.crews import Crew
-from ckpt_tools.digest_files import check_beside, write_published, write_staged
-from ckpt_tools.digests import FILE_SUFFIX
-from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
+from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, SourceNotFoundError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import WriteOptions, Writer
 from ckpt_tools.format.registry import readers, writer_for
@@ -21,11 +19,12 @@ from ckpt_tools.journal import Journal
 from ckpt_tools.layout import Layout
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
-from ckpt_tools.opening import implied_format, open_place, read_checkpoint
+from ckpt_tools.opening import implied_format, open_place, open_source, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import Plan, make_plan, reading_bytes
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Claim, Place, Source, Store
+from ckpt_tools.stores.names import DIGESTS_SUFFIX
 
 if TYPE_CHECKING:
     from ckpt_tools.comparison import Progress
@@ -296,6 +295,8 @@ def run(
 
 
 def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress, *, fsync: bool) -> list[str]:
+    from ckpt_tools.digest_files import write_staged
+
     return write_staged(
         claim,
         prepared.place,
@@ -309,8 +310,10 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress, *, 
 
 def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -> str:
     """Where the list is that was published; where it could not be made before that, it is made now."""
+    from ckpt_tools.digest_files import write_published
+
     if listed:
-        return prepared.place.url + FILE_SUFFIX if prepared.is_file else f"{prepared.place.url}/{listed[0]}"
+        return prepared.place.url + DIGESTS_SUFFIX if prepared.is_file else f"{prepared.place.url}/{listed[0]}"
     return write_published(
         prepared.place,
         prepared.target_format,
@@ -330,6 +333,23 @@ def _noting(journal: Journal, *, kept: bool) -> Iterator[None]:
         if kept and isinstance(error, CkptError):
             error.message += "; what was written so far is kept, and the same command continues it"
         raise
+
+
+def check_beside(place: Place, *, checksum: bool, overwrite: bool) -> None:
+    """A list of digests beside a file to be written is replaced with it, and never left to speak of another file.
+
+    Raises:
+        DestinationExistsError: there is one, and it may not be replaced, or no other would take its place.
+    """
+    url = place.url + DIGESTS_SUFFIX
+    try:
+        open_source(url)
+    except SourceNotFoundError:
+        return
+    if not checksum:
+        raise DestinationExistsError(f"{url} would be of another file then; remove it, or replace it with --checksum")
+    if not overwrite:
+        raise DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
 
 
 def check_replaceable(prepared: Prepared) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from ckpt_tools import digests
 from ckpt_tools.digests import Digests
-from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import open_place, open_source, read_checkpoint, read_source
 from ckpt_tools.stores.base import Claim, Destination, Place, Readable, Source
+from ckpt_tools.stores.names import DIGESTS_SUFFIX
 
 OnTotal = Callable[[int], digests.OnBytes]
 """Told how many bytes there are to hash, gives what is to hear of them."""
@@ -44,7 +45,7 @@ def stored_digests(source: Source, manifest: Manifest) -> Digests | None:
 def digests_url(source: Source, manifest: Manifest) -> str:
     """Where the digests of a checkpoint lie, if it has any."""
     if _is_one_file(source):
-        return source.store.url + digests.FILE_SUFFIX
+        return source.store.url + DIGESTS_SUFFIX
     return f"{source.store.url.rstrip('/')}/{digests.place_in(manifest)}"
 
 
@@ -72,23 +73,6 @@ def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) ->
     return found
 
 
-def check_beside(place: Place, *, checksum: bool, overwrite: bool) -> None:
-    """A list beside a file to be written is replaced with it, and never left to speak of another file.
-
-    Raises:
-        DestinationExistsError: there is one, and it may not be replaced, or no other would take its place.
-    """
-    url = place.url + digests.FILE_SUFFIX
-    try:
-        open_source(url)
-    except SourceNotFoundError:
-        return
-    if not checksum:
-        raise DestinationExistsError(f"{url} would be of another file then; remove it, or replace it with --checksum")
-    if not overwrite:
-        raise DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
-
-
 def write_staged(
     claim: Claim, place: Place, format_name: str, *, is_file: bool, num_workers: int, on_total: OnTotal, fsync: bool
 ) -> list[str]:
@@ -100,7 +84,7 @@ def write_staged(
         return []
     source, manifest = read_source(Source.open(claim.finished), ReadOptions(), format_name=format_name)
     found = _digests(source, manifest, num_workers, on_total)
-    path = place.name + digests.FILE_SUFFIX if is_file else digests.place_in(manifest)
+    path = place.name + DIGESTS_SUFFIX if is_file else digests.place_in(manifest)
     put(claim.destination, path, digests.dumps(found), fsync=fsync)
     return [path]
 

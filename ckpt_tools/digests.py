@@ -31,9 +31,8 @@ from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Source, Store
+from ckpt_tools.stores.names import DIGESTS_NAME
 
-FOLDER_NAME = "ckpt-tools.digests.json"
-FILE_SUFFIX = ".digests.json"
 FORMAT = "ckpt-tools digests"
 VERSION = 1
 
@@ -223,7 +222,7 @@ def place_in(manifest: Manifest) -> str:
         if table.files[number] not in manifest.literals
     }
     (top,) = tops if len(tops) == 1 else {""}
-    return f"{top}/{FOLDER_NAME}" if top not in ("", "zero") else FOLDER_NAME
+    return f"{top}/{DIGESTS_NAME}" if top not in ("", "zero") else DIGESTS_NAME
 
 
 def read_list(source: Source, path: str) -> dict[StateKey, Digest]:

@@ -38,6 +38,7 @@ from ckpt_tools.opening import read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.stores.base import Source, Store
 from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.names import DIGESTS_NAME
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.staging import Staging
 from tests.support.truth import Truth, assert_same_bits
@@ -284,7 +285,7 @@ def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint: Any, t
     made = shutil.copytree(checkpoint("zero1-fp32", "awkward", 2).checkpoint, tmp_path / "z")
     shutil.copytree(made / "global_step4", made / "global_step8")
     report = ckpt_tools.checksum(made, tag="global_step8")
-    assert report.destination == str(made / "global_step8" / digests.FOLDER_NAME)
+    assert report.destination == str(made / "global_step8" / DIGESTS_NAME)
     assert ckpt_tools.verify(made, tag="global_step8").num_digests == len(report.digests)
     assert ckpt_tools.verify(made).num_digests is None
     assert ckpt_tools.verify(made / "global_step8").num_digests == len(report.digests)
@@ -293,7 +294,7 @@ def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint: Any, t
 def test_a_universal_tag_folder_that_is_opened_itself(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "u", to="universal", tag="t")
-    assert ckpt_tools.checksum(tmp_path / "u" / "t").destination == str(tmp_path / "u" / "t" / digests.FOLDER_NAME)
+    assert ckpt_tools.checksum(tmp_path / "u" / "t").destination == str(tmp_path / "u" / "t" / DIGESTS_NAME)
     assert ckpt_tools.verify(tmp_path / "u").num_digests == ckpt_tools.verify(tmp_path / "u" / "t").num_digests == 2
 
 

@@ -8,6 +8,12 @@ PARTIAL = ".ckpt-tools-partial"
 MARKERS = (".metadata", "latest", "latest_universal")
 """With ``*.index.json``, the files without which a folder is no checkpoint."""
 
+DIGESTS_NAME = "ckpt-tools.digests.json"
+"""The list of digests in a folder."""
+
+DIGESTS_SUFFIX = ".digests.json"
+"""Behind the name of a file: the list of its digests beside it."""
+
 
 def is_marker(path: str) -> bool:
     """Whether a folder is no checkpoint without the file."""
