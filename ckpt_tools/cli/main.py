@@ -19,7 +19,7 @@ from ckpt_tools.cli.inspect import inspect_command
 from ckpt_tools.cli.scan import scan_command
 from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, StoreError
 
 INTERRUPTED = 130
 """What shells report for a command ended by Ctrl-C."""
@@ -72,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _explain(f"Error: {where}{error.strerror or error}", StoreError.exit_code, verbose)
     except MemoryError:
         _explain("Error: the machine is out of memory; lower --memory and --workers.", 1, verbose)
     except Exception as error:

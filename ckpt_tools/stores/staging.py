@@ -51,10 +51,12 @@ class LocalPlace:
         return PartRules()
 
     def existing(self) -> Store | None:
-        return LocalStore(self.path) if _is_full_folder(self.path) else None
+        with _reporting("looking failed", self.path):
+            return LocalStore(self.path) if _is_full_folder(self.path) else None
 
     def folders(self) -> frozenset[str]:
-        return frozenset(path.name for path in self.path.iterdir() if path.is_dir())
+        with _reporting("looking failed", self.path):
+            return frozenset(path.name for path in self.path.iterdir() if path.is_dir())
 
     def claim(self, *, is_file: bool, overwrite: bool, resume: bool) -> AbstractContextManager[Staging]:
         return staged(self.path, is_file=is_file, overwrite=overwrite, resume=resume)
@@ -165,9 +167,9 @@ def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False
         DestinationExistsError: the target exists and ``overwrite`` is False, or another process is writing it.
         UsageError: the target is a mount point. StoreError: the folder cannot be made.
     """
-    place = _place(target, is_file=is_file)
-    folder = _staging_folder(place)
-    with _reporting("cannot write there", place.parent):
+    with _reporting("cannot write there", target.parent):
+        place = _place(target, is_file=is_file)
+        folder = _staging_folder(place)
         _check_free(place, is_file=is_file, overwrite=overwrite)
         lock = _claim(folder)
     staging, kept = None, resume
@@ -220,7 +222,7 @@ def _leftovers(place: Path) -> list[Leftover]:
     if _is_idle(folder):
         found.append(Leftover("unfinished output", str(folder), _num_bytes(folder)))
     if aside.is_dir() and not aside.is_symlink():
-        kind = "replaced output" if os.path.lexists(place) else "output moved aside, to be put back"
+        kind = "replaced output" if _is_there(place) else "output moved aside, to be put back"
         found.append(Leftover(kind, str(aside), _num_bytes(aside)))
     return found
 
@@ -261,11 +263,16 @@ def _check_free(place: Path, *, is_file: bool, overwrite: bool) -> None:
     """Raises DestinationExistsError or UsageError where ``place`` may not, or cannot, be taken."""
     if os.path.ismount(place):
         raise UsageError(f"{place} is a mount point and cannot be replaced as a whole; name a folder inside it")
-    if not overwrite and os.path.lexists(place) and (place.is_file() or _is_full_folder(place)):
+    if not overwrite and _is_there(place) and (place.is_file() or _is_full_folder(place)):
         raise DestinationExistsError(f"{place} exists; choose another destination, or replace it with --overwrite")
     if place.exists() and place.is_dir() == is_file:
         kind = "folder" if is_file else "file"
         raise DestinationExistsError(f"{place} is a {kind}, which this output cannot replace; remove it first")
+
+
+def _is_there(place: Path) -> bool:
+    """Whether it is a file, a folder or a link. Raises OSError where that cannot be known; ``os.path`` would say no."""
+    return place.is_symlink() or place.exists()
 
 
 def _is_full_folder(place: Path) -> bool:
@@ -309,7 +316,7 @@ def _empty(folder: Path) -> None:
 def _recover(place: Path) -> None:
     """Put back, or remove, what ``_replace_in_two_steps`` moved aside before its process was killed."""
     aside = _aside(place)
-    if aside.is_dir() and not os.path.lexists(place):
+    if aside.is_dir() and not _is_there(place):
         aside.rename(place)
     elif aside.is_dir():
         shutil.rmtree(aside)

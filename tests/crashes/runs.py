@@ -14,7 +14,7 @@ from typing import Any
 
 WRITE_SIDE = frozenset(
     "openat mkdir mkdirat rename renameat renameat2 fallocate ftruncate pwrite64 pwritev write fsync fdatasync "  # noqa: SIM905
-    "sync_file_range copy_file_range close unlink unlinkat rmdir flock link linkat symlink symlinkat fchmod chmod".split()
+    "copy_file_range close unlink unlinkat rmdir flock link linkat symlink symlinkat fchmod chmod".split()
 )
 READ_SIDE = frozenset(
     "openat read pread64 preadv preadv2 readv newfstatat fstat statx stat lstat getdents64 readlink".split()  # noqa: SIM905

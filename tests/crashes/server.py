@@ -56,11 +56,11 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     ready, go = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(go)
         _be_the_command(request, folder, ready)
-    os.close(ready)
     tracer = _strace(child, folder, request["strace"]) if request["strace"] else None
+    os.write(go, b"!")
     os.close(go)
+    os.close(ready)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if tracer is not None:
         tracer.wait()
