@@ -98,11 +98,16 @@ class Process:
     """One worker. An error is part of what it returns; what Ray raises is then about Ray alone."""
 
     def start(self, work: Callable[[Any], Any], check: Callable[[], None]) -> Outcome[None]:
-        self._work = work
+        self._work, self._has_failed = work, False
         return _outcome(check)
 
     def do(self, item: Any) -> Outcome[Any]:
-        return _outcome(self._work, item)
+        """The item at hand behind one that failed is not begun."""
+        if self._has_failed:
+            return Outcome((), PostponedError())
+        outcome = _outcome(self._work, item)
+        self._has_failed = not outcome.result and not isinstance(outcome.error, PostponedError)
+        return outcome
 
 
 def _outcome(work: Callable[..., Result], *arguments: Any) -> Outcome[Result]:
@@ -148,7 +153,6 @@ class _Worker:
 
     process: Any
     num_losses: int
-    is_ready: bool = False
     is_lost: bool = False
     num_items: int = 0
 
@@ -209,9 +213,8 @@ class _Run(Generic[Item, Result]):
         self.workers.clear()
 
     def processes(self) -> list[Any]:
-        """Those that can be used again; one that never came is given up."""
-        _kill(worker.process for worker in self.workers if not worker.is_ready and not worker.is_lost)
-        return [worker.process for worker in self.workers if worker.is_ready and not worker.is_lost]
+        """Those that can be used again, or are still to come."""
+        return [worker.process for worker in self.workers]
 
     def start(self, process: Any, num_losses: int = 0) -> None:
         worker = _Worker(process, num_losses)
@@ -306,7 +309,7 @@ class _Run(Generic[Item, Result]):
         elif ended.result().error is not None:
             self.error = self.error or ended.result().error
         else:
-            worker.is_ready, worker.num_losses = True, 0
+            worker.num_losses = 0
             for num_items in range(ITEMS_PER_WORKER):
                 self._offer(worker, num_items)
 

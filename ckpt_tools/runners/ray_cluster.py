@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from ckpt_tools.errors import StoreError, UsageError
@@ -26,11 +27,13 @@ def connected(address: str | None, num_workers: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _connect(ray, address or os.environ.get("RAY_ADDRESS"), num_workers)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    # Ray prints on stdout what became of its processes, where results belong.
+    with redirect_stdout(sys.stderr):
+        _connect(ray, address or os.environ.get("RAY_ADDRESS"), num_workers)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _imported() -> Any:
