@@ -16,6 +16,7 @@ from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_co
 from ckpt_tools.cli.diff import diff_command
 from ckpt_tools.cli.formats import formats_command
 from ckpt_tools.cli.inspect import inspect_command
+from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.scan import scan_command
 from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
@@ -86,5 +87,5 @@ def _explain(sentence: str, code: int, verbose: bool) -> None:
     """Say it on stderr and exit; with ``--verbose``, after the traceback."""
     if verbose:
         traceback.print_exc()
-    click.echo(sentence, err=True)
+    click.echo(printable(sentence), err=True)
     sys.exit(code)

@@ -35,12 +35,24 @@ def print_json(found: dict[str, Any] | list[dict[str, Any]]) -> None:
     click.echo(json.dumps(found, indent=2, ensure_ascii=False))
 
 
+def printable(text: str) -> str:
+    """``text`` as it is, with what a terminal would obey instead of showing as escapes: a checkpoint chooses names."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def table(title: str | None, *columns: str, right: tuple[str, ...] = ()) -> Table:
     """An empty table; the columns named in ``right`` hold numbers."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    class Plain(Table):
+        """Cells are text and no markup."""
+
+        def add_row(self, *cells: Any, **options: Any) -> None:
+            super().add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
+
+    found = Plain(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         found.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return found
@@ -59,7 +71,7 @@ def show_notes(notes: Iterable[Note]) -> None:
     for note in notes:
         lines.setdefault((note.fate.value, note.why), []).append(note.what)
     for (fate, why), what in lines.items():
-        click.echo(f"{fate}: {', '.join(what)} ({why})")
+        click.echo(printable(f"{fate}: {', '.join(what)} ({why})"))
 
 
 @contextmanager

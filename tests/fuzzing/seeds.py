@@ -85,6 +85,15 @@ def safetensors_state() -> Files:
     return {"state.safetensors": safetensors_bytes({**named, **moments}, {"format": "pt", "ckpt_tools.state": state})}
 
 
+def safetensors_companions() -> Files:
+    """A model with what a Trainer leaves beside it."""
+    scheduler = torch_bytes({"base_lrs": [0.1], "last_epoch": 4, "verbose": False})
+    state = json.dumps({"global_step": 4, "epoch": 1.0, "log_history": [{"loss": 1.0, "step": 1}]})
+    return {"model.safetensors": safetensors_bytes(tensors()), "scheduler.pt": scheduler} | {
+        "trainer_state.json": state.encode()
+    }
+
+
 # torch.save
 
 
@@ -115,16 +124,6 @@ def training_state() -> dict[str, Any]:
 
 def torch_training() -> Files:
     return {"state.pt": torch_bytes(training_state())}
-
-
-def torch_companions() -> Files:
-    """A model with what a Trainer leaves beside it."""
-    scheduler = torch_bytes({"base_lrs": [0.1], "last_epoch": 4, "verbose": False})
-    state = json.dumps({"global_step": 4, "epoch": 1.0, "log_history": [{"loss": 1.0, "step": 1}]})
-    return {"pytorch_model.bin": torch_bytes(tensors())} | {
-        "scheduler.pt": scheduler,
-        "trainer_state.json": state.encode(),
-    }
 
 
 def torch_sharded() -> Files:
@@ -256,9 +255,9 @@ SEEDS: dict[str, Callable[[], Files]] = {
     "safetensors_sharded": safetensors_sharded,
     "safetensors_pieces": safetensors_pieces,
     "safetensors_state": safetensors_state,
+    "safetensors_companions": safetensors_companions,
     "torch": torch_model,
     "torch_training": torch_training,
-    "torch_companions": torch_companions,
     "torch_sharded": torch_sharded,
     "dcp": dcp_groups,
     "dcp_flattened": dcp_flattened,

@@ -87,11 +87,13 @@ def _info(**values: Any) -> Change:
 
 def _items() -> Iterator[Case]:
     for number in (*NUMBERS, 0, 1, 64):
-        yield _made("item offset", str(number)[:30], _info(offset=number))
+        yield _made("item offset", str(number)[:30], _info(offset=number), must_fail=number != 0)
         yield _made("item length", str(number)[:30], _info(length=number), must_fail=number != 10**400)
         yield _made("item offset and length", str(number)[:30], _info(offset=number, length=number))
     for oddity in ODDITIES:
-        yield _made("item of the wrong kind", f"offset = {oddity!r}", _info(offset=oddity), CkptError)
+        yield _made(
+            "item of the wrong kind", f"offset = {oddity!r}", _info(offset=oddity), CkptError, must_fail=oddity != 0
+        )
         yield _made("item of the wrong kind", f"length = {oddity!r}", _info(length=oddity), CkptError)
         yield _made("item of the wrong kind", f"path = {oddity!r}", _info(relative_path=oddity), CkptError)
         fails = oddity not in (None, [], ()) and oddity != {} and oddity != ""

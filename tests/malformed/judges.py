@@ -56,7 +56,7 @@ def _parts(files: Files, suffix: str | tuple[str, ...]) -> Iterator[bytes]:
     """The files that the index names; all where there is none."""
     index = next((path for path in files if path.endswith(".index.json")), None)
     names = files if index is None else dict.fromkeys(json.loads(files[index])["weight_map"].values())
-    yield from (files[name] for name in names if name.endswith(suffix) and name != "scheduler.pt")
+    yield from (files[name] for name in names if name.endswith(suffix))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

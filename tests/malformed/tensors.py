@@ -69,7 +69,8 @@ def cases() -> Iterator[Case]:
         yield Case("torch", rule, name, files, (CkptError,), must_fail=False)
     for family, within, place in places():
         for name, data in bombs().items():
-            yield Case(family_of(family), "pickle bomb", f"{name} in {place}", within(data), (CkptError,))
+            fails = name not in HARMLESS or place not in VALUES
+            yield Case(family_of(family), "pickle bomb", f"{name} in {place}", within(data), (CkptError,), fails)
         for name, data in odd_values().items():
             name = f"{name} in {place}"
             yield Case(family_of(family), "another value", name, within(data), (CkptError,), must_fail=False)
@@ -162,6 +163,12 @@ def bombs() -> dict[str, bytes]:
         "collisions": collisions(),
         "wide": b"\x80\x02" + wide + b".",
     }
+
+
+HARMLESS = ("many dicts", "many sets", "bytes of a size", "a range", "repeated concatenation", "os.system", "wide")
+"""Those that become values which are never made live, where a checkpoint may hold any value."""
+
+VALUES = ("an object of a DCP",)
 
 
 def doubled(make: bytes, extend: bytes, levels: int) -> bytes:

@@ -45,10 +45,12 @@ def _tensor(
         raise MalformedError("a tensor views something that is no storage")
     if metadata:
         raise UnsupportedError(f"a tensor is stored with the flags {_flags(metadata)}, which change its values")
+    if type(requires_grad) is not bool:
+        raise MalformedError("whether a tensor requires gradients is neither true nor false")
     dtype = dtype or storage.dtype
     if dtype is None:
         raise MalformedError("a tensor views an untyped storage without saying of what type", key=storage.key)
-    return StoredTensor(storage, dtype, storage_offset, _ints(size), _ints(strides), requires_grad is True)
+    return StoredTensor(storage, dtype, storage_offset, _ints(size), _ints(strides), requires_grad)
 
 
 def _flags(metadata: Value) -> str:

@@ -32,6 +32,9 @@ from ckpt_tools.values import Size
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""
 
+MAX_ITEMS = 1 << 24
+"""Of a list in the tree that was saved. torch makes lists of any length that a path asks for, and never returns."""
+
 _FILE_NAME = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 
@@ -189,12 +192,14 @@ def _check_room(fqn: str, table: ShardTable) -> None:
 
 def _paths(metadata: Metadata) -> dict[str, Path]:
     """Each entry's path in the tree that was saved; files of before torch 2.4 may have none, and names stand alone."""
-    planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    planned = {} if metadata.planner_data is None else metadata.planner_data
+    if not isinstance(planned, dict):
+        raise MalformedError("the planner's data is no dict of paths")
     return {fqn: _path(planned.get(fqn, (fqn,))) for fqn in metadata.state_dict_metadata}
 
 
 def _path(found: Any) -> Path:
     is_tuple = isinstance(found, tuple) and 0 < len(found) <= MAX_PATH_PARTS
-    if not is_tuple or not all(type(part) in (str, int) for part in found):
+    if not is_tuple or not all(type(part) is str or (type(part) is int and 0 <= part < MAX_ITEMS) for part in found):
         raise MalformedError("the planner's data holds a path of the wrong kind")
     return tuple(found)
