@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,35 @@ def test_complex_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
     deviation = only(ckpt_tools.diff(tmp_path / "a.pt", tmp_path / "b.pt"))[2]
     assert deviation is not None
     assert (deviation.num_differing, deviation.max_abs, deviation.max_rel) == (2, 5.0, float("inf"))
+
+
+def sparse_model(path: Path, dtype: str, num_bytes: int) -> None:
+    """One tensor of zeros that take no room on the disk."""
+    item_bytes = {"F32": 4, "I8": 1}[dtype]
+    entry = {"dtype": dtype, "shape": [num_bytes // item_bytes], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"w": entry}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + num_bytes)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "I8"])
+def test_memory_is_a_few_blocks_whatever_the_tensors_are(dtype: str, tmp_path: Path) -> None:
+    num_bytes = 128 << 20
+    for name in ("a", "b"):
+        sparse_model(tmp_path / f"{name}.safetensors", dtype, num_bytes)
+    with (tmp_path / "b.safetensors").open("r+b") as file:
+        file.seek(-(4 << 20), 2)
+        file.write(b"\x01" * (4 << 20))
+    tracemalloc.start()
+    try:
+        report = ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", workers=1)
+        ckpt_tools.checksum(tmp_path / "a.safetensors", workers=1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert only(report)[2] is not None
+    assert peak < num_bytes / 5
 
 
 def run(*words: str | Path) -> int:

@@ -41,6 +41,7 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.names import DIGESTS_NAME
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.staging import Staging
+from tests.support.s3_server import BUCKET, S3Server
 from tests.support.truth import Truth, assert_same_bits
 
 FLIPS = 10_000
@@ -426,3 +427,19 @@ def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(
     monkeypatch.setattr(digests, "digests_of", _failing)
     with pytest.raises(StoreError, match=r"gone; .*out.* is written, and its digests are not"):
         ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, overwrite=True, **options)
+
+
+def test_digests_in_an_object_store(s3: S3Server, tmp_path: Path) -> None:
+    """Of a folder, of a file, and of what was there before; the list of a file is never left beside another."""
+    torch.save(small_state(), tmp_path / "m.pt")
+    url = f"s3://{BUCKET}/{s3.new_prefix()}"
+    for name, digests_name in (("out", f"out/{DIGESTS_NAME}"), ("o.safetensors", "o.safetensors.digests.json")):
+        report = ckpt_tools.convert(tmp_path / "m.pt", url + name, to="safetensors", checksum=True)
+        assert report.digests == url + digests_name
+        assert ckpt_tools.verify(url + name).num_digests == 4
+        assert ckpt_tools.diff(tmp_path / "m.pt", url + name).equal
+    with pytest.raises(DestinationExistsError, match="--checksum"):
+        ckpt_tools.convert(tmp_path / "m.pt", f"{url}o.safetensors", overwrite=True)
+    ckpt_tools.convert(tmp_path / "m.pt", f"{url}z", to="zero3", tag="t")
+    assert ckpt_tools.checksum(f"{url}z").destination == f"{url}z/t/{DIGESTS_NAME}"
+    assert (ckpt_tools.verify(f"{url}z").num_digests or 0) > 4
