@@ -24,5 +24,5 @@ def clean_command(dst: str, dry_run: bool, as_json: bool, storage_options: dict[
         return
     for left in report.leftovers:
         click.echo(f"{left.url}: {left.kind}, {size(left.num_bytes)}")
-    verb = "removed" if report.is_removed else "found"
-    click.echo(f"{report.destination}: {len(report.leftovers):,} leftovers {verb}, {size(report.num_bytes)}")
+    done = f"{size(report.num_bytes)} {'removed' if report.is_removed else 'to be removed'}"
+    click.echo(f"{report.destination}: {done if report.leftovers else 'no leftovers'}")
