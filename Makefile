@@ -28,9 +28,10 @@ check: $(STAMP)
 test: check
 	$(BIN)/python -m pytest
 
-# The full matrix of formats and world sizes, with its table, and the casts of all 2**32 float32 patterns.
+# The full matrix of formats and world sizes, with its table, the casts of all 2**32 float32 patterns, a kill at every
+# system call that writes, and 3,000 calls that fail.
 soak: $(STAMP)
-	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py --soak -q --timeout=300
+	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py tests/crashes --soak -q --timeout=300
 
 # Against the peers and cp: hours at its full size. Goes on where it was stopped; ARGS as `python -m benchmarks --help` says.
 bench: $(STAMP)
