@@ -79,7 +79,8 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again; ``digests`` says where
+    """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again; of
+    ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` says where
     the digests lie that were asked for."""
 
     plan: PlanReport
@@ -87,6 +88,7 @@ class ConvertReport:
     bytes_read: int
     bytes_written: int
     bytes_recovered: int
+    bytes_copied: int
     seconds: float
     digests: str | None = None
 
@@ -96,6 +98,7 @@ class ConvertReport:
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "bytes_recovered": self.bytes_recovered,
+            "bytes_copied": self.bytes_copied,
             "seconds": round(self.seconds, 3),
             "digests": self.digests,
         }
@@ -289,6 +292,7 @@ def run(
         outcome.bytes_read,
         outcome.bytes_written,
         journal.bytes_recovered,
+        outcome.bytes_copied,
         time.perf_counter() - started,
         _digests_url(prepared, listed, on_progress) if checksum else None,
     )

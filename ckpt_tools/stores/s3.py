@@ -291,12 +291,22 @@ class S3Place:
     def objects(self) -> list[Found]:
         """What is in the folder, but for what is ours alone."""
         partial = self._partial(is_file=False)
-        debris = set(self._traces(partial).debris())
+        debris = set(self._traces(is_file=False).debris())
         found = self.bucket.objects(self.inside)
         return [each for each in found if each.key not in debris and not each.key.startswith(partial)]
 
-    def _traces(self, partial: str) -> Traces:
-        return Traces(self.bucket, f"{partial}traces/")
+    def _root(self, *, is_file: bool) -> str:
+        """The prefix of the names that an output's files have in its layout."""
+        return self.beside if is_file else self.inside
+
+    def _traces(self, *, is_file: bool) -> Traces:
+        return Traces(self.bucket, f"{self._partial(is_file=is_file)}traces/", self._root(is_file=is_file))
+
+    def _lock(self, *, is_file: bool) -> ObjectLock:
+        return ObjectLock(self.bucket, f"{self._partial(is_file=is_file)}lock", self.url)
+
+    def _log(self, *, is_file: bool) -> S3Log:
+        return S3Log(self.bucket, f"{self._partial(is_file=is_file)}log/")
 
     def existing(self) -> Store | None:
         return S3Store(self.bucket, self.inside) if self.objects() else None
@@ -320,52 +330,47 @@ class S3Place:
         return claimed(self, is_file=is_file, overwrite=overwrite, resume=resume)
 
     def new_claim(self, *, is_file: bool, overwrite: bool) -> S3Claim:
-        partial = self._partial(is_file=is_file)
-        prefix = self.beside if is_file else self.inside
-        destination = S3Destination(self.bucket, prefix, self._traces(partial))
-        log = S3Log(self.bucket, f"{partial}log/")
-        return S3Claim(self, destination, log, self._lock(partial), is_file, overwrite)
+        destination = S3Destination(self.bucket, self._root(is_file=is_file), self._traces(is_file=is_file))
+        log, lock = self._log(is_file=is_file), self._lock(is_file=is_file)
+        return S3Claim(self, destination, log, lock, is_file, overwrite)
 
-    def _lock(self, partial: str) -> ObjectLock:
-        return ObjectLock(self.bucket, f"{partial}lock", self.url)
-
-    def _partials(self) -> list[str]:
-        """Where something of ours may lie: it is not said whether the destination was a file or a folder."""
-        both = dict.fromkeys(self._partial(is_file=is_file) for is_file in (False, True))
-        return [partial for partial in both if self.key or partial != self._partial(is_file=True)]
+    def _ways(self) -> list[bool]:
+        """As a folder or as a file: how it was written to is not said. A bucket itself is a folder."""
+        return [False, True] if self.key else [False]
 
     def leftovers(self) -> Sequence[Leftover]:
         found: list[Leftover] = []
-        for partial in self._partials():
-            if is_held(self.bucket.get(f"{partial}lock")):
+        for is_file in self._ways():
+            if is_held(self.bucket.get(self._lock(is_file=is_file).key)):
                 raise DestinationExistsError(f"another process is writing to {self.url}; wait for it to end")
-            found += self._left(partial)
+            found += self._left(is_file=is_file)
         return found
 
-    def _left(self, partial: str) -> Iterator[Leftover]:
-        for key, upload in self._traces(partial).open_uploads():
+    def _left(self, *, is_file: bool) -> Iterator[Leftover]:
+        traces, partial = self._traces(is_file=is_file), self._partial(is_file=is_file)
+        for key, upload in traces.open_uploads():
             num_bytes = sum(part.size for part in self.bucket.parts(key, upload).values())
             yield Leftover("open upload", self.bucket.url(key), num_bytes)
-        for key in self._traces(partial).debris():
+        for key in traces.debris():
             debris = self.bucket.head(key)
             yield Leftover("half an output", self.bucket.url(key), 0 if debris is None else debris.size)
-        for found in self.bucket.objects(partial):
-            yield Leftover(_KINDS.get(found.key.removeprefix(partial).partition("/")[0], "note"),
-                           self.bucket.url(found.key), found.size)  # fmt: skip
+        for each in self.bucket.objects(partial):
+            kind = _KINDS.get(each.key.removeprefix(partial).partition("/")[0], "note")
+            yield Leftover(kind, self.bucket.url(each.key), each.size)
 
     def remove_leftovers(self) -> Sequence[Leftover]:
         found = self.leftovers()
-        for partial in self._partials():
-            if self.bucket.holds_any(partial):
-                self._remove_left(partial)
+        for is_file in self._ways():
+            if self.bucket.holds_any(self._partial(is_file=is_file)):
+                self._remove_left(is_file=is_file)
         return found
 
-    def _remove_left(self, partial: str) -> None:
-        lock = self._lock(partial)
+    def _remove_left(self, *, is_file: bool) -> None:
+        lock = self._lock(is_file=is_file)
         lock.take()
         try:
-            self._traces(partial).remove()
-            S3Log(self.bucket, f"{partial}log/").clear()
+            self._traces(is_file=is_file).remove()
+            self._log(is_file=is_file).clear()
         finally:
             lock.release()
 

@@ -326,10 +326,15 @@ class Bucket:
                 return found
             marker = int(page["NextPartNumberMarker"])
 
-    def uploads(self, key: str) -> list[str]:
-        """The ids of open uploads of ``key`` itself; a thousand at most, as the service lists them."""
-        found = self._call("list_multipart_uploads", key, Prefix=key).get("Uploads", ())
-        return [each["UploadId"] for each in found if each["Key"] == key]
+    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Keys and ids of open uploads to keys that start with ``prefix``. Raises StoreError."""
+        marker: dict[str, str] = {}
+        while True:
+            page = self._call("list_multipart_uploads", prefix, Prefix=prefix, **marker)
+            yield from ((each["Key"], each["UploadId"]) for each in page.get("Uploads", ()))
+            if not page.get("IsTruncated"):
+                return
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def complete(self, key: str, upload: str, etags: Sequence[str], metadata: Mapping[str, str]) -> None:
         """Make an upload an object, visible in one step. Raises StoreError.

@@ -34,15 +34,20 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[R
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """The notes below ``prefix``, which ends with a slash. Every method raises StoreError."""
+    """The notes below ``prefix``, of what is made below ``root``; both end with a slash, unless the root is the bucket
+    itself. Every method raises StoreError.
+
+    A note of an upload is empty and says what it says by its name, so that a listing reads a thousand of them.
+    """
 
     bucket: Bucket
     prefix: str
+    root: str
 
     def begin(self, key: str) -> str:
         """Note that an upload of ``key`` is about to be begun; the token of it."""
         token = secrets.token_hex(8)
-        self.bucket.put(f"{self.prefix}begun/{token}", key.encode())
+        self.bucket.put(f"{self.prefix}begun/{token}/{key.removeprefix(self.root)}", b"")
         return token
 
     def publish(self, last: str, token: str, old: Sequence[Found]) -> None:
@@ -52,22 +57,15 @@ class Traces:
 
     def begun(self) -> dict[str, str]:
         """The key of each token."""
-        notes = [found.key for found in self.bucket.objects(f"{self.prefix}begun/")]
-        contents = in_parallel(self.bucket.get, notes)
-        return {
-            note.rpartition("/")[2]: content.data.decode()
-            for note, content in zip(notes, contents, strict=True)
-            if content is not None
-        }
+        notes = (
+            found.key.removeprefix(f"{self.prefix}begun/") for found in self.bucket.objects(f"{self.prefix}begun/")
+        )
+        return {token: self.root + path for token, _, path in (note.partition("/") for note in notes)}
 
     def open_uploads(self) -> list[tuple[str, str]]:
         """Keys and ids of our uploads that are neither completed nor aborted."""
-        keys = list(dict.fromkeys(self.begun().values()))
-        return [
-            (key, upload)
-            for key, uploads in zip(keys, in_parallel(self.bucket.uploads, keys), strict=True)
-            for upload in uploads
-        ]
+        keys = set(self.begun().values())
+        return [(key, upload) for key, upload in self.bucket.uploads(self.root) if key in keys] if keys else []
 
     def debris(self) -> list[str]:
         """Keys of objects that are visible and of no use: of an output that was not published in full, or of the one
