@@ -205,7 +205,7 @@ class _Run(Generic[Item, Result]):
             raise
 
     def kill(self) -> None:
-        """End every process now, and see it ended: what still wrote could meet the next run's files."""
+        """End every process now, and wait until Ray says so: what still wrote could meet the next run's files."""
         _kill(worker.process for worker in self.workers)
         with suppress(Empty):
             while self.num_out:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -13,6 +14,9 @@ from ckpt_tools.errors import StoreError, UsageError
 
 OBJECT_STORE_BYTES = 256 << 20
 """Of a cluster that is started here. The plan alone goes through it; Ray's own habit is 30 % of the memory."""
+
+ANSWER_SECONDS = 10.0
+"""What a cluster's port may take to answer."""
 
 
 @contextmanager
@@ -49,6 +53,8 @@ def _imported() -> Any:
 def _connect(ray: Any, address: str | None, num_workers: int) -> None:
     if address is not None and address.startswith("ray://"):
         raise UsageError(f"--address {address} is a Ray client's: run on a node of the cluster, with --address auto")
+    if address not in (None, "auto", "local"):
+        _look_for(address)
     local = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     options = {"address": address} if address not in (None, "local") else {"address": "local", **local}
     try:
@@ -56,6 +62,15 @@ def _connect(ray: Any, address: str | None, num_workers: int) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise StoreError(f"no Ray cluster could be reached at {options['address']}: {reason}") from error
+
+
+def _look_for(address: str) -> None:
+    """Ray itself tries for 45 seconds, and then says less."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise StoreError(f"no Ray cluster could be reached at {address}: {error}") from error
 
 
 def num_cpus() -> int:

@@ -1,0 +1,143 @@
+"""Conversions on the processes of a cluster: the bytes that threads write, whatever becomes of a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ray.cluster_utils import Cluster
+
+import ckpt_tools
+from ckpt_tools.errors import IncompleteError, UsageError
+from fixtures.store import Fixture
+from tests.support.ray_cluster import cluster, processes
+
+__all__ = ["cluster"]
+
+SMALL = "73MiB"
+"""So little that tasks are small, and many."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of five tensors, each of which many tasks share: 12 MB in a hundred tasks."""
+    from safetensors.numpy import save_file
+
+    path = tmp_path_factory.mktemp("large") / "model.safetensors"
+    random = np.random.default_rng(0)
+    save_file({f"layer.{n}": random.standard_normal((600, 1000), np.float32) for n in range(5)}, path)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    if folder.is_file():
+        return {folder.name: folder.read_bytes()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def kill_workers_at(cluster: Cluster, percents: list[int]) -> Callable[[int, int], None]:
+    """Progress that ends the first worker it finds, as the kernel would, each time that so much is done."""
+    left = list(percents)
+
+    def on_progress(done: int, total: int) -> None:
+        if left and 100 * done >= left[0] * total:
+            left.pop(0)
+            os.kill(processes(cluster)[0].pid, signal.SIGKILL)
+
+    return on_progress
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "zero3", "torch", "universal"])
+def test_the_bytes_are_those_that_threads_write(
+    to: str, checkpoint: Callable[[str, str, int], Fixture], cluster: Cluster, tmp_path: Path
+) -> None:
+    made = checkpoint("fsdp2", "plain", 2).checkpoint
+    name = "out.pt" if to == "torch" else "out"
+    told: list[tuple[int, int]] = []
+    on_ray = ckpt_tools.convert(
+        made, tmp_path / "ray" / name, to=to, runner="ray", workers=2, on_progress=lambda *both: told.append(both)
+    )
+    on_threads = ckpt_tools.convert(made, tmp_path / "threads" / name, to=to)
+    assert contents(tmp_path / "ray" / name) == contents(tmp_path / "threads" / name)
+    assert (on_ray.bytes_read, on_ray.bytes_written) == (on_threads.bytes_read, on_threads.bytes_written)
+    assert told[-1] == (on_ray.bytes_written, on_ray.bytes_written)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_a_killed_worker_changes_nothing(to: str, large: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """Whoever writes a checksum of DCP's waits for what was lost; nobody of safetensors' waits."""
+    options = {"to": to, "memory": SMALL}
+    ckpt_tools.convert(
+        large, tmp_path / "ray", runner="ray", workers=2, on_progress=kill_workers_at(cluster, [5, 50]), **options
+    )
+    ckpt_tools.convert(large, tmp_path / "threads", workers=1, **options)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "threads")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_error_in_a_worker_is_the_error_of_the_run(large: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """The file is cut off once its header was read, so that a worker is who finds out."""
+    cut = tmp_path / "model.safetensors"
+    cut.write_bytes(large.read_bytes())
+
+    def cut_off(done: int, total: int) -> None:
+        os.truncate(cut, 6_000_000)
+
+    for runner in ("threads", "ray"):
+        cut.write_bytes(large.read_bytes())
+        with pytest.raises(IncompleteError, match=r"model\.safetensors: the file ends at byte"):
+            ckpt_tools.convert(
+                cut, tmp_path / "out", to="dcp", memory=SMALL, workers=1, runner=runner, on_progress=cut_off
+            )
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_the_command_prints_its_report_alone(large: Path, cluster: Cluster, tmp_path: Path) -> None:
+    words = ["convert", large, tmp_path / "out", "--to", "safetensors", "--memory", SMALL, "--json", "--quiet"]
+    done = run(*words, "--runner", "ray", "--address", cluster.address, "--workers", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["bytes_written"] == sum(map(len, contents(tmp_path / "out").values()))
+    again = run(*words, "--runner", "ray", "--address", cluster.address)
+    assert again.returncode == 8 and again.stdout == "" and again.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"runner": "spark"}, "--runner 'spark' is not one of threads, ray"),
+        ({"address": "auto"}, "--address is for --runner ray"),
+        ({"runner": "ray", "workers": 0}, "--workers 0: at least one"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, object], reason: str, large: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=reason):
+        ckpt_tools.convert(large, tmp_path / "out", to="dcp", **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "reason"),
+    [
+        ("ray://127.0.0.1:10001", 2, "run on a node of the cluster"),
+        ("127.0.0.1:1", 5, "no Ray cluster could be reached at 127.0.0.1:1"),
+    ],
+)
+def test_a_cluster_that_cannot_be_used_is_one_sentence(
+    address: str, code: int, reason: str, large: Path, tmp_path: Path
+) -> None:
+    done = run("convert", large, tmp_path / "out", "--to", "dcp", "--runner", "ray", "--address", address, "--quiet")
+    assert done.returncode == code and reason in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
