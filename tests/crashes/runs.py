@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,9 @@ class Ended:
 
 
 class Runs:
-    """A process that runs the command line, in ``folder``."""
+    """A process that runs the command line, in ``folder``, with these variables added to its environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         folder.mkdir()
         root = Path(__file__).parents[2]
@@ -77,6 +78,7 @@ class Runs:
             stdout=subprocess.PIPE,
             text=True,
             cwd=root,
+            env={**os.environ, **(environment or {})},
         )
 
     def close(self) -> None:

@@ -7,11 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import zlib
 
 import pytest
 
-from tests.crashes.cases import CASES, Case
+from tests.crashes.cases import CASES, Case, done_bytes
 from tests.crashes.conftest import MakeCase
 from tests.crashes.runs import WRITE_SIDE, Call, Runs, sampled
 
@@ -26,12 +25,7 @@ def noted_bytes(case: Case) -> int:
     staging = case.folder / f".{case.name}.ckpt-tools-partial"
     output = staging / "output"
     log = staging / f"{output.stat().st_ino}.log" if output.exists() else staging
-    parts = set()
-    for line in log.read_bytes().splitlines() if log.is_file() else []:
-        checksum, _, text = line.partition(b" ")
-        if text and int(checksum, 16) == zlib.crc32(text) and json.loads(text)[0] == "part":
-            parts.add(tuple(json.loads(text)[1:5]))
-    return sum(stop - start for _, _, start, stop in parts)
+    return done_bytes(log.read_bytes() if log.is_file() else b"")
 
 
 def write_calls(case: Case, runs: Runs, words: list[str], before: dict[str, bytes]) -> list[Call]:
