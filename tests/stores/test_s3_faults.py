@@ -1,0 +1,119 @@
+"""Whatever goes wrong between us and S3: an error and no checkpoint, or the right bytes; nothing between."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError
+from ckpt_tools.stores.names import is_marker
+from ckpt_tools.stores.retrying import RetryPolicy
+from fixtures.store import Fixture
+from tests.support.fault_proxy import KINDS, Fault, FaultProxy, running_fault_proxy
+from tests.support.s3_server import BUCKET, S3Server
+
+NUM_FAULTS, NUM_SAMPLED = 300, 26
+"""All of them with ``--soak``; each kind twice otherwise."""
+
+NUM_REQUESTS = 75
+"""Those of the conversion below, about."""
+
+FOREVER = 10_000
+
+
+def fault_of(seed: int) -> Fault:
+    """Any kind, at any request; once, a few times in a row, more often than is tried, or from then on."""
+    choose = random.Random(seed)
+    return Fault(KINDS[seed % len(KINDS)], choose.randrange(NUM_REQUESTS), choose.choice((1, 1, 2, 8, FOREVER)))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        number = NUM_FAULTS if metafunc.config.getoption("--soak") else NUM_SAMPLED
+        metafunc.parametrize("seed", range(number))
+
+
+@pytest.fixture(scope="module")
+def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
+    with running_fault_proxy(s3_server.port) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint: Callable[[str, str, int], Fixture], s3_server: S3Server) -> str:
+    prefix = s3_server.new_prefix()
+    s3_server.upload(prefix, checkpoint("fsdp2", "plain", 2).checkpoint)
+    return f"s3://{BUCKET}/{prefix.rstrip('/')}"
+
+
+@pytest.fixture(scope="module")
+def expected(
+    checkpoint: Callable[[str, str, int], Fixture], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("expected")
+    ckpt_tools.convert(checkpoint("fsdp2", "plain", 2).checkpoint, out / "out", to="zero2", world_size=2)
+    return {each.relative_to(out / "out").as_posix(): each.read_bytes() for each in files_of(out)}
+
+
+def files_of(folder: Path) -> Iterator[Path]:
+    return (each for each in folder.rglob("*") if each.is_file())
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying again without waiting: how long is another test's matter."""
+    monkeypatch.setattr(RetryPolicy, "wait_seconds", lambda *_: 0.0)
+
+
+def test_a_fault(seed: int, source: str, expected: dict[str, bytes], proxy: FaultProxy, s3: S3Server) -> None:
+    prefix, fault = s3.new_prefix(), fault_of(seed)
+    out = f"s3://{BUCKET}/{prefix}out"
+    options = {"endpoint_url": proxy.endpoint, "retries": 3, "read_timeout": 0.4}
+    proxy.set(fault)
+    error = error_of(source, out, {"endpoint_url": proxy.endpoint, "retries": 3, "read_timeout": 0.4})
+    num_hit = proxy.num_hit
+    proxy.set(None)
+    seen = published(s3, prefix)
+    if error is None:
+        assert seen == expected, fault
+        return
+    assert num_hit and error.exit_code in (3, 4, 5, 8), (fault, error)
+    assert not any(map(is_marker, seen)) or seen == expected, (fault, sorted(seen))
+    check_it_can_be_made_again(s3, source, out, prefix, expected)
+
+
+def error_of(source: str, out: str, options: dict[str, Any]) -> CkptError | None:
+    try:
+        ckpt_tools.convert(source, out, to="zero2", world_size=2, workers=3, storage_options=options)
+    except CkptError as error:
+        return error
+    return None
+
+
+def published(s3: S3Server, prefix: str) -> dict[str, bytes]:
+    """What a reader would see."""
+    return {path.removeprefix("out/"): data for path, data in s3.files(prefix).items() if "/.ckpt" not in path}
+
+
+def check_it_can_be_made_again(s3: S3Server, source: str, out: str, prefix: str, expected: dict[str, bytes]) -> None:
+    """By a process that comes later: the lock of this one goes with it."""
+    s3.client().delete_object(Bucket=BUCKET, Key=f"{prefix}out/.ckpt-tools-partial/lock")
+    ckpt_tools.convert(source, out, to="zero2", world_size=2, overwrite=published(s3, prefix) == expected)
+    assert s3.files(prefix) == {f"out/{path}": data for path, data in expected.items()}
+    assert s3.open_uploads(prefix) == []
+
+
+def test_nothing_goes_wrong_by_itself(source: str, expected: dict[str, bytes], proxy: FaultProxy, s3: S3Server) -> None:
+    prefix = s3.new_prefix()
+    proxy.set(Fault("500", FOREVER, 1))
+    options = {"endpoint_url": proxy.endpoint, "retries": 0}
+    ckpt_tools.convert(source, f"s3://{BUCKET}/{prefix}out", to="zero2", world_size=2, storage_options=options)
+    assert s3.files(prefix) == {f"out/{path}": data for path, data in expected.items()}
+    assert NUM_REQUESTS * 0.7 < proxy.num_requests < NUM_REQUESTS * 1.5
+    assert os.environ["AWS_ENDPOINT_URL"] == s3.endpoint
