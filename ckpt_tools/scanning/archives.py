@@ -45,6 +45,11 @@ class Member:
     data: bytes
 
 
+def is_zip_at_the_end(read: ReadRange, size: int) -> bool:
+    """Whether a file that does not start as a zip ends as one, which is enough for Python's zipfile."""
+    return read(max(0, size - END.size), size).startswith(END_MAGIC)
+
+
 def has_one_directory(read: ReadRange, size: int) -> bool:
     """Whether the end of a zip leaves one directory to find: miniz takes the last end record whatever follows it, and
     the zip64 record also where the other needs none."""

@@ -16,7 +16,13 @@ from ckpt_tools.containers.pickles import Recording, recorded
 from ckpt_tools.containers.stored_zip import ReadRange, read_directory
 from ckpt_tools.dtypes import from_torch_storage
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
-from ckpt_tools.scanning.archives import Member, has_one_directory, members_of_any_zip, tar_members
+from ckpt_tools.scanning.archives import (
+    Member,
+    has_one_directory,
+    is_zip_at_the_end,
+    members_of_any_zip,
+    tar_members,
+)
 from ckpt_tools.scanning.report import Danger, Notebook
 from ckpt_tools.values import GlobalRef, Value
 
@@ -108,6 +114,8 @@ class Inspector:
             self._tar(piece)
         else:
             self._stream(piece)
+            if is_zip_at_the_end(piece.read, piece.size):
+                self._any_zip(replace(piece, is_expected=False), None)
 
     def _unreadable(self, piece: Piece, what: str) -> None:
         self._notebook.add(piece.file, piece.place, Danger.UNREADABLE, what)
