@@ -66,7 +66,9 @@ def test_the_bytes_are_those_that_threads_write(
     )
     on_threads = ckpt_tools.convert(made, tmp_path / "threads" / name, to=to)
     assert contents(tmp_path / "ray" / name) == contents(tmp_path / "threads" / name)
-    assert (on_ray.bytes_read, on_ray.bytes_written) == (on_threads.bytes_read, on_threads.bytes_written)
+    assert on_ray.bytes_written == on_threads.bytes_written
+    # Where an item's elements start is found by each process that reads of it.
+    assert on_threads.bytes_read <= on_ray.bytes_read < 2 * on_threads.bytes_read
     assert told[-1] == (on_ray.bytes_written, on_ray.bytes_written)
 
 
