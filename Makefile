@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check bench soak install clean
+.PHONY: demo test check bench soak fuzz install clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -32,6 +32,11 @@ test: check
 # system call that writes, and 3,000 calls that fail.
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py tests/crashes --soak -q --timeout=300
+
+# A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an
+# hour of one. ARGS as `python -m tests.fuzzing --help` says.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzzing $(ARGS)
 
 # Against the peers and cp: hours at its full size. Goes on where it was stopped; ARGS as `python -m benchmarks --help` says.
 bench: $(STAMP)
