@@ -96,6 +96,8 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
     records = {
         name.removeprefix(prefix): record for name, record in directory.records.items() if name.startswith(prefix)
     }
+    if len(records) < len(directory.records):
+        raise MalformedError(f"the zip archive is malformed: a record lies outside of its folder {root!r}", path=path)
     _check_kind(records, path)
     _check_byte_order(directory, root, records, read)
     if records["data.pkl"].size > MAX_PICKLE_BYTES:

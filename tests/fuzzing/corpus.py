@@ -33,11 +33,12 @@ def _read(folder: Path) -> Mapping[str, Files]:
 
 def unpacked(path: Path) -> Files:
     with zipfile.ZipFile(path) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
+        return {name.encode("ascii").decode("unicode_escape"): archive.read(name) for name in archive.namelist()}
 
 
 def pack(path: Path, files: Files) -> None:
-    """Write a checkpoint, equal bytes for equal checkpoints."""
+    """Write a checkpoint, equal bytes for equal checkpoints; names that no zip can hold are escaped."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED, 9)
+            escaped = name.encode("unicode_escape").decode()
+            archive.writestr(zipfile.ZipInfo(escaped), data, zipfile.ZIP_DEFLATED, 9)

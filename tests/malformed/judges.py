@@ -49,7 +49,7 @@ def _of_safetensors(files: Files, folder: Path) -> Iterator[Tensor]:
 
 def _of_torch(files: Files, folder: Path) -> Iterator[Tensor]:
     for data in _parts(files, (".pt", ".bin")):
-        yield from _tensors(torch.load(io.BytesIO(data), weights_only=True))
+        yield from _tensors(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 def _parts(files: Files, suffix: str | tuple[str, ...]) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ END = {"signature": (0, 4), "disk": (4, 2), "first disk": (6, 2), "here": (8, 2)
        "start": (16, 4), "comment length": (20, 2)}  # fmt: skip
 STRUCTURES = {b"PK\3\4": LOCAL, b"PK\1\2": CENTRAL, b"PK\5\6": END}
 
-VALUES = (0, 1, 2, 8, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF)
+VALUES = (0, 1, 8, 0xFFFF, 0xFFFFFFFF)
 
 
 def cases() -> Iterator[Case]:
