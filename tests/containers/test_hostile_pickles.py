@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copyreg
+import io
 import os
 import pickle
 import struct
 import sys
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckpt_tools.containers.unpickler.checker import MAX_DEPTH
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.values import GlobalRef, Opaque, OrderedDict
-from tests.containers.hostile import crafted, pickled
+from tests.containers.hostile import TECHNIQUES, crafted, pickled
 
 EVENTS: list[str] = []
 WATCHING = [False]
@@ -60,6 +61,29 @@ def test_the_audit_hook_sees_what_pickle_would_do(tmp_path: Path) -> None:
     finally:
         WATCHING[0] = False
     assert any("os.mkdir" in event for event in EVENTS) and any("find_class" in event for event in EVENTS)
+
+
+QUIET = {
+    *("NEWOBJ", "NEWOBJ_EX", "_reconstructor", "__newobj__", "base of _reconstructor"),
+    *("BUILD on the global", "APPENDS on the global", "extend of its own", "functools.reduce", "as a factory"),
+    *("BUILD __setstate__ on a placeholder", "slot state", "nested"),
+}
+"""Techniques that need another gadget than a function of one argument, or a class that is not there."""
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_the_techniques_work(technique: str, tmp_path: Path) -> None:
+    """Under Python's own unpickler: a proof that nothing runs is worth what the samples are."""
+    canary = tmp_path / "canary"
+    data = io.BytesIO(TECHNIQUES[technique]("os", "mkdir", (str(canary),)))
+    with suppress(Exception):
+        while data.tell() < len(data.getvalue()):
+            loader = pickle.Unpickler(data)
+            loader.persistent_load = lambda pid: pid
+            loader.load()
+    with suppress(ValueError):
+        copyreg.remove_extension("os", "mkdir", 240)
+    assert canary.exists() == (technique not in QUIET)
 
 
 @pytest.mark.parametrize("source", [crafted, pickled])
