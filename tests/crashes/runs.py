@@ -118,6 +118,10 @@ class Runs:
         """SIGKILL as the call is entered, so that it does not take place."""
         return self._with(call, "signal=SIGKILL", words)
 
+    def interrupted_at(self, call: Call, *words: str | Path) -> Ended:
+        """As by Ctrl-C."""
+        return self._with(call, "signal=SIGINT", words)
+
     def failing_at(self, call: Call, error: str, *words: str | Path) -> Ended:
         """The call does not take place and returns the error."""
         return self._with(call, f"error={error}", words)

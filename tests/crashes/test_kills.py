@@ -106,3 +106,15 @@ def test_without_resume_what_is_left_is_replaced(name: str, made_case: MakeCase,
     done = runs.run(*case.words)
     assert json.loads(done.stdout)["bytes_recovered"] == 0
     assert (case.visible(), [path.name for path in case.folder.iterdir()]) == (case.expected, [case.name])
+
+
+@pytest.mark.parametrize("call", [Call("write", 4), Call("pwrite64", 3)], ids=["our thread", "another"])
+def test_interrupted(call: Call, made_case: MakeCase, runs: Runs) -> None:
+    case = made_case("dcp")
+    ended = runs.interrupted_at(call, *case.words)
+    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; nothing was left at the destination.")
+    assert list(case.folder.iterdir()) == []
+    ended = runs.interrupted_at(call, *case.words, "--resume")
+    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; what was written is kept for --resume.")
+    assert noted_bytes(case) > 0
+    check_resumed(case, runs, [])
