@@ -47,8 +47,8 @@ MAX_NESTING = 4
 MIN_PICKLE_BYTES = 6
 """The shortest pickle that names anything: ``ca\\nb\\n.``."""
 
-MAX_KNOWN_BYTES, MAX_KNOWN = 4096, 4096
-"""Pickles that are remembered: the items of a DCP repeat a few small ones a million times."""
+MAX_KNOWN_BYTES, MAX_KNOWN = 4096, 256
+"""Pickles that are remembered, at up to 100 KB each: the items of a DCP repeat a few small ones a million times."""
 
 TAIL_BYTES = 1 << 13
 """One read from the end that holds the directory of an item of a DCP; larger ones take another read."""
