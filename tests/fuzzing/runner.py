@@ -25,7 +25,7 @@ from typing import Any
 from ckpt_tools.errors import CkptError
 from tests.fuzzing import corpus
 from tests.fuzzing.mutations import mutated
-from tests.fuzzing.target import Outcome, execute
+from tests.fuzzing.target import Outcome, execute, scan
 
 HANG_SECONDS = 1.0
 """Of processor time, in one execution."""
@@ -39,6 +39,9 @@ MAX_ADDRESS_BYTES = 4 << 30
 """A process may ask for no more, so that a failure does not take the machine with it."""
 
 BATCH = 500
+
+SCANNED = 4
+"""Each fourth input is scanned as well."""
 
 MAX_SHOWN = 50
 """Failures told in full; more are counted."""
@@ -84,6 +87,8 @@ def run_one(number: int, tally: Tally) -> None:
     signal.setitimer(signal.ITIMER_VIRTUAL, HANG_SECONDS)
     try:
         kind = kind_of(execute(files))
+        if number % SCANNED == 0:
+            scan(files)
     except Hang:
         kind = "hang"
         tally.failures.append((number, traceback.format_exc(limit=-6)))

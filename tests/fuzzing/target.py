@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckpt_tools.assemble import Assembler
@@ -16,6 +17,7 @@ from ckpt_tools.errors import CkptError, MemoryBudgetError
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.format.registry import reader_for
 from ckpt_tools.manifest import Manifest
+from ckpt_tools.scanning import scan_source
 from ckpt_tools.stores.base import Source
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
@@ -50,6 +52,12 @@ def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Ou
     except CkptError as error:
         str(error).encode(errors="backslashreplace")
         return Outcome(error=error)
+
+
+def scan(files: Mapping[str, bytes]) -> None:
+    """Scan a checkpoint. Raises whatever scanning should not raise."""
+    with suppress(CkptError):
+        scan_source(Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()})), "memory://")
 
 
 def elements_of(store: Overlay, manifest: Manifest) -> dict[tuple[str, str], bytes]:

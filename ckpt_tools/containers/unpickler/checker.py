@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from ckpt_tools.containers.dcp_classes import Record
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.values import GlobalRef, Opaque, OrderedDict, Size, StorageRef, StoredTensor, Value
+from ckpt_tools.values import DefaultDict, GlobalRef, Opaque, OrderedDict, Size, StorageRef, StoredTensor, Value
 
 MAX_DEPTH = 100
 """Containers inside containers. Training states nest less than 20 deep; walking 100 stays far below Python's recursion
@@ -16,6 +16,7 @@ SPARE_NODES = 1 << 16
 """Values that need no justification by size, twice the bytes come on top."""
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, Size, StorageRef, GlobalRef})
+_FLAT = frozenset({list, tuple, dict, OrderedDict, DefaultDict, set, frozenset})
 _OPEN = -1
 
 
@@ -57,12 +58,17 @@ class Checker:
             size += len(group)
             if not set(map(type, group)) <= _SCALARS:
                 inner = max(inner, *(self.check(part, depth + 1) for part in group))
-                size += sum(self._sizes.get(id(part), 0) for part in group)
+                size += sum(map(self._size, group))
         if size > self._max_size:
             raise MalformedError("values that share their parts many times over")
         self._heights[id(value)] = inner + 1
-        self._sizes[id(value)] = size
+        if inner:
+            self._sizes[id(value)] = size
         return inner + 1
+
+    def _size(self, value: Value) -> int:
+        """Parts that a checked value unfolds to; those of one that holds only scalars are not kept, but counted."""
+        return self._sizes.get(id(value), 0) or (len(value) + 1 if type(value) in _FLAT else 1)
 
 
 def _parts(value: Value) -> Iterable[Collection[Value]]:
