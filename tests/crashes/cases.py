@@ -30,10 +30,10 @@ SOURCES = {
 
 CASES = {
     "safetensors": ("dcp", "out", ["--to", "safetensors"]),
-    "sharded": ("zero3", "out", ["--to", "safetensors", "--max-shard-size", "300kB"]),
+    "sharded": ("zero3", "out", ["--to", "safetensors", "--max-shard-size", "100kB"]),
     "file": ("universal", "out.safetensors", []),
     "torch": ("zero1", "out.pt", ["--state", "all"]),
-    "torch-folder": ("sharded", "out", ["--to", "torch", "--max-shard-size", "300kB"]),
+    "torch-folder": ("sharded", "out", ["--to", "torch", "--max-shard-size", "100kB"]),
     "dcp": ("torch", "out", ["--to", "dcp", "--world-size", "3"]),
     "zero1": ("dcp", "out", ["--to", "zero1", "--world-size", "2"]),
     "zero2": ("zero3", "out", ["--to", "zero2", "--world-size", "2"]),
