@@ -206,13 +206,18 @@ def make_plan(
         MemoryBudgetError: not even the smallest tasks fit.
     """
     fixed, smallest = _fixed_bytes(manifest, layout), max(MIN_TASK_BYTES, wanted_bytes)
+    if not is_limit:
+        # Tasks of full size: smaller ones would be a hundred million where there are terabytes to write.
+        memory_bytes = max(
+            memory_bytes, fixed + num_workers * BUFFERS_PER_TASK * max(MAX_TASK_BYTES, smallest), reading_bytes
+        )
     needed = max(reading_bytes, fixed + num_workers * BUFFERS_PER_TASK * smallest)
-    if needed > memory_bytes and is_limit:
+    if needed > memory_bytes:
         raise MemoryBudgetError(
             f"this checkpoint needs at least {needed:,} bytes of memory with {num_workers} workers, "
             f"and the budget is {memory_bytes:,}: raise --memory or lower --workers"
         )
-    fitting = (max(needed, memory_bytes) - fixed) // (num_workers * BUFFERS_PER_TASK)
+    fitting = (memory_bytes - fixed) // (num_workers * BUFFERS_PER_TASK)
     aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES
     return Plan(manifest, layout, max(min(MAX_TASK_BYTES, aligned), wanted_bytes), num_workers, reading_bytes)
 

@@ -233,6 +233,10 @@ class TestBudget:
         with pytest.raises(MemoryBudgetError):
             make_plan(manifest, Layout(()), memory_bytes=needed - 1, num_workers=2)
 
+    def test_a_budget_that_is_no_limit_leaves_tasks_their_size(self) -> None:
+        plan = make_plan(manifest_of(10), Layout(()), memory_bytes=MIB, num_workers=2, is_limit=False)
+        assert plan.task_bytes == MAX_TASK_BYTES and plan.peak_memory_bytes > MIB
+
     def test_shards_and_tensors_count(self) -> None:
         peaks = [
             make_plan(manifest, Layout(()), memory_bytes=1024 * MIB, num_workers=1).peak_memory_bytes
