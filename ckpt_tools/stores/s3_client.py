@@ -224,17 +224,20 @@ class Bucket:
         )  # fmt: skip
 
     def get(self, key: str) -> Small | None:
-        """A small object in one piece, if there is one. Raises StoreError."""
+        """A small object that is not empty, in one piece, if there is one. Raises StoreError."""
         return retried(lambda: self._get_once(key), self.options.retry)
 
     def _get_once(self, key: str) -> Small | None:
         try:
-            answer = self._once("get_object", key, Key=key)
+            # As a range, so that the answer says how large the object is: a body alone may be cut short unnoticed.
+            answer = self._once("get_object", key, Key=key, Range="bytes=0-")
         except RefusedError as error:
             if error.status == 404:
                 return None
             raise
         data = self._guarded("get_object", key, answer["Body"].read)
+        if answer.get("ContentRange") != f"bytes 0-{len(data) - 1}/{len(data)}":
+            raise TransientError(StoreError("the service sent a part of it", path=self.url(key)))
         now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         age = (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
         return Small(data, answer["ETag"], age)

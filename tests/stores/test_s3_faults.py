@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
-    with running_fault_proxy(s3_server.port) as running:
+    with running_fault_proxy(s3_server) as running:
         yield running
 
 
@@ -74,7 +74,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault(seed: int, source: str, expected: dict[str, bytes], proxy: FaultProxy, s3: S3Server) -> None:
     prefix, fault = s3.new_prefix(), fault_of(seed)
     out = f"s3://{BUCKET}/{prefix}out"
-    options = {"endpoint_url": proxy.endpoint, "retries": 3, "read_timeout": 0.4}
     proxy.set(fault)
     error = error_of(source, out, {"endpoint_url": proxy.endpoint, "retries": 3, "read_timeout": 0.4})
     num_hit = proxy.num_hit

@@ -17,6 +17,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from tests.support.s3_server import S3Server
 
 STATUSES = {
     "500": (500, "InternalError"),
@@ -53,7 +56,7 @@ class FaultProxy:
     """Where it is, what goes wrong, and how often it did."""
 
     port: int
-    behind: int
+    behind: S3Server
     fault: Fault | None = None
     num_requests: int = 0
     num_hit: int = 0
@@ -78,8 +81,8 @@ class FaultProxy:
 
 
 @contextmanager
-def running_fault_proxy(behind: int) -> Iterator[FaultProxy]:
-    """A proxy on loopback in front of that port."""
+def running_fault_proxy(behind: S3Server) -> Iterator[FaultProxy]:
+    """A proxy on loopback in front of that server."""
 
     class Handler(_Handler):
         pass
@@ -132,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _hand_on(self, kind: str, body: bytes) -> None:
         wanted = _shifted(self.headers.get("Range")) if kind == "wrong range" else None
-        answer = self._forward(body, wanted)
+        answer = self._forward(body) if wanted is None else self._fetch(wanted)
         if kind == "slow":
             time.sleep(SLOW_SECONDS)
         if kind == "reset after":
@@ -149,13 +152,21 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(answer)
 
-    def _forward(self, body: bytes, wanted: str | None) -> _Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.proxy.behind, timeout=30)
+    def _fetch(self, wanted: str) -> _Answer:
+        """Another range than the one that the signature is for."""
+        _, bucket, key = unquote(urlsplit(self.path).path).split("/", 2)
+        found = self.proxy.behind.client().get_object(Bucket=bucket, Key=key, Range=wanted)
+        names = ("content-range", "content-type", "etag", "last-modified")
+        headers = [(name, found["ResponseMetadata"]["HTTPHeaders"][name]) for name in names]
+        return _Answer(206, headers, found["Body"].read())
+
+    def _forward(self, body: bytes) -> _Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.proxy.behind.port, timeout=30)
         try:
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 if name.lower() not in ("connection", "expect"):
-                    connection.putheader(name, wanted if wanted and name.lower() == "range" else value)
+                    connection.putheader(name, value)
             connection.endheaders(body or None)
             found = connection.getresponse()
             return _Answer(found.status, found.getheaders(), found.read())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import http.client
 import json
+import random
 import secrets
 import shutil
 import signal
@@ -18,16 +19,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import botocore.exceptions
 import botocore.session
 
 ACCESS_KEY, SECRET_KEY, REGION, BUCKET = "tester", "secret-of-tester", "us-east-1", "checkpoints"
-START_SECONDS = 30
+START_SECONDS, ATTEMPTS = 60, 3
 """It takes 2 s on an idle machine."""
 
 _PARTS = ("master", "volume", "filer", "s3")
@@ -108,6 +110,20 @@ def _client(endpoint: str) -> Any:
 @contextmanager
 def running_s3_server() -> Iterator[S3Server]:
     """A server with one bucket, which is empty."""
+    with ExitStack() as stack:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                server = stack.enter_context(_started())
+                break
+            except RuntimeError:
+                if attempt == ATTEMPTS:
+                    raise
+        yield server
+
+
+@contextmanager
+def _started() -> Iterator[S3Server]:
+    """Raises RuntimeError where one of its ports was taken meanwhile."""
     with tempfile.TemporaryDirectory(prefix="ckpt-tools-s3-", ignore_cleanup_errors=True) as name, ExitStack() as stack:
         folder = Path(name)
         ports = _free_ports(2 * len(_PARTS))
@@ -123,7 +139,6 @@ def running_s3_server() -> Iterator[S3Server]:
         stack.callback(_end, process)
         server = S3Server(ports[_PARTS.index("s3")], folder)
         _wait(process, server)
-        server.client().create_bucket(Bucket=BUCKET)
         yield server
 
 
@@ -145,6 +160,8 @@ def _command(folder: Path, ports: list[int]) -> list[str]:
         *(
             f"-s3.config={config}",
             "-s3.iam=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
             "-s3.autoCreateBucket=false",
             "-master.volumeSizeLimitMB=512",
             "-volume.max=0",
@@ -154,11 +171,16 @@ def _command(folder: Path, ports: list[int]) -> list[str]:
 
 
 def _free_ports(number: int) -> list[int]:
+    """Below those that the system gives to outgoing connections, of which there are thousands a second."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        found: list[int] = []
+        while len(found) < number:
+            port = random.randrange(10_000, 30_000)
+            each = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                found.append(port)
+        return found
 
 
 def _end_with_parent() -> None:
@@ -177,11 +199,20 @@ def _wait(process: subprocess.Popen[bytes], server: S3Server) -> None:
     while time.monotonic() < stop:
         if process.poll() is not None:
             break
-        if _answers(server.port):
+        if _answers(server.port) and _has_bucket(server):
             return
         time.sleep(0.05)
     log = server.folder.joinpath("log").read_text(errors="replace")[-3000:]
     raise RuntimeError(f"the S3 server did not start:\n{log}")
+
+
+def _has_bucket(server: S3Server) -> bool:
+    """Made if it was not; the parts behind the S3 part may need a moment more."""
+    try:
+        server.client().create_bucket(Bucket=BUCKET)
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
+        return False
+    return True
 
 
 def _answers(port: int) -> bool:

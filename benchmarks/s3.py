@@ -1,0 +1,286 @@
+"""A conversion from S3 to S3, against torch's own reader and against moving the same bytes and nothing else.
+
+`python -m benchmarks.s3 convert [--size BYTES] [--rounds N]` makes a DCP checkpoint of FSDP2, puts it on a SeaweedFS
+server of its own, and has each of these make an object of the same tensors, in turns:
+
+- ours: `ckpt-tools convert s3://... s3://... --to safetensors`
+- fsspec: torch's FsspecReader loads it, safetensors saves it to a local file, s3fs uploads that
+- plain: ranges of 8 MiB of the input are downloaded and uploaded as parts, by as many threads, through the same client
+
+`python -m benchmarks.s3 clients` reads ranges and uploads parts through our store, s3fs, and obstore.
+
+Server and client share the machine: the rates are of both together, and only their ratios mean something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.inputs import Cache
+from benchmarks.measure import Usage, measured
+from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, running_s3_server
+
+ROOT = Path(__file__).parent.parent
+PART_BYTES, NUM_THREADS = 8 << 20, 8
+TIME_LIMIT = 900.0
+SIZE = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A way to make the output, as a command of the input's and the output's URL."""
+
+    name: str
+    words: tuple[str, ...]
+    after: tuple[str, ...] = ()
+
+    def command(self, source: str, out: str) -> list[str]:
+        return [sys.executable, "-m", *self.words, source, out, *self.after]
+
+
+WORKS = (
+    Work("ours", ("ckpt_tools", "convert"), ("--to", "safetensors", "--quiet")),
+    Work("fsspec", ("benchmarks.s3", "fsspec")),
+    Work("plain", ("benchmarks.s3", "plain")),
+)
+
+
+def convert(size: int, rounds: int, cache: Path, names: list[str]) -> None:
+    """Every work in turns, on a server that lives as long."""
+    made = Cache(cache).get("dcp-weights", size)
+    with running_s3_server() as server, tempfile.TemporaryDirectory() as folder:
+        source = f"s3://{BUCKET}/in"
+        upload(server, "in/", made)
+        env = {**os.environ, **server.environment, "TMPDIR": folder}
+        found: dict[str, list[Usage]] = {}
+        for number in range(rounds):
+            for work in (work for work in WORKS if work.name in names):
+                out = f"s3://{BUCKET}/out-{work.name}-{number}"
+                usage = measured(
+                    work.command(source, out), Path(folder, "log"), time_limit=TIME_LIMIT, cwd=ROOT, env=env
+                )
+                if usage.exit_code:
+                    raise SystemExit(f"{work.name} failed:\n{Path(folder, 'log').read_text()[-2000:]}")
+                found.setdefault(work.name, []).append(usage)
+                print(described(work.name, usage, size), flush=True)
+                remove(server, f"out-{work.name}-{number}")
+    summarize(found)
+
+
+def described(name: str, usage: Usage, size: int) -> str:
+    rate = size / usage.seconds / 1e6
+    return (
+        f"{name:8} {usage.seconds:7.2f} s {rate:6.0f} MB/s, cpu {usage.cpu_seconds:6.2f} s, "
+        f"peak {usage.peak_bytes / 1e6:6.0f} MB, written to disk {usage.disk_write_bytes / 1e6:6.0f} MB"
+    )
+
+
+def summarize(found: Mapping[str, list[Usage]]) -> None:
+    medians = {name: statistics.median(usage.seconds for usage in usages) for name, usages in found.items()}
+    for name, seconds in medians.items():
+        print(f"median {name:8} {seconds:7.2f} s, ours is {seconds / medians['ours']:.2f} times as fast")
+
+
+def upload(server: S3Server, prefix: str, folder: Path) -> None:
+    """As `S3Server.upload`, in constant memory."""
+    client = server.client()
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        key = f"{prefix}{path.relative_to(folder).as_posix()}"
+        with path.open("rb") as file:
+            send(client, key, partial(_read, file), path.stat().st_size, num_threads=1)
+
+
+def _read(file: Any, start: int) -> bytes:
+    file.seek(start)
+    return bytes(file.read(PART_BYTES))
+
+
+def send(client: Any, key: str, read: Callable[[int], bytes], size: int, *, num_threads: int) -> None:
+    """An object of `size` bytes in parts, each read when it is sent."""
+    to = {"Bucket": BUCKET, "Key": key}
+    to["UploadId"] = client.create_multipart_upload(**to)["UploadId"]
+
+    def part(start: int) -> dict[str, Any]:
+        number = start // PART_BYTES + 1
+        return {"PartNumber": number, "ETag": client.upload_part(**to, PartNumber=number, Body=read(start))["ETag"]}
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = list(pool.map(part, range(0, size, PART_BYTES) or (0,)))
+    client.complete_multipart_upload(**to, MultipartUpload={"Parts": parts})
+
+
+def remove(server: S3Server, prefix: str) -> None:
+    for key in server.keys(prefix):
+        server.client().delete_object(Bucket=BUCKET, Key=prefix + key)
+
+
+def plain(source: str, out: str) -> None:
+    """Every byte of the input's files, downloaded and uploaded."""
+    client = fast_client()
+    prefix, target = (url.removeprefix(f"s3://{BUCKET}/") for url in (source, out))
+    for found in client.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/")["Contents"]:
+        key, size = found["Key"], found["Size"]
+
+        def read(start: int, key: str = key, size: int = size) -> bytes:
+            wanted = f"bytes={start}-{min(start + PART_BYTES, size) - 1}"
+            return bytes(client.get_object(Bucket=BUCKET, Key=key, Range=wanted)["Body"].read())
+
+        send(client, target + key.removeprefix(prefix), read, size, num_threads=NUM_THREADS)
+
+
+def fast_client() -> Any:
+    """botocore's, as fast as it gets."""
+    import botocore.session
+    from botocore.config import Config
+
+    config = Config(
+        max_pool_connections=NUM_THREADS,
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"payload_signing_enabled": False},
+    )
+    return botocore.session.Session().create_client("s3", config=config)
+
+
+def by_fsspec(source: str, out: str) -> None:
+    """What a user of torch does: load all of it, save it, upload it."""
+    import fsspec
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import fsspec_filesystem
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    reader = fsspec_filesystem.FsspecReader(source)
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        save_file(dict(tensors_of(state)), path)
+        fsspec.filesystem("s3").put_file(str(path), f"{out.removeprefix('s3://')}/{path.name}")
+
+
+def tensors_of(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from tensors_of(value, f"{prefix}{name}.")
+        elif hasattr(value, "dtype"):
+            yield prefix + name, value
+
+
+def clients(size: int, rounds: int) -> None:
+    """Ranged reads and part uploads by threads, through each client."""
+    with running_s3_server() as server:
+        os.environ.update(server.environment)
+        size = size // PART_BYTES * PART_BYTES
+        send(fast_client(), "in/f", lambda _: os.urandom(PART_BYTES), size, num_threads=2)
+        runs = [*reads(server).items(), *uploads(server).items()]
+        seconds: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for name, one in runs:
+                started = time.perf_counter()
+                with ThreadPoolExecutor(NUM_THREADS) as pool:
+                    list(pool.map(one, range(0, size, PART_BYTES)))
+                seconds.setdefault(name, []).append(time.perf_counter() - started)
+    print(json.dumps({name: f"{size / statistics.median(each) / 1e6:.0f} MB/s" for name, each in seconds.items()}))
+
+
+@dataclass(slots=True)
+class ObstoreStore:
+    """obstore, as far as a store is read from."""
+
+    inside: Any
+    url: str = "obstore"
+
+    def list(self) -> Mapping[str, int]:
+        return {each["path"]: each["size"] for page in self.inside.list() for each in page}
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        buffer[:] = memoryview(self.inside.get_range(path, start=start, length=len(buffer)))
+
+
+def obstore_of(server: S3Server, prefix: str | None = None) -> Any:
+    import obstore.store
+
+    return obstore.store.S3Store(
+        BUCKET,
+        prefix=prefix,
+        endpoint=server.endpoint,
+        access_key_id=ACCESS_KEY,
+        secret_access_key=SECRET_KEY,
+        region=REGION,
+        client_options={"allow_http": True},
+        virtual_hosted_style_request=False,
+    )
+
+
+def reads(server: S3Server) -> dict[str, Callable[[int], None]]:
+    from ckpt_tools.stores.fsspec_store import open_fsspec_store
+    from ckpt_tools.stores.s3 import S3Store
+    from ckpt_tools.stores.s3_client import Bucket, S3Options
+
+    s3fs = open_fsspec_store(f"s3://{BUCKET}/in", {})
+    assert s3fs is not None
+    stores = {
+        "read ours": S3Store(Bucket(S3Options(), BUCKET), "in/"),
+        "read s3fs": s3fs,
+        "read obstore": ObstoreStore(obstore_of(server, "in")),
+    }
+    return {name: partial(_read_part, store) for name, store in stores.items()}
+
+
+def _read_part(store: Any, start: int) -> None:
+    store.read_into("f", start, memoryview(bytearray(PART_BYTES)))
+
+
+def uploads(server: S3Server) -> dict[str, Callable[[int], Any]]:
+    """obstore has no upload of single parts; an object each stands for them."""
+    import s3fs
+
+    from ckpt_tools.stores.s3_client import Bucket, S3Options
+
+    data, bucket, obstore = os.urandom(PART_BYTES), Bucket(S3Options(), BUCKET), obstore_of(server)
+    fs = s3fs.S3FileSystem(config_kwargs={"max_pool_connections": NUM_THREADS})
+    ours, theirs = bucket.create_upload("ours", {}), bucket.create_upload("theirs", {})
+    to = {"Bucket": BUCKET, "Key": "theirs", "UploadId": theirs}
+    return {
+        "write ours": lambda start: bucket.upload_part("ours", ours, start // PART_BYTES + 1, data),
+        "write s3fs": lambda start: fs.call_s3("upload_part", PartNumber=start // PART_BYTES + 1, Body=data, **to),
+        "write obstore": lambda start: obstore.put(f"parts/{start}", data, use_multipart=False),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.s3", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["convert", "clients", "plain", "fsspec"])
+    parser.add_argument("urls", nargs="*")
+    parser.add_argument("--size", type=int, default=SIZE, help="bytes of the checkpoint")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "benchmarks")
+    parser.add_argument("--works", nargs="+", default=[work.name for work in WORKS])
+    given = parser.parse_args()
+    match given.what:
+        case "convert":
+            convert(given.size, given.rounds, given.cache, given.works)
+        case "clients":
+            clients(given.size, given.rounds)
+        case "plain":
+            plain(*given.urls)
+        case "fsspec":
+            by_fsspec(*given.urls)
+
+
+if __name__ == "__main__":
+    main()
