@@ -448,7 +448,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     "no dictionary": (2, add(optim(1), [1, 2]), MalformedError, "no dictionary"),
     "latest names no tag": (2, add("latest", "global_step8"), IncompleteError, "'global_step8'.*global_step7"),
     "latest leads outside": (2, add("latest", "../other"), UnsafeError, "outside"),
-    "latest is empty": (2, add("latest", ""), UnsafeError, "outside"),
+    "latest is empty": (2, add("latest", ""), IncompleteError, "empty"),
     "latest is no text": (2, add("latest", b"\xff\xfe"), MalformedError, "no text"),
     "latest is too long": (2, add("latest", "x" * 5000), MalformedError, "5,000 bytes"),
     # Kinds of parallelism.
