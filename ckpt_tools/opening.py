@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.companions import with_companions
-from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
+from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.format.registry import reader_for
 from ckpt_tools.manifest import Manifest
@@ -84,10 +84,14 @@ def _open(url: str | Path) -> Source:
 
         return open_remote_source(str(url), _STORAGE_OPTIONS.get())
     path = local_path(url)
-    if not path.exists():
+    try:
+        is_there, is_folder = path.exists(), path.is_dir()
+    except OSError as error:
+        raise StoreError(f"opening failed: {error.strerror}", path=str(path)) from error
+    if not is_there:
         raise SourceNotFoundError(f"there is no file or folder {path}")
-    if path.is_dir() or path.name in MARKERS:
-        return Source.open(LocalStore(path if path.is_dir() else path.parent))
+    if is_folder or path.name in MARKERS:
+        return Source.open(LocalStore(path if is_folder else path.parent))
     return Source.open(LocalStore(path.parent, only=path.name))
 
 

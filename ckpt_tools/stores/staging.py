@@ -178,7 +178,7 @@ def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False
             _recover(place)
             _check_free(place, is_file=is_file, overwrite=overwrite)
             _prepare(folder, resume=resume)
-        staging = Staging(folder, place, is_file, overwrite)
+            staging = Staging(folder, place, is_file, overwrite)
         yield staging
         kept = False
     finally:
@@ -189,7 +189,8 @@ def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False
         elif staging is None:
             with suppress(OSError):
                 folder.rmdir()  # where it was new, nothing was begun in it
-        os.close(lock)
+        with suppress(OSError):
+            os.close(lock)
 
 
 def _place(target: Path, *, is_file: bool) -> Path:
