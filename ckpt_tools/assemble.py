@@ -24,7 +24,7 @@ from ckpt_tools.containers.torch_zip import ItemLocation, locate_item
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.manifest import ByteRange, Framing, TensorEntry
 from ckpt_tools.planning import BoxHit, FlatHit, Hit, hits
-from ckpt_tools.stores.base import Located, Location, Store
+from ckpt_tools.stores.base import Expecting, Located, Location, Store
 
 MAX_READ_AMPLIFICATION = 2
 """A strided block is read whole while at least half of it is wanted,"""
@@ -137,6 +137,8 @@ class Assembler:
         return location
 
     def _locate(self, hit: Hit) -> ItemLocation:
+        if isinstance(self.store, Expecting):
+            self.store.expect(hit.at.file, hit.at.start, hit.at.stop)
         location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
         if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:
             raise MalformedError(

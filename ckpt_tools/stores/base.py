@@ -86,6 +86,14 @@ class Located(Protocol):
         """Where the file is, if it is in the service."""
 
 
+@runtime_checkable
+class Expecting(Protocol):
+    """A distant store, for which many small reads cost more than one of all."""
+
+    def expect(self, path: str, start: int, stop: int) -> None:
+        """Most of these bytes are about to be read by this thread. Raises as ``read_into``."""
+
+
 SPARE_BYTES = 64
 """More than any element has."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.base import Located, Location, Store, Versioned
+from ckpt_tools.stores.base import Expecting, Located, Location, Store, Versioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,11 @@ class Overlay:
         if path in self.literals or not isinstance(self.store, Versioned):
             return ""
         return self.store.version(path)
+
+    def expect(self, path: str, start: int, stop: int) -> None:
+        """Of the store's own files."""
+        if path not in self.literals and isinstance(self.store, Expecting):
+            self.store.expect(path, start, stop)
 
     def locate(self, path: str) -> Location | None:
         """Where the store's file is; nowhere where it is one of ours."""

@@ -16,7 +16,7 @@ import pytest
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
 from ckpt_tools.stores import s3_lock
 from ckpt_tools.stores.base import Location, Source, Store
-from ckpt_tools.stores.blocks import BLOCK_BYTES, BlockCache
+from ckpt_tools.stores.blocks import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
 from ckpt_tools.stores.names import PARTIAL
 from ckpt_tools.stores.s3 import S3Claim, S3Place, S3Store, open_s3_store
 from ckpt_tools.stores.s3_client import Bucket, S3Options
@@ -351,19 +351,35 @@ def test_options_that_are_none(options: dict[str, str]) -> None:
 
 
 def test_small_reads_share_requests(bucket: Bucket, runs: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = os.urandom(3 * BLOCK_BYTES + 6000)
+    data = os.urandom(8 * AHEAD_BYTES + 6000)
     s3.put(runs, {"x/f": data})
     source = Source.open(S3Store(bucket, f"{runs}x/"))
     cached, requests, read = BlockCache(source.store, source.files), [], Bucket.read_into
-    monkeypatch.setattr(Bucket, "read_into", lambda *given, **more: (requests.append(1), read(*given, **more))[1])
+    monkeypatch.setattr(Bucket, "read_into", lambda *given, **more: (requests.append(given), read(*given, **more))[1])
 
-    def check(start: int) -> None:
-        buffer = bytearray(min(300, len(data) - start))
+    def check(start: int, size: int) -> None:
+        buffer = bytearray(min(size, len(data) - start))
         cached.read_into("f", start, memoryview(buffer))
         assert buffer == data[start : start + len(buffer)]
 
+    check(AHEAD_BYTES, 300)
+    check(AHEAD_BYTES + 400, 300)
+    assert [len(given[3]) for given in requests] == [BLOCK_BYTES]
+    requests.clear()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(check, range(0, len(data), 5000)))
-    assert len(requests) == 4
+        list(pool.map(lambda start: check(start, 70_000), range(0, len(data), 50_000)))
+    assert len(requests) < 20
+    assert sum(len(given[3]) for given in requests) < 1.2 * len(data)
+    requests.clear()
+    check(0, MAX_SMALL_BYTES)
+    check(AHEAD_BYTES, MAX_SMALL_BYTES + 1)
+    assert [len(given[3]) for given in requests] == [MAX_SMALL_BYTES + 1]
+    requests.clear()
+    cached.expect("f", 77, 77 + 3 * AHEAD_BYTES)
+    for start, size in [(77, 1), (76 + 3 * AHEAD_BYTES, 1), (100, 2 * AHEAD_BYTES), (77, 3 * AHEAD_BYTES)]:
+        check(start, size)
+    assert [len(given[3]) for given in requests] == [3 * AHEAD_BYTES]
+    check(77, 3 * AHEAD_BYTES + 1)
+    assert len(requests) == 2
     with pytest.raises(IncompleteError):
         cached.read_into("f", len(data) - 1, memoryview(bytearray(2)))
