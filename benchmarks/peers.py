@@ -109,9 +109,10 @@ def dcp_by_3_ranks(source: str, out: str) -> None:
 
 
 def load_and_save(source: str, out: str) -> None:
-    """One rank: every tensor of the checkpoint, cut along dim 0 over the ranks."""
+    """One rank: every tensor of the checkpoint, cut along dim 0 over the ranks, saved as the tree that it was."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -121,7 +122,8 @@ def load_and_save(source: str, out: str) -> None:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state: dict[str, object] = {}
-    for key, entry in FileSystemReader(source).read_metadata().state_dict_metadata.items():
+    metadata = FileSystemReader(source).read_metadata()
+    for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             state[key] = None
         elif len(entry.size):
@@ -129,7 +131,7 @@ def load_and_save(source: str, out: str) -> None:
         else:
             state[key] = torch.empty((), dtype=entry.properties.dtype)
     load(state, checkpoint_id=source)
-    save(state, checkpoint_id=out)
+    save(unflatten_state_dict(state, metadata.planner_data), checkpoint_id=out)
 
 
 def main(name: str, source: str, out: str) -> None:
