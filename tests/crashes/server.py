@@ -53,25 +53,28 @@ def _command(words: list[str]) -> int:
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     """How the command ended, negative for a signal, what it said, and how often it made each call that may be short."""
     folder = Path(request["folder"])
-    ready, go = os.pipe()
+    pipes = (begun, begin), (go, start) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        _be_the_command(request, folder, ready)
+        _be_the_command(request, folder, begin, go)
+    os.read(begun, 1)
     tracer = _strace(child, folder, request["strace"]) if request["strace"] else None
-    os.write(go, b"!")
-    os.close(go)
-    os.close(ready)
+    os.write(start, b"!")
+    for number in (*pipes[0], *pipes[1]):
+        os.close(number)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if tracer is not None:
         tracer.wait()
     return {"code": code, **{name: (folder / name).read_text() for name in ("stdout", "stderr")}}
 
 
-def _be_the_command(request: dict[str, Any], folder: Path, ready: int) -> None:
+def _be_the_command(request: dict[str, Any], folder: Path, begin: int, go: int) -> None:
+    """Nothing of the preparation is seen by strace, which is started when ``begin`` was written to."""
     signal.alarm(LIMIT_SECONDS)
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    while not select.select([ready], [], [], 0.0005)[0]:
+    os.write(begin, b"!")
+    while not select.select([go], [], [], 0.0005)[0]:
         os.kill(os.getpid(), 0)  # what strace shows first
     if request["prompt"]:
         _tell_the_journal_at_once()
