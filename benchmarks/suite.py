@@ -205,8 +205,9 @@ def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
 
 
 def environment() -> dict[str, str]:
-    """No accelerator, no network; everything else as it is."""
-    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    """No accelerator, no network, and Python's compiled modules kept, as they are where programs are installed."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 
 
 def say(line: str) -> None:
