@@ -481,7 +481,7 @@ class Manifest:
         object.__setattr__(self, "extra", _frozen(self.extra))
         object.__setattr__(self, "literals", _frozen(self.literals))
         names = self.fqns
-        _check_text(chain(names, {key.slot for key in self.tensors}, self.aliases))
+        _check_text(chain(names, {key.slot for key in self.tensors}, self.aliases, map(str, self.extra)))
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:
                 raise MalformedError(f"{alias!r} is tied to {owner!r}, which does not own a tensor here")

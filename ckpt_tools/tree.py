@@ -457,7 +457,7 @@ def _extras(leaves: Leaves, places: Mapping[str, Place], tree: Tree) -> tuple[di
                 homes[inner[0]] = where.path
             tensor = leaves.tensors.get(name)
             _set(extra, inner, leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0]))
-    return {name: _with_lists(value) for name, value in extra.items()}, homes
+    return {str(name): _with_lists(value) for name, value in extra.items()}, homes
 
 
 def _unused(name: str, names: Mapping[str, Path], uses: Counter[str]) -> str:
