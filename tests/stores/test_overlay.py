@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.stores.base import Store
+from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.testing.stores import StoreTests
@@ -31,3 +33,12 @@ def test_a_literal_hides_a_file_of_its_name() -> None:
 def test_a_literal_ends_where_it_ends() -> None:
     with pytest.raises(IncompleteError, match="it ends at byte 3"):
         Overlay(MemoryStore(), {"a": b"abc"}).read_into("a", 2, memoryview(bytearray(2)))
+
+
+def test_a_file_has_the_version_that_the_store_below_gives_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12")
+    overlay = Overlay(LocalStore(tmp_path), {"literal": b"1"})
+    assert overlay.version("file") == LocalStore(tmp_path).version("file")
+    assert overlay.version("literal") == Overlay(MemoryStore(), {}).version("any") == ""
+    with pytest.raises(IncompleteError, match="missing"):
+        overlay.version("other")
