@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +206,44 @@ def test_bytes_are_copied_within_the_service(s3: S3Server, tmp_path: Path) -> No
         "c": tensors["a"].tobytes(),
         "b": tensors["b"].tobytes(),
     }
+
+
+KILLED = """
+import os, sys
+import ckpt_tools
+from ckpt_tools import journal
+from ckpt_tools.stores.s3_client import Bucket
+
+upload, sent = Bucket.upload_part, []
+
+def upload_or_die(*given):
+    sent.append(upload(*given))
+    if len(sent) == 3:
+        os.kill(os.getpid(), 9)
+    return sent[-1]
+
+Bucket.upload_part = upload_or_die
+journal.MAX_SHARE = 1e9  # every task is noted at once
+ckpt_tools.convert(sys.argv[1], sys.argv[2], dtype="bfloat16", workers=1, resume=True)
+"""
+
+
+def test_a_killed_run_is_resumed(s3: S3Server, tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    source = tmp_path / "a.safetensors"
+    save_file({"a": np.random.default_rng(2).standard_normal((20 << 20,), np.float32)}, source)
+    ckpt_tools.convert(source, tmp_path / "b.safetensors", dtype="bfloat16")
+    prefix = s3.new_prefix()
+    out = f"s3://{BUCKET}/{prefix}b.safetensors"
+    assert subprocess.run([sys.executable, "-c", KILLED, str(source), out]).returncode == -9
+    assert s3.open_uploads(prefix) == ["b.safetensors"] and "b.safetensors" not in s3.keys(prefix)
+    assert {left.kind for left in ckpt_tools.clean(out, dry_run=True).leftovers} >= {"open upload", "log"}
+    report = ckpt_tools.convert(source, out, dtype="bfloat16", workers=1, resume=True)
+    assert 0 < report.bytes_recovered < 4 * (9 << 20)
+    assert report.bytes_recovered + report.bytes_written == report.plan.bytes_written
+    assert s3.files(prefix) == {"b.safetensors": (tmp_path / "b.safetensors").read_bytes()}
+    assert s3.open_uploads(prefix) == []
 
 
 @pytest.fixture

@@ -61,8 +61,8 @@ class S3Options:
     """How to reach a service; what is left out comes from the usual AWS environment and files."""
 
     key: str | None = None
-    secret: str | None = None
-    token: str | None = None
+    secret: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
     profile: str | None = None
     endpoint_url: str | None = None
     region: str | None = None
