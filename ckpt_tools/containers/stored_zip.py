@@ -179,26 +179,39 @@ class _DirectoryReader:
         return self._read(start, stop)
 
     def _find_end(self) -> int | None:
-        """Where the end record starts: the last one whose comment reaches exactly to the end of the file."""
-        at = self._tail.rfind(END_MAGIC)
+        """Where the end record starts: the last one whose comment reaches exactly to the end of the file.
+
+        Others after it would lie in its comment, and some libraries take the last that looks like one.
+        """
+        at, rivals = self._tail.rfind(END_MAGIC), 0
         while at >= 0:
             whole = at + END.size <= len(self._tail)
             if whole and at + END.size + END.unpack_from(self._tail, at)[-1] == len(self._tail):
+                if rivals:
+                    self._fail("it has more than one end record of its directory")
                 return self._tail_start + at
+            rivals += whole
             at = self._tail.rfind(END_MAGIC, 0, at + 3)
         return None
 
     def _extent(self, end: int) -> tuple[int, int, int]:
         """Start, stop and number of records of the directory."""
-        _, disk, first_disk, here, count, num_bytes, start, _ = END.unpack(self._bytes(end, end + END.size))
-        if MAX16 in (here, count) or MAX32 in (num_bytes, start):
-            end, (disk, first_disk, here, count, num_bytes, start) = self._end64(end)
-        if disk or first_disk or here != count:
-            raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
+        plain = wide = END.unpack(self._bytes(end, end + END.size))[1:7]
+        if MAX16 in plain[2:4] or MAX32 in plain[4:6] or self._has_locator(end):
+            end, wide = self._end64(end)
+        for disk, first_disk, here, count, *_ in (plain, wide):
+            if disk or first_disk or here != count:
+                raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
+        if any(a not in (b, MAX16, MAX32) for a, b in zip(plain, wide, strict=True)):
+            self._fail("its two end records say different things of its directory")
+        *_, count, num_bytes, start = wide
         # torch adds the zip64 end records also where no number needs them.
         if start + num_bytes != end and not self._is_end64_at(start + num_bytes, end):
             self._fail("its directory does not end where its end record starts")
         return start, start + num_bytes, count
+
+    def _has_locator(self, end: int) -> bool:
+        return self._bytes(max(0, end - LOCATOR64.size), end).startswith(LOCATOR64_MAGIC)
 
     def _is_end64_at(self, at: int, end: int) -> bool:
         gap = END64.size + LOCATOR64.size
@@ -209,8 +222,8 @@ class _DirectoryReader:
         if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
             self._fail("its zip64 end record is missing")
         _, _, at, _ = LOCATOR64.unpack(locator)
-        if at + END64.size > end:
-            self._fail("its zip64 end record lies outside of the file")
+        if at + END64.size + LOCATOR64.size != end:
+            self._fail("its zip64 end record does not lie before the end of its directory")
         magic, _, _, _, disk, first_disk, here, count, num_bytes, start = END64.unpack(self._bytes(at, at + END64.size))
         if magic != END64_MAGIC:
             self._fail("its zip64 end record is missing")

@@ -204,7 +204,7 @@ def test_zip64_records_are_needed_where_the_end_says_so() -> None:
 
 
 def test_a_huge_directory_is_refused_before_it_is_read() -> None:
-    data = patched(ours(), end(ours()) + 16, "<I", 0xFFFFFFFF)
+    data = patched(ours(), end(ours()) + 8, "<2H2I", 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
     at = data.rindex(END64_MAGIC)
     refused(patched(data, at + 24, "<2Q", 1 << 40, 1 << 40), MalformedError, "directory of")
     refused(patched(data, at + 40, "<2Q", 1 << 62, 0), MalformedError, "directory")
@@ -264,3 +264,20 @@ def test_many_records_are_written_and_read() -> None:
 def test_python_reads_what_we_write() -> None:
     with zipfile.ZipFile(io.BytesIO(ours())) as archive:
         assert archive.testzip() is None and archive.namelist() == list(NAMES)
+
+
+class TestTwoDirectories:
+    """What one library takes for the archive must not be another archive to the next."""
+
+    def test_a_second_end_record_in_the_comment(self) -> None:
+        hidden = END_MAGIC + bytes(18)
+        at = PLAIN.rfind(END_MAGIC)
+        data = PLAIN[: at + 20] + struct.pack("<H", len(hidden) + 4) + hidden + b"tail"
+        refused(data, MalformedError, "more than one end record")
+
+    @pytest.mark.parametrize("offset", [12, 16], ids=["bytes", "start"])
+    def test_a_plain_end_record_that_says_something_else_than_the_wide_one(self, offset: int) -> None:
+        data = bytearray(ours())
+        at = data.rfind(END_MAGIC)
+        data[at + offset] ^= 1
+        refused(bytes(data), MalformedError, "two end records")
