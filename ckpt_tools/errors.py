@@ -25,7 +25,6 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-
 MAX_MESSAGE_CHARS = 1000
 """A checkpoint chooses some of the words of a message, and may choose a megabyte of them."""
 
