@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import costs, machine, report
 from benchmarks.journal import Journal
-from benchmarks.suite import OutOfTimeError, Runner, Settings, say
+from benchmarks.suite import WAYS, OutOfTimeError, Runner, Settings, say
 from benchmarks.works import WORKS
 
 HERE = Path(__file__).parent
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--works", type=_names, default=NAMES, help=f"of {', '.join(NAMES)}; all if left out")
     made.add_argument("--size", type=float, default=4.5, metavar="GB", help="of every input")
     made.add_argument("--runs", type=int, default=5, help="of each contestant in each way")
+    made.add_argument("--ways", type=_ways, default=WAYS, help=f"of {', '.join(WAYS)}; all if left out")
     made.add_argument("--time-limit", type=float, default=600, metavar="SECONDS", help="of one run")
     made.add_argument("--budget-minutes", type=float, default=float("inf"), help="start no run after so long")
     made.add_argument("--memory-sizes", type=_numbers, default=(1.0, 4.0, 16.0), metavar="GB,GB", help="for memory")
@@ -46,6 +47,13 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _ways(text: str) -> tuple[str, ...]:
+    ways = tuple(text.split(","))
+    if unknown := set(ways) - set(WAYS):
+        raise argparse.ArgumentTypeError(f"no such way: {', '.join(sorted(unknown))}")
+    return ways
+
+
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in text.split(","))
 
@@ -59,6 +67,7 @@ def main(words: Sequence[str] | None = None) -> None:
         time_limit=asked.time_limit,
         data=asked.data.resolve(),
         deadline=time.monotonic() + 60 * asked.budget_minutes,
+        ways=asked.ways,
     )
     if not asked.report:
         _measure(asked, settings, journal)

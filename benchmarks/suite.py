@@ -32,6 +32,9 @@ output, which of `ds_to_universal` with its temporary files is 2.4 times its inp
 
 MAX_REASON = 200
 
+WAYS = ("warm", "cold", "fsync")
+"""With what is read in memory, with it on the disk, and warm with fsync."""
+
 HEAT = f"""
 import mmap, sys
 mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | {getattr(mmap, "MAP_POPULATE", 0x8000)})
@@ -47,6 +50,7 @@ class Settings:
     time_limit: float
     data: Path
     deadline: float = float("inf")
+    ways: tuple[str, ...] = WAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,10 @@ class Slot:
     contestant: str
     cache: str
     synced: bool
+
+    @property
+    def way(self) -> str:
+        return "fsync" if self.synced else self.cache
 
 
 class OutOfTimeError(Exception):
@@ -103,7 +111,8 @@ class Runner:
         done = {(r["round"], r["contestant"], r["cache"], r["synced"]) for r in self._found("run")}
         failed = self._failed()
         for number in range(self.settings.runs):
-            order = sorted(slots(self.work), key=lambda slot: (slot.contestant, slot.cache, slot.synced))
+            asked = (slot for slot in slots(self.work) if slot.way in self.settings.ways)
+            order = sorted(asked, key=lambda slot: (slot.contestant, slot.cache, slot.synced))
             random.Random(f"{self.work.name} {number}").shuffle(order)
             for slot in order:
                 if (number, slot.contestant, slot.cache, slot.synced) not in done and slot.contestant not in failed:
