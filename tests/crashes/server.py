@@ -71,6 +71,8 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 def _be_the_command(request: dict[str, Any], folder: Path, begin: int, go: int) -> None:
     """Nothing of the preparation is seen by strace, which is started when ``begin`` was written to."""
     signal.alarm(LIMIT_SECONDS)
+    # A shell that starts the tests in the background has everything below ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.write(begin, b"!")
