@@ -25,8 +25,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes at a time, each with whole files of tests, so that what a file's tests share is made once.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The full matrix of formats and world sizes, with its table, the casts of all 2**32 float32 patterns, a kill at every
 # system call that writes, and 3,000 calls that fail.

@@ -1,5 +1,10 @@
 """The command line: parse, one API call, render. ``main`` is the console script's entry point."""
 
-from ckpt_tools.cli.main import main
+import os
+
+# Else numpy's linear algebra, of which nothing here makes use, starts a thread a core that waits by turning in circles.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from ckpt_tools.cli.main import main  # noqa: E402
 
 __all__ = ["main"]
