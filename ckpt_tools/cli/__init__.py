@@ -5,6 +5,6 @@ import os
 # Else numpy's linear algebra, of which nothing here makes use, starts a thread a core that waits by turning in circles.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from ckpt_tools.cli.main import main  # noqa: E402
+from ckpt_tools.cli.main import main
 
 __all__ = ["main"]
