@@ -179,15 +179,15 @@ class Runner:
         if slot.contestant != COPY:
             self.out.mkdir(parents=True)
         command = self.work.command(slot.contestant, self.source, self.copied, self.out, synced=slot.synced)
-        self._heat()
         share = self._set_cache(slot)
+        self._heat()
         return *call(command, self.settings), share
 
     def _heat(self) -> None:
         """Touch as much free memory as an output takes.
 
         A virtual machine gives free memory back to its host after two idle seconds, and whoever then writes first waits
-        for the host. All should find the memory alike.
+        for the host. All should find the memory alike, so nothing comes between this and the run.
         """
         subprocess.run([sys.executable, "-S", "-c", HEAT, str(self.settings.size_bytes)], check=False)
 
