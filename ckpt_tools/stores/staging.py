@@ -135,11 +135,16 @@ class Staging:
     def publish(self, paths: Sequence[str] = (), *, fsync: bool) -> None:
         """Put the finished output in its place, in one step; what else of ``paths`` a file has beside it, just before.
 
+        A killed run may have left more than ``paths`` where they are given, such as digests that are not asked for
+        now; nothing else is published.
+
         Raises:
             DestinationExistsError: somebody else put something there meanwhile. StoreError: renaming failed.
         """
         output = self.store.root
         with _reporting("publishing failed", self.target):
+            if paths:
+                _keep_only(output, paths)
             if fsync:
                 _sync_folders(output)
             _check_free(self.target, is_file=self.is_file, overwrite=self.overwrite)
@@ -153,6 +158,14 @@ class Staging:
             self.published = True
             if fsync:
                 _sync_folder(self.target.parent)
+
+
+def _keep_only(output: Path, paths: Sequence[str]) -> None:
+    wanted = {output / path for path in paths}
+    for folder, _, names in os.walk(output):
+        for path in (Path(folder, name) for name in names):
+            if path not in wanted:
+                path.unlink()
 
 
 @contextmanager

@@ -355,3 +355,12 @@ class TestPlaces:
                 with pytest.raises(CkptError):
                     convert(tmp_path / "other", "new", is_file=False)
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path: Path) -> None:
+    with staged(tmp_path / "out", is_file=False, overwrite=False, resume=True) as staging:
+        fill(staging, "new")
+        (staging.store.root / "deep/ckpt-tools.digests.json").write_text("{")
+        staging.publish(["a", "deep/b"], fsync=False)
+    assert text_of(tmp_path / "out") == "new"
+    assert names(tmp_path / "out/deep") == ["b"]
