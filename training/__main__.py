@@ -32,9 +32,10 @@ from training.launchers.torchrun import under_torchrun, work
 @click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", help="What the model computes in.")
 @click.option("--seed", type=int, default=0, help="Of the first weights and the order of samples.")
 @click.option("--save-every", type=int, default=1, help="Epochs between checkpoints; the last is always saved.")
-@click.option("--resume", metavar=f"PATH|{RESUME_LATEST}", help="Continue a checkpoint, or this run's last.")
+@click.option("--storage", metavar="URL", help="Where checkpoints go, such as s3://bucket/run; else to --out.")
+@click.option("--resume", metavar=f"PATH|URL|{RESUME_LATEST}", help="Continue a checkpoint, or this run's last.")
 def main(**options: Any) -> None:
-    """Train the Vision Transformer; leaves sharded checkpoints and result.json in --out."""
+    """Train the Vision Transformer; leaves result.json in --out, sharded checkpoints there or in --storage."""
     try:
         run(options)
     except CkptError as error:

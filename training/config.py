@@ -19,12 +19,18 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 RESUME_LATEST = "latest"
 
 
+def is_url(text: str) -> bool:
+    """Whether ``text`` names something in a store that is not local."""
+    return "://" in text and not text.startswith("file://")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """A training run. Raises ``UsageError`` for values that do not fit together.
 
     ``batch_size`` is global: each step uses that many samples over all workers. ``epochs`` is the length of the
     learning rate schedule; a run that ends earlier, after epoch ``until``, can be resumed on the same schedule.
+    ``storage`` is the URL of a store that takes the checkpoints in the place of ``out``.
     """
 
     out: Path
@@ -43,12 +49,14 @@ class TrainConfig:
     data_root: Path | None = None
     num_samples: int | None = None
     save_every: int = 1
+    storage: str | None = None
     resume: str | None = None
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_counts()
         self._check_together()
+        self._check_storage()
 
     @property
     def last_epoch(self) -> int:
@@ -99,3 +107,13 @@ class TrainConfig:
             )
         if self.last_epoch > self.epochs:
             raise UsageError(f"--until {self.until} lies beyond --epochs {self.epochs}")
+
+    def _check_storage(self) -> None:
+        if self.storage is None:
+            return
+        if not is_url(self.storage):
+            raise UsageError(f"--storage is a URL such as s3://bucket/run, not {self.storage!r}; a folder is --out")
+        if self.launcher != "ray":
+            raise UsageError(
+                "--storage is Ray Train's: use --launcher ray, or convert the checkpoints to it afterwards"
+            )

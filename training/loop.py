@@ -60,8 +60,8 @@ Save = Callable[[Path], None]
 Report = Callable[[EpochMetrics, Save | None], None]
 
 
-def train(config: TrainConfig, device: torch.device, resume_from: Path | None, report: Report) -> Trained:
-    """Train to ``config.last_epoch`` on this rank, from the start or from a checkpoint folder with all shards."""
+def train(config: TrainConfig, device: torch.device, resume_from: Path | str | None, report: Report) -> Trained:
+    """Train to ``config.last_epoch`` on this rank, from the start or from a whole checkpoint at a path or URL."""
     samples, held_out = load_parts(config)
     total_steps = config.epochs * config.steps_per_epoch(len(samples))
     with closing(create_engine(config, schedule_for(total_steps, config.warmup_fraction), device)) as engine:

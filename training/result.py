@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from training.checkpoints import CHECKPOINTS, checkpoint_name
+from training.checkpoints import checkpoint_name, checkpoint_of
 from training.config import TrainConfig
 from training.loop import EpochMetrics, Trained
 
@@ -45,7 +45,7 @@ class RunResult:
             accuracy=trained.evaluation.accuracy,
             correct=trained.evaluation.correct,
             total=trained.evaluation.total,
-            checkpoint=str(config.out / CHECKPOINTS / checkpoint_name(config.last_epoch)),
+            checkpoint=str(checkpoint_of(config, checkpoint_name(config.last_epoch))),
             seconds=seconds,
             history=trained.history,
             predicted=trained.evaluation.predicted,

@@ -38,9 +38,9 @@ class Engine(Protocol):
         """Write this rank's shards into ``folder``, which exists and may be another folder on every rank."""
         ...
 
-    def resume(self, checkpoint: Path) -> Progress:
-        """Restore model, optimizer and schedule from a checkpoint of any format and world size, all of which every
-        rank can read; raises ``CkptError``."""
+    def resume(self, checkpoint: Path | str) -> Progress:
+        """Restore model, optimizer and schedule from a checkpoint of any format and world size at a path or URL, all
+        of which every rank can read; raises ``CkptError``."""
         ...
 
     def close(self) -> None:

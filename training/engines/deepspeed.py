@@ -51,7 +51,7 @@ class DeepSpeedEngine:
         client_state = {"epoch": progress.epoch, "step": progress.step}
         self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state)
 
-    def resume(self, checkpoint: Path) -> Progress:
+    def resume(self, checkpoint: Path | str) -> Progress:
         with as_zero(checkpoint, self._engine.zero_optimization_stage()) as folder:
             _, client_state = self._engine.load_checkpoint(str(folder))
         return progress_of(client_state, checkpoint)

@@ -86,7 +86,7 @@ class Fsdp2Engine:
         self._app.progress = progress
         state_dict_saver.save({"app": self._app}, checkpoint_id=folder)
 
-    def resume(self, checkpoint: Path) -> Progress:
+    def resume(self, checkpoint: Path | str) -> Progress:
         entries = load_into(self._app.model, self._app.optimizer, checkpoint)
         self._app.scheduler.load_state_dict(scheduler_of(entries, checkpoint))
         return progress_of(entries, checkpoint)

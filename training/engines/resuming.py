@@ -18,7 +18,7 @@ from ckpt_tools.errors import FormatError
 from training.engines.base import Progress
 
 
-def progress_of(entries: Mapping[str, Any], checkpoint: Path) -> Progress:
+def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
     """How far the run had come that wrote these entries beside model and optimizer. Raises ``FormatError``."""
     epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
     if type(epoch) is not int or type(step) is not int:
@@ -26,7 +26,7 @@ def progress_of(entries: Mapping[str, Any], checkpoint: Path) -> Progress:
     return Progress(epoch, step)
 
 
-def scheduler_of(entries: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str, Any]:
     """The learning rate schedule's state among these entries. Raises ``FormatError``."""
     state = entries.get("lr_scheduler")
     if not isinstance(state, dict):
@@ -35,18 +35,17 @@ def scheduler_of(entries: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]
 
 
 @contextmanager
-def as_zero(checkpoint: Path, stage: int) -> Iterator[Path]:
+def as_zero(checkpoint: Path | str, stage: int) -> Iterator[Path]:
     """``checkpoint`` as a folder that ``load_checkpoint`` takes at this stage and world size; collective.
 
-    Where it is of another format, stage or world size, the first rank of each machine converts it into a temporary
-    folder, which takes as much room as the checkpoint until it is loaded.
+    Where it is of another format, stage or world size, or at a URL, from which DeepSpeed reads nothing, the first rank
+    of each machine converts it into a temporary folder, which takes as much room as the checkpoint until it is loaded.
 
     Raises:
         CkptError: it cannot be read or has no form in this stage.
     """
-    found = ckpt_tools.inspect(checkpoint)
     world_size = torch.distributed.get_world_size()
-    if (found.format, found.world_size) == (f"zero{stage}", world_size) and (checkpoint / "latest").is_file():
+    if isinstance(checkpoint, Path) and _fits(checkpoint, stage, world_size):
         yield checkpoint
         return
     folder, leads = _temporary_folder(), int(os.environ["LOCAL_RANK"]) == 0
@@ -59,6 +58,12 @@ def as_zero(checkpoint: Path, stage: int) -> Iterator[Path]:
     finally:
         if leads:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fits(checkpoint: Path, stage: int, world_size: int) -> bool:
+    """Whether ``load_checkpoint`` takes it as it is. Raises CkptError where it cannot be read."""
+    found = ckpt_tools.inspect(checkpoint)
+    return (found.format, found.world_size) == (f"zero{stage}", world_size) and (checkpoint / "latest").is_file()
 
 
 def _temporary_folder() -> Path:

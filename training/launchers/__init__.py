@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+import ckpt_tools
 from training.checkpoints import resume_folder
-from training.config import TrainConfig
+from training.config import TrainConfig, is_url
 from training.data import load_dataset
 from training.result import RunResult
 
@@ -29,6 +30,8 @@ def launch(config: TrainConfig) -> RunResult:
 def check_before_start(config: TrainConfig) -> None:
     """Raise here, in one process, what would otherwise be raised by every worker; makes ``OUT``."""
     resume_folder(config)
+    if config.resume is not None and is_url(config.resume):
+        ckpt_tools.inspect(config.resume)
     samples = load_dataset(config.dataset, "train", config.data_root).first(config.num_samples)
     config.steps_per_epoch(len(samples))
     config.out.mkdir(parents=True, exist_ok=True)

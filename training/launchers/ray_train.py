@@ -1,7 +1,8 @@
 """The loop under Ray Train: one ``TorchTrainer``, metrics and sharded checkpoints through ``ray.train.report``.
 
 Every worker saves its own shards into a folder of its own and reports it; Ray uploads them all into the same
-checkpoint of the run's storage. Resuming ``latest`` asks Ray, whose record of the run lies in that storage too.
+checkpoint of the run's storage, ``OUT`` or a store. Resuming ``latest`` asks Ray, whose record of the run lies in that
+storage too.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
 import torch
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.util.queue import Queue
 
-from training.checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
+from training.checkpoints import CHECKPOINTS, checkpoint_name, checkpoint_of, resume_folder
 from training.config import TrainConfig
 from training.launchers.failures import Failure
 from training.loop import EpochMetrics, Save, Trained, train
 from training.result import RunResult
+from training.storage import file_system
 
 # Ray's own default is 30 % of the memory; nothing but a few lines of progress goes through the object store here.
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -86,14 +89,14 @@ def _print_until_none(lines: Queue) -> None:
         print(line, flush=True)
 
 
-def _fit(config: TrainConfig, resume_from: Path | None, lines: Queue) -> Trained:
+def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue) -> Trained:
     trainer = ray.train.torch.TorchTrainer(
         _work,
         train_loop_config={"config": config, "resume_from": resume_from, "lines": lines},
         scaling_config=ray.train.ScalingConfig(num_workers=config.num_workers, use_gpu=torch.cuda.is_available()),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,
-            storage_path=str(config.out),
+            **_ray_storage(config),
             worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
@@ -106,6 +109,18 @@ def _fit(config: TrainConfig, resume_from: Path | None, lines: Queue) -> Trained
         raise Failure.of(0, error).to_error(config.out) from error
 
 
+def _ray_storage(config: TrainConfig) -> dict[str, Any]:
+    """The part of Ray's ``RunConfig`` that says where checkpoints and the record of the run lie.
+
+    Not Arrow's own S3 client, which Ray would take for a URL: it resolves endpoint and region by rules of its own, and
+    leaves an empty object for each folder.
+    """
+    if config.storage is None:
+        return {"storage_path": str(config.out)}
+    fs, path = file_system(config.storage)
+    return {"storage_path": path, "storage_filesystem": PyFileSystem(FSSpecHandler(fs))}
+
+
 def _first_failure(error: ray.train.WorkerGroupError) -> Failure:
     """The lowest rank's: Ray collects the failures of one poll without saying which came first."""
     rank, cause = min(error.worker_failures.items(), key=lambda item: item[0])
@@ -115,12 +130,15 @@ def _first_failure(error: ray.train.WorkerGroupError) -> Failure:
 def _work(loop_config: dict[str, Any]) -> Trained:
     """Be one rank of the run."""
     config: TrainConfig = loop_config["config"]
-    latest = ray.train.get_checkpoint()
+    resume_from = _latest_of_ray(config) or loop_config["resume_from"]
     report = partial(_report, config, loop_config["lines"])
-    if latest is None:
-        return train(config, ray.train.torch.get_device(), loop_config["resume_from"], report)
-    with latest.as_directory() as folder:
-        return train(config, ray.train.torch.get_device(), Path(folder), report)
+    return train(config, ray.train.torch.get_device(), resume_from, report)
+
+
+def _latest_of_ray(config: TrainConfig) -> Path | str | None:
+    """This run's last checkpoint by Ray's record, read where it lies instead of from a copy that Ray would make."""
+    latest = ray.train.get_checkpoint()
+    return None if latest is None else checkpoint_of(config, PurePosixPath(latest.path).name)
 
 
 def _report(config: TrainConfig, lines: Queue, metrics: EpochMetrics, save: Save | None) -> None:

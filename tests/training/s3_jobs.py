@@ -1,0 +1,48 @@
+"""Small runs in one process group that begin from S3: ``torchrun ... -m tests.training.s3_jobs OUT URL``.
+
+``URL/fsdp2`` is the storage of a run that has finished its first epoch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from fsspec.core import url_to_fs
+
+from tests.training.jobs import small_config
+from training.config import TrainConfig
+from training.launchers.torchrun import join_process_group, leave, run_rank
+
+EPOCHS = 3
+
+
+def run(config: TrainConfig, device: torch.device) -> None:
+    config.out.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    run_rank(config, device)
+
+
+def upload(folder: Path, url: str) -> None:
+    """Once, by the first rank."""
+    if torch.distributed.get_rank() == 0:
+        fs, path = url_to_fs(url)
+        fs.put(f"{folder}/", f"{path}/", recursive=True)
+    torch.distributed.barrier()
+
+
+def main(out: Path, url: str) -> None:
+    """``plain``: two epochs with nothing on S3. ``zero3``: from the first epoch on S3 to the third. ``again``: the
+    third once more, from the second epoch of ``zero3`` on S3."""
+    device = join_process_group()
+    run(small_config(out / "plain", engine="fsdp2", epochs=EPOCHS, until=2), device)
+    first = f"{url}/fsdp2/checkpoints/epoch_0001"
+    run(small_config(out / "zero3", engine="zero3", epochs=EPOCHS, resume=first), device)
+    upload(out / "zero3/checkpoints/epoch_0002", f"{url}/zero3")
+    run(small_config(out / "again", engine="zero3", epochs=EPOCHS, resume=f"{url}/zero3"), device)
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
