@@ -283,7 +283,7 @@ def run(
                 history=journal,
                 board=board,
             )
-            journal.flush()
+            journal.flush() if resume else journal.flush_if_due()
             listed = _staged_digests(prepared, claim, on_progress, fsync=fsync) if checksum else []
             claim.publish([*listed, *(file.path for file in plan.layout.files)], fsync=fsync)
     return ConvertReport(

@@ -141,6 +141,10 @@ class Worker:
     board: Board
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _covered: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+    _copying: Copying | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._copying = self.target if isinstance(self.target, Copying) else None
 
     def __call__(self, job: Job) -> Receipt:
         try:
@@ -157,8 +161,8 @@ class Worker:
     def _copied(self, job: Job) -> Receipt | None:
         """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
         has to be known of them."""
-        task, file, target = job.task, self.plan.layout.files[job.task.file], self.target
-        if not isinstance(target, Copying) or any(_overlaps(self._ranges(task.file, file), task)):
+        task, file, target = job.task, self.plan.layout.files[job.task.file], self._copying
+        if target is None or any(_overlaps(self._ranges(task.file, file), task)):
             return None
         before = self.assembler.bytes_read_here
         found = self._single(list(steps(file, task)))

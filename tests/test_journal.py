@@ -100,6 +100,7 @@ SOURCE = MemoryStore({"source": bytearray(DATA)})
 def _told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task is noted where it is done."""
     monkeypatch.setattr(journal_module, "MAX_SHARE", math.inf)
+    monkeypatch.setattr(journal_module, "QUIET_SECONDS", 0.0)
 
 
 def run(
@@ -296,7 +297,7 @@ def weights(tmp_path: Path) -> Path:
 
 def test_a_conversion_that_failed_is_continued(weights: Path, tmp_path: Path) -> None:
     target, plain = tmp_path / "out.safetensors", tmp_path / "plain.safetensors"
-    with full_disk(after=5), pytest.raises(StoreError, match="No space left") as caught:
+    with full_disk(after=2), pytest.raises(StoreError, match="No space left") as caught:
         ckpt_tools.convert(weights, target, resume=True, workers=1, memory="73MiB")
     assert str(caught.value).endswith("; what was written so far is kept, and the same command continues it")
     assert [left.kind for left in LocalPlace(target).leftovers()] == ["unfinished output"]

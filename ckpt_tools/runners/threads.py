@@ -7,6 +7,7 @@ memory. Two are as fast as a 2-core machine gets: 4.49 GB in 0.64 s by 2 threads
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,6 +18,13 @@ from ckpt_tools.runners.base import Item, Result
 
 RESULTS_PER_WORKER = 8
 """Results that may wait to be taken. Each may hold a file open until it is, and closing one may take a disk's time."""
+
+FEW_RESULTS = 64
+"""That may wait however few the workers are."""
+
+NAP_SECONDS = 0.005
+"""How long whoever takes the results rests once all are taken. To be woken for each of them costs the workers the
+interpreter's lock at every turn: 1.4 s instead of 1.2 s for 4.2 GB in tasks of 4 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,8 @@ class ThreadRunner:
             raise ValueError(f"{self.num_workers} workers would do nothing")
 
     def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
-        shared = _Shared(iter(items), threading.Semaphore(RESULTS_PER_WORKER * self.num_workers))
+        room = max(RESULTS_PER_WORKER * self.num_workers, FEW_RESULTS)
+        shared = _Shared(iter(items), threading.Semaphore(room))
         results: SimpleQueue[_Outcome[Result]] = SimpleQueue()
         threads = [
             threading.Thread(target=_work, args=(work, shared, results), name=f"ckpt-tools-{number}", daemon=True)
@@ -98,6 +107,8 @@ def _collect(
         first_error = first_error or outcome.error
         yield from outcome.result
         shared.room.release()
+        if outcome.result and results.empty():
+            time.sleep(NAP_SECONDS)
         running -= not outcome.result and outcome.error is None
     if first_error is not None:
         raise first_error

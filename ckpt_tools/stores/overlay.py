@@ -15,6 +15,10 @@ class Overlay:
 
     store: Store
     literals: Mapping[str, bytes] = field(repr=False)
+    _expecting: Expecting | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_expecting", self.store if isinstance(self.store, Expecting) else None)
 
     @property
     def url(self) -> str:
@@ -40,8 +44,8 @@ class Overlay:
 
     def expect(self, path: str, start: int, stop: int) -> None:
         """Of the store's own files."""
-        if path not in self.literals and isinstance(self.store, Expecting):
-            self.store.expect(path, start, stop)
+        if self._expecting is not None and path not in self.literals:
+            self._expecting.expect(path, start, stop)
 
     def locate(self, path: str) -> Location | None:
         """Where the store's file is; nowhere where it is one of ours."""

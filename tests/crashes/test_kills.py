@@ -40,7 +40,7 @@ def check_resumed(case: Case, runs: Runs, words: list[str]) -> None:
     """Run again with ``--resume``, and judge what that did of what was left."""
     was_complete = case.visible() == case.expected
     noted = 0 if was_complete else noted_bytes(case)
-    done = runs.run(*case.words, *words, "--resume")
+    done = runs.run(*case.words, *dict.fromkeys([*words, "--resume"]))
     if was_complete and "--overwrite" not in words:
         assert (done.code, "exists" in done.stderr) == (8, True), done.stderr
         assert runs.run("clean", case.target).code == 0
@@ -68,7 +68,9 @@ def kill_and_resume(case: Case, runs: Runs, call: Call, words: list[str], before
 @pytest.mark.timeout(3600)
 def test_killed_at_every_call(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
     case = made_case(name)
-    words, before = (["--fsync", "--overwrite"], case.old) if overwrite else (["--fsync"], {})
+    words, before = ["--fsync", "--resume"], {}
+    if overwrite:
+        words, before = [*words, "--overwrite"], case.old
     calls = write_calls(case, runs, words, before)
     points = sampled(calls, None if soak else POINTS_IN_SAMPLE)
     killed = sum(kill_and_resume(case, runs, call, words, before) for call in points)
@@ -91,7 +93,7 @@ def test_killed_again_and_again(name: str, made_case: MakeCase, runs: Runs) -> N
 def test_killed_before_it_is_published_nothing_is_written_again(name: str, made_case: MakeCase, runs: Runs) -> None:
     """Another process, whose sets have another order, makes the same plan."""
     case = made_case(name)
-    assert runs.killed_at(Call("rename", 1), *case.words).code == -9
+    assert runs.killed_at(Call("rename", 1), *case.words, "--resume").code == -9
     assert noted_bytes(case) == case.num_bytes
     command = [sys.executable, "-m", "ckpt_tools", *map(str, case.words), "--resume", "--json"]
     done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True, check=True)
@@ -102,16 +104,25 @@ def test_killed_before_it_is_published_nothing_is_written_again(name: str, made_
 @pytest.mark.parametrize("name", ["dcp", "file"])
 def test_without_resume_what_is_left_is_replaced(name: str, made_case: MakeCase, runs: Runs) -> None:
     case = made_case(name)
-    assert runs.killed_at(Call("rename", 1), *case.words).code == -9
+    assert runs.killed_at(Call("rename", 1), *case.words, "--resume").code == -9
     done = runs.run(*case.words)
     assert json.loads(done.stdout)["bytes_recovered"] == 0
     assert (case.visible(), [path.name for path in case.folder.iterdir()]) == (case.expected, [case.name])
 
 
+@pytest.mark.parametrize("name", ["dcp", "file"])
+def test_a_short_run_notes_nothing_and_is_done_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+    """Without ``--resume``, the first two seconds go without a log."""
+    case = made_case(name)
+    assert runs.killed_at(Call("rename", 1), *case.words).code == -9
+    assert (case.visible(), noted_bytes(case)) == ({}, 0)
+    check_resumed(case, runs, [])
+
+
 @pytest.mark.parametrize("call", [Call("write", 4), Call("pwrite64", 3)], ids=["our thread", "another"])
 def test_interrupted(call: Call, made_case: MakeCase, runs: Runs) -> None:
     case = made_case("dcp")
-    ended = runs.interrupted_at(call, *case.words)
+    ended = runs.interrupted_at(Call("pwrite64", 3), *case.words)
     assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; nothing was left at the destination.")
     assert list(case.folder.iterdir()) == []
     ended = runs.interrupted_at(call, *case.words, "--resume")

@@ -73,7 +73,7 @@ def new_target(server: S3Server, name: str) -> Target:
 @pytest.mark.timeout(1800)
 def test_killed_at_every_request(output: str, weights: Path, runs: Runs, s3_server: S3Server, soak: bool) -> None:
     name, options = OUTPUTS[output]
-    command = ("convert", weights, *options, "--workers", "1", "--quiet")
+    command = ("convert", weights, *options, "--workers", "1", "--quiet", "--resume")
     first = new_target(s3_server, name)
     runs.warm(*command[:2], first.url, *command[2:])
     expected = first.visible()
@@ -91,7 +91,7 @@ def test_killed_at_every_request(output: str, weights: Path, runs: Runs, s3_serv
 
 def _resume(runs: Runs, target: Target, words: tuple[str | Path, ...], expected: Mapping[str, bytes]) -> None:
     was_complete, noted = target.visible() == expected, target.noted_bytes()
-    done = runs.run(*words, "--resume")
+    done = runs.run(*words)
     if was_complete:
         assert done.code == 8, done.stderr
         assert runs.run("clean", target.url).code == 0
