@@ -7,18 +7,16 @@ the rest.
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import caching, machine
+from benchmarks import ballast, caching, machine
 from benchmarks.inputs import BuildError, Cache
 from benchmarks.journal import Journal, Record
 from benchmarks.measure import Usage, measured
@@ -35,10 +33,8 @@ MAX_REASON = 200
 WAYS = ("warm", "cold", "fsync")
 """With what is read in memory, with it on the disk, and warm with fsync."""
 
-HEAT = f"""
-import mmap, sys
-mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | {getattr(mmap, "MAP_POPULATE", 0x8000)})
-"""
+BALLAST = 2
+"""Memory kept from the host, in sizes of the state: an output, and what its writers need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +93,10 @@ class Runner:
             return
         try:
             self._prepare()
-            for number, slot in list(self._missing()):
-                if slot.contestant not in self._failed():
-                    self._run(number, slot)
+            with ballast.held(BALLAST * self.settings.size_bytes):
+                for number, slot in list(self._missing()):
+                    if slot.contestant not in self._failed():
+                        self._run(number, slot)
         except (BuildError, OSError, ValueError, subprocess.SubprocessError) as error:
             self._note("work", status="failed", reason=_short(str(error)))
         finally:
@@ -135,6 +132,7 @@ class Runner:
             raise OSError(f"the disk has no {room * self.settings.size_bytes / 1e9:.1f} GB free")
         say(f"{self.work.name}: {self.work.about}")
         self.inputs.get(self.work.source, self.settings.size_bytes)
+        self._cool_others()
         _delete(self.copied)
         _, reason, _ = self._measure(Slot(OURS, "warm", synced=False))
         if reason:
@@ -148,6 +146,12 @@ class Runner:
             copied_bytes=caching.size_of(self.copied),
             copied_files=len(list(caching.files_of(self.copied))),
         )
+
+    def _cool_others(self) -> None:
+        """Memory full of other inputs would have to be taken from them again while something is measured."""
+        for path in self.inputs.root.iterdir():
+            if path != self.source:
+                caching.cool(path)
 
     def _check_time(self) -> None:
         if out_of_time(self.settings):
@@ -180,16 +184,7 @@ class Runner:
             self.out.mkdir(parents=True)
         command = self.work.command(slot.contestant, self.source, self.copied, self.out, synced=slot.synced)
         share = self._set_cache(slot)
-        self._heat()
         return *call(command, self.settings), share
-
-    def _heat(self) -> None:
-        """Touch as much free memory as an output takes.
-
-        A virtual machine gives free memory back to its host after two idle seconds, and whoever then writes first waits
-        for the host. All should find the memory alike, so nothing comes between this and the run.
-        """
-        subprocess.run([sys.executable, "-S", "-c", HEAT, str(self.settings.size_bytes)], check=False)
 
     def _check(self, contestant: str) -> None:
         """Does what lies in `out` hold the input's tensors, bit for bit?"""
