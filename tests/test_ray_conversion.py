@@ -17,7 +17,8 @@ from ray.cluster_utils import Cluster
 import ckpt_tools
 from ckpt_tools.errors import IncompleteError, UsageError
 from fixtures.store import Fixture
-from tests.support.ray_cluster import cluster, processes
+from tests.support.ray_cluster import NODE, cluster, processes
+from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server
 
 __all__ = ["cluster"]
 
@@ -25,15 +26,25 @@ SMALL = "73MiB"
 """So little that tasks are small, and many."""
 
 
+def made_in(folder: Path, num_tensors: int, num_rows: int) -> Path:
+    from safetensors.numpy import save_file
+
+    random = np.random.default_rng(0)
+    tensors = {f"layer.{n}": random.standard_normal((num_rows, 1000), np.float32) for n in range(num_tensors)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of five tensors, each of which many tasks share: 12 MB in a hundred tasks."""
-    from safetensors.numpy import save_file
+    return made_in(tmp_path_factory.mktemp("large"), num_tensors=5, num_rows=600)
 
-    path = tmp_path_factory.mktemp("large") / "model.safetensors"
-    random = np.random.default_rng(0)
-    save_file({f"layer.{n}": random.standard_normal((600, 1000), np.float32) for n in range(5)}, path)
-    return path
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many parts of an upload as two workers share: 64 MB in eight."""
+    return made_in(tmp_path_factory.mktemp("larger"), num_tensors=4, num_rows=4000)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -82,6 +93,51 @@ def test_a_killed_worker_changes_nothing(to: str, large: Path, cluster: Cluster,
     ckpt_tools.convert(large, tmp_path / "threads", workers=1, **options)
     assert contents(tmp_path / "ray") == contents(tmp_path / "threads")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_lost_node_changes_nothing(large: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """With it go the tasks under way there; what it had written is there."""
+    node = cluster.add_node(num_cpus=4, **NODE)
+    lost: list[int] = []
+
+    def lose_it(done: int, total: int) -> None:
+        if not lost and 10 * done >= total:
+            lost.append(len(processes(cluster, node)))
+            cluster.remove_node(node, allow_graceful=False)
+
+    options = {"to": "dcp", "memory": SMALL}
+    ckpt_tools.convert(large, tmp_path / "ray", runner="ray", workers=4, on_progress=lose_it, **options)
+    ckpt_tools.convert(large, tmp_path / "threads", workers=1, **options)
+    assert lost[0] > 0, "somebody worked there"
+    assert contents(tmp_path / "ray") == contents(tmp_path / "threads")
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_from_s3_to_s3_with_a_worker_killed(
+    to: str, larger: Path, cluster: Cluster, s3_server: S3Server, tmp_path: Path
+) -> None:
+    """Workers that share no file system and no environment with the driver: they are told where the service is, and
+    how to be let in."""
+    prefix, storage = s3_server.new_prefix(), tmp_path / "threads"
+    s3_server.upload(f"{prefix}in/", larger.parent)
+    root = f"s3://{BUCKET}/{prefix}"
+    ckpt_tools.convert(
+        f"{root}in",
+        f"{root}out",
+        to=to,
+        runner="ray",
+        workers=2,
+        on_progress=kill_workers_at(cluster, [30]),
+        storage_options={
+            "key": ACCESS_KEY,
+            "secret": SECRET_KEY,
+            "endpoint_url": s3_server.endpoint,
+            "region": REGION,
+        },
+    )
+    ckpt_tools.convert(larger, storage, to=to)
+    assert s3_server.files(f"{prefix}out/") == contents(storage)
+    assert not s3_server.open_uploads(prefix)
 
 
 def test_an_error_in_a_worker_is_the_error_of_the_run(large: Path, cluster: Cluster, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -36,9 +37,9 @@ def cluster() -> Iterator[Cluster]:
     made.shutdown()
 
 
-def processes(cluster: Cluster) -> list[psutil.Process]:
-    """The workers of a run, on the cluster's first node."""
-    (raylet,) = cluster.head_node.all_processes["raylet"]
+def processes(cluster: Cluster, node: Any = None) -> list[psutil.Process]:
+    """The workers of a run on a node, the cluster's first if none is named."""
+    (raylet,) = (node or cluster.head_node).all_processes["raylet"]
     children = psutil.Process(raylet.process.pid).children(recursive=True)
     return [child for child in children if _is_worker(child)]
 
