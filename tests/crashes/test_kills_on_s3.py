@@ -89,6 +89,22 @@ def test_killed_at_every_request(output: str, weights: Path, runs: Runs, s3_serv
         _resume(runs, target, words, expected)
 
 
+def test_a_short_run_without_a_log_is_done_again(weights: Path, runs: Runs, s3_server: S3Server) -> None:
+    """Killed once its uploads hold data: they are found without it, and what they hold is sent again."""
+    name, options = OUTPUTS["dcp"]
+    target = new_target(s3_server, name)
+    words = ("convert", weights, target.url, *options, "--workers", "1", "--quiet")
+    number = 1
+    while not s3_server.open_uploads(target.prefix):
+        assert runs.killed_at(Call("sendto", number), *words).code == -9
+        number += 10
+    assert (target.visible(), target.noted_bytes()) == ({}, 0)
+    done = runs.run(*words, "--resume")
+    assert (done.code, json.loads(done.stdout)["bytes_recovered"]) == (0, 0), done.stderr
+    assert ".metadata" in {key.rpartition("/")[2] for key in target.visible()}
+    assert target.is_left_alone()
+
+
 def _resume(runs: Runs, target: Target, words: tuple[str | Path, ...], expected: Mapping[str, bytes]) -> None:
     was_complete, noted = target.visible() == expected, target.noted_bytes()
     done = runs.run(*words)
