@@ -224,7 +224,7 @@ class Bucket:
         )  # fmt: skip
 
     def get(self, key: str) -> Small | None:
-        """A small object that is not empty, in one piece, if there is one. Raises StoreError."""
+        """A small object in one piece, if there is one. Raises StoreError."""
         return retried(lambda: self._get_once(key), self.options.retry)
 
     def _get_once(self, key: str) -> Small | None:
@@ -232,15 +232,22 @@ class Bucket:
             # As a range, so that the answer says how large the object is: a body alone may be cut short unnoticed.
             answer = self._once("get_object", key, Key=key, Range="bytes=0-")
         except RefusedError as error:
+            if error.status == 416:
+                return self._get_empty(key)
             if error.status == 404:
                 return None
             raise
         data = self._guarded("get_object", key, answer["Body"].read)
         if answer.get("ContentRange") != f"bytes 0-{len(data) - 1}/{len(data)}":
             raise TransientError(StoreError("the service sent a part of it", path=self.url(key)))
-        now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        age = (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
-        return Small(data, answer["ETag"], age)
+        return Small(data, answer["ETag"], _age(answer))
+
+    def _get_empty(self, key: str) -> Small | None:
+        """An object that has no range, being empty: SeaweedFS makes one of a request whose sender was killed."""
+        found = self._found("head_object", key, Key=key)
+        if found is not None and int(found["ContentLength"]):
+            raise TransientError(StoreError("it was written meanwhile", path=self.url(key)))
+        return None if found is None else Small(b"", found["ETag"], _age(found))
 
     # Writing small objects
 
@@ -416,6 +423,12 @@ class Copied:
     start: int
     stop: int
     etag: str
+
+
+def _age(answer: Mapping[str, Any]) -> float:
+    """Seconds since the object was written, by the service's own clock."""
+    now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
 
 
 def _bare(etag: str) -> str:

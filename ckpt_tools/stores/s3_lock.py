@@ -132,7 +132,11 @@ def is_held(found: Small | None) -> bool:
 
 
 def _is_stale(found: Small) -> bool:
+    """Whether it is that of a process that is gone. One that says nothing is of a process that was killed while it
+    wrote it: nobody believes to hold a lock before reading it back."""
     content = _content(found)
+    if not content:
+        return True
     here = _process()
     ended = content.get("machine") == here["machine"] and not _is_running(content.get("pid"), content.get("started"))
     return ended or found.age_seconds > STALE_SECONDS

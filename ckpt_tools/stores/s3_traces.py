@@ -73,7 +73,10 @@ class Traces:
         content = self.bucket.get(f"{self.prefix}publishing")
         if content is None:
             return []
-        note = json.loads(content.data)
+        try:
+            note = json.loads(content.data)
+        except ValueError:  # of a process that was killed while it wrote it, so that nothing had begun
+            return []
         if self.token(note["last"]) == note["token"]:
             return []
         tokens = {(key, token) for token, key in self.begun().items()}

@@ -257,6 +257,18 @@ import os; os._exit(9)
     lock.take()
 
 
+@pytest.mark.parametrize("content", [b"", b'{"token": "1f'], ids=["empty", "cut off"])
+def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place: S3Place, content: bytes) -> None:
+    """A service may keep what came of a request whose sender was killed."""
+    claim = place.new_claim(is_file=False, overwrite=False)
+    place.bucket.put(claim.lock.key, content)
+    place.bucket.put(f"{claim.destination.traces.prefix}publishing", content)
+    with place.claim(is_file=False, overwrite=False, resume=False) as taken:
+        write(taken, {"a": b"data", "z": b"index"})
+    assert S3Store(place.bucket, place.inside).list() == {"a": 4, "z": 5}
+    assert not place.leftovers()
+
+
 def test_who_lost_the_lock_does_not_publish(place: S3Place, runs: str, s3: S3Server) -> None:
     with place.claim(is_file=False, overwrite=False, resume=True) as claim:
         write(claim, FILES, publish=False)
