@@ -78,8 +78,8 @@ def test_the_bytes_are_those_that_threads_write(
     on_threads = ckpt_tools.convert(made, tmp_path / "threads" / name, to=to)
     assert contents(tmp_path / "ray" / name) == contents(tmp_path / "threads" / name)
     assert on_ray.bytes_written == on_threads.bytes_written
-    # Where an item's elements start is found by each process that reads of it.
-    assert on_threads.bytes_read <= on_ray.bytes_read < 2 * on_threads.bytes_read
+    # Where an item's elements start is found by each process that reads of it, and by two threads that come at once.
+    assert 0.9 * on_threads.bytes_read < on_ray.bytes_read < 2 * on_threads.bytes_read
     assert told[-1] == (on_ray.bytes_written, on_ray.bytes_written)
 
 
