@@ -9,7 +9,6 @@ then, and everything is handed out again in order (``runners.ray``).
 from __future__ import annotations
 
 import asyncio
-import pickle
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.checksums import PartCrc, combined
-from ckpt_tools.errors import StoreError
+from ckpt_tools.errors import CkptError, StoreError
 
 Range = tuple[int, int]
 
@@ -109,12 +108,11 @@ def _answer(ref: Any) -> Any:
 
 
 def sendable(error: BaseException) -> BaseException:
-    """The error itself where it can be sent to another process, else its words."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own, of this moment
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+    """The error itself where any process can make it again, as ours and Python's own; else its words."""
+    is_plain = type(error).__module__ == "builtins" and all(isinstance(each, str | int) for each in error.args)
+    if is_plain or isinstance(error, CkptError | PostponedError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 @dataclass(slots=True)
