@@ -266,7 +266,7 @@ def run(
         check_beside(prepared.place, checksum=checksum, overwrite=overwrite)
     plan, report = prepared.plan, described(prepared)
     with (
-        prepared.place.claim(is_file=prepared.is_file, overwrite=overwrite, resume=resume) as claim,
+        prepared.place.claim(is_file=prepared.is_file, overwrite=overwrite, resume=resume, fsync=fsync) as claim,
         crew.at_work(plan, prepared.store, claim.destination) as (runner, board),
     ):
         meter = _Meter(on_progress, report.bytes_written)
@@ -278,14 +278,13 @@ def run(
                 prepared.store,
                 claim.destination,
                 runner=runner,
-                fsync=fsync,
                 on_bytes=meter.add,
                 history=journal,
                 board=board,
             )
             journal.flush() if resume else journal.flush_if_due()
-            listed = _staged_digests(prepared, claim, on_progress, fsync=fsync) if checksum else []
-            claim.publish([*listed, *(file.path for file in plan.layout.files)], fsync=fsync)
+            listed = _staged_digests(prepared, claim, on_progress) if checksum else []
+            claim.publish([*listed, *(file.path for file in plan.layout.files)])
     return ConvertReport(
         report,
         prepared.place.url,
@@ -298,7 +297,7 @@ def run(
     )
 
 
-def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress, *, fsync: bool) -> list[str]:
+def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> list[str]:
     from ckpt_tools.digest_files import write_staged
 
     return write_staged(
@@ -308,7 +307,6 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress, *, 
         is_file=prepared.is_file,
         num_workers=prepared.plan.num_workers,
         on_total=lambda total: _Meter(on_progress, total).add,
-        fsync=fsync,
     )
 
 

@@ -54,10 +54,10 @@ def _is_one_file(source: Source) -> bool:
     return list(source.files) == [source.store.url.rpartition("/")[2]]
 
 
-def put(destination: Destination, path: str, data: bytes, *, fsync: bool) -> None:
+def put(destination: Destination, path: str, data: bytes) -> None:
     """A file of a few known bytes, in one part. Raises StoreError."""
     handle = destination.begin(path, len(data))
-    destination.finish(path, handle, [destination.write(path, handle, 0, 0, data)], fsync=fsync)
+    destination.finish(path, handle, [destination.write(path, handle, 0, 0, data)])
 
 
 def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) -> Digests:
@@ -68,13 +68,13 @@ def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) ->
     """
     with place.claim(is_file=True, overwrite=overwrite, resume=False) as claim:
         found = make()
-        put(claim.destination, place.name, digests.dumps(found), fsync=False)
-        claim.publish([place.name], fsync=False)
+        put(claim.destination, place.name, digests.dumps(found))
+        claim.publish([place.name])
     return found
 
 
 def write_staged(
-    claim: Claim, place: Place, format_name: str, *, is_file: bool, num_workers: int, on_total: OnTotal, fsync: bool
+    claim: Claim, place: Place, format_name: str, *, is_file: bool, num_workers: int, on_total: OnTotal
 ) -> list[str]:
     """Write the list of finished output that is not published yet; its path, to be published before the output's own.
 
@@ -85,7 +85,7 @@ def write_staged(
     source, manifest = read_source(Source.open(claim.finished), ReadOptions(), format_name=format_name)
     found = _digests(source, manifest, num_workers, on_total)
     path = place.name + DIGESTS_SUFFIX if is_file else digests.place_in(manifest)
-    put(claim.destination, path, digests.dumps(found), fsync=fsync)
+    put(claim.destination, path, digests.dumps(found))
     return [path]
 
 

@@ -96,7 +96,6 @@ def execute(
     target: Destination,
     *,
     runner: Runner,
-    fsync: bool,
     on_bytes: Callable[[int], None],
     history: History | None = None,
     board: Board | None = None,
@@ -110,7 +109,7 @@ def execute(
         CkptError: reading or writing failed; the target then holds unfinished files.
     """
     board, history = board or LocalBoard(), history or NoHistory()
-    files = _Files(plan, target, fsync, board, history)
+    files = _Files(plan, target, board, history)
     work = Worker(plan, Assembler(source, plan.task_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
     try:
@@ -234,7 +233,6 @@ class _Files:
 
     plan: Plan
     target: Destination
-    fsync: bool
     board: Board
     history: History
     num_finished: int = 0
@@ -289,7 +287,7 @@ class _Files:
     def _finish(self, number: int) -> None:
         proofs = self._proofs.pop(number)
         in_order = [proofs[part] for part in sorted(proofs)]
-        self.target.finish(self._layout.files[number].path, self._handle(number), in_order, fsync=self.fsync)
+        self.target.finish(self._layout.files[number].path, self._handle(number), in_order)
         self.board.forget(number)
         del self._missing[number]
         self.num_finished += 1

@@ -40,12 +40,8 @@ from ckpt_tools.testing.stored import StoredTensor, stored_tensors
 KIB = 1 << 10
 
 
-def run(
-    plan: Plan, source: Store, target: Store, *, fsync: bool = False, on_bytes: Callable[[int], None] = lambda _: None
-) -> Outcome:
-    return execute(
-        plan, source, StoreDestination(target), runner=ThreadRunner(plan.num_workers), fsync=fsync, on_bytes=on_bytes
-    )
+def run(plan: Plan, source: Store, target: Store, *, on_bytes: Callable[[int], None] = lambda _: None) -> Outcome:
+    return execute(plan, source, StoreDestination(target), runner=ThreadRunner(plan.num_workers), on_bytes=on_bytes)
 
 
 def plan_of(
@@ -119,7 +115,7 @@ class TestBytes:
         entry = vector(DATA * 100)
         file = FileLayout("out", (Padding(5), whole(W, entry), Crc32(5, 100_005)))
         plan = plan_of({W: entry}, file, task_bytes=1024)
-        run(plan, LocalStore(tmp_path), LocalStore(tmp_path / "target"), fsync=fsync)
+        run(plan, LocalStore(tmp_path), LocalStore(tmp_path / "target", fsync=fsync))
         crc = zlib.crc32(DATA * 100).to_bytes(4, "little")
         assert (tmp_path / "target/out").read_bytes() == bytes(5) + DATA * 100 + crc
 
@@ -226,11 +222,11 @@ class WatchedWriter:
             raise StoreError("writing failed: No space left on device", path=self.path)
         self.inner.write_at(offset, data)
 
-    def close(self, *, fsync: bool) -> None:
+    def close(self) -> None:
         self.store.open.remove(self.path)
         if self.store.fails == "close":
             raise StoreError("writing failed: Disk quota exceeded", path=self.path)
-        self.inner.close(fsync=fsync)
+        self.inner.close()
 
 
 class TestFailures:
@@ -294,7 +290,6 @@ class TestFailures:
                 MemoryStore({"source": bytearray(DATA)}),
                 StoreDestination(MemoryStore()),
                 runner=Lazy(),
-                fsync=False,
                 on_bytes=lambda _: None,
             )
 
@@ -315,7 +310,7 @@ class TestFailures:
         def convert() -> None:
             with staged(tmp_path / "out", is_file=False, overwrite=True) as staging:
                 run(self.plan, MemoryStore({"source": bytearray(DATA[:-1])}), staging.store)
-                staging.publish(fsync=False)
+                staging.publish()
 
         with pytest.raises(IncompleteError):
             convert()
@@ -349,7 +344,7 @@ def test_few_files_are_open_at_a_time_however_slowly_they_are_closed(tmp_path: P
         plan = Plan(Manifest("test", {}), Layout(files), 64, 2)
         source = LocalStore(Path(sys.argv[1]))
         target, pause = StoreDestination(source), lambda _: time.sleep(0.001)
-        execute(plan, source, target, runner=ThreadRunner(2), fsync=False, on_bytes=pause)
+        execute(plan, source, target, runner=ThreadRunner(2), on_bytes=pause)
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))  # noqa: E731

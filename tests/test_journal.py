@@ -109,7 +109,7 @@ def run(
     destination, runner = Breaking(target, room=room), ThreadRunner(1)
     begin = Journal.resume if resume else Journal.begin
     journal = begin(log, plan, SOURCE, destination, runner)
-    done = execute(plan, SOURCE, destination, runner=runner, fsync=False, on_bytes=lambda number: None, history=journal)
+    done = execute(plan, SOURCE, destination, runner=runner, on_bytes=lambda number: None, history=journal)
     return done, journal
 
 

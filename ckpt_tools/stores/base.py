@@ -24,8 +24,8 @@ class FileWriter(Protocol):
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of ``data`` at ``offset``. Raises StoreError."""
 
-    def close(self, *, fsync: bool) -> None:
-        """The file is complete; with ``fsync`` it outlives a power failure."""
+    def close(self) -> None:
+        """The file is complete. Raises StoreError."""
 
 
 class Store(Protocol):
@@ -129,8 +129,8 @@ class Destination(Protocol):
     def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, proof: str) -> bool:
         """Whether that part is there, whole, as the process that wrote it said: its CRC-32 and its proof."""
 
-    def finish(self, path: str, handle: str, proofs: Sequence[str], *, fsync: bool) -> None:
-        """All parts were written, with these proofs; with ``fsync`` the file outlives a power failure."""
+    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
+        """All parts were written, with these proofs. Raises StoreError."""
 
     def abandon(self) -> None:
         """Let go of what is open; nothing is removed, nothing is raised."""
@@ -192,7 +192,7 @@ class Claim(Protocol):
     def log(self) -> Log:
         """Where to note what was written."""
 
-    def publish(self, paths: Sequence[str], *, fsync: bool) -> None:
+    def publish(self, paths: Sequence[str]) -> None:
         """Make the finished files visible, the last of ``paths`` last. Raises DestinationExistsError, StoreError."""
 
 
@@ -226,10 +226,13 @@ class Place(Protocol):
     def folders(self) -> frozenset[str]:
         """The names of the folders directly in it, hidden ones too."""
 
-    def claim(self, *, is_file: bool, overwrite: bool, resume: bool) -> AbstractContextManager[Claim]:
+    def claim(
+        self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False
+    ) -> AbstractContextManager[Claim]:
         """Take the place, as one file or as a folder; on leaving, what was not published is removed.
 
-        With ``resume`` what a killed run left is kept, and is kept again where this run fails.
+        With ``resume`` what a killed run left is kept, and is kept again where this run fails. With ``fsync`` what is
+        published outlives a power failure.
 
         Raises:
             DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.

@@ -53,17 +53,17 @@ class StoreDestination:
             return False
         return found == crc
 
-    def finish(self, path: str, handle: str, proofs: Sequence[str], *, fsync: bool) -> None:
+    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
         writer = self._writer(path)
         with self._lock:
             del self._writers[path]
-        writer.close(fsync=fsync)
+        writer.close()
 
     def abandon(self) -> None:
         with self._lock:
             for writer in self._writers.values():
                 with suppress(CkptError):
-                    writer.close(fsync=False)
+                    writer.close()
             self._writers.clear()
 
     def __reduce__(self) -> tuple[object, ...]:

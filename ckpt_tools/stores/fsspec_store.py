@@ -199,8 +199,7 @@ class FsspecDestination:
         """Never: a stream ends with the process that wrote it."""
         return False
 
-    def finish(self, path: str, handle: str, proofs: Sequence[str], *, fsync: bool) -> None:
-        """Services answer when bytes are safe, so that ``fsync`` asks for nothing more."""
+    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
         _failing(path, self._streams.pop(path).file.close)
 
     def abandon(self) -> None:
@@ -244,7 +243,7 @@ class FsspecClaim:
     overwrite: bool
     log: FsspecLog = field(default_factory=FsspecLog)
 
-    def publish(self, paths: Sequence[str], *, fsync: bool) -> None:
+    def publish(self, paths: Sequence[str]) -> None:
         place = self.place
         place.check_free(is_file=self.is_file, overwrite=self.overwrite)
         asked(place.url, self._remove_old)
@@ -335,8 +334,10 @@ class FsspecPlace:
             raise DestinationExistsError(f"{self.url} is a {kind}, which this output cannot replace; remove it first")
 
     @contextmanager
-    def claim(self, *, is_file: bool, overwrite: bool, resume: bool) -> Iterator[FsspecClaim]:
+    def claim(self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[FsspecClaim]:
         """Take the place; two who take it at once are not told apart, as file systems have no common lock.
+
+        Services answer when bytes are safe, so that ``fsync`` asks for nothing more.
 
         Raises:
             UsageError: ``resume``, which this kind of store cannot do.

@@ -48,5 +48,5 @@ class MemoryWriter:
         assert offset + len(data) <= len(self.data), "a write stays inside its file"
         self.data[offset : offset + len(data)] = data
 
-    def close(self, *, fsync: bool) -> None:
+    def close(self) -> None:
         """Nothing is left to do."""

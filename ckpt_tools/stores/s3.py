@@ -131,8 +131,7 @@ class S3Destination:
                 self._held[path, handle] = None if is_complete else {}
         return self._held[path, handle]
 
-    def finish(self, path: str, handle: str, proofs: Sequence[str], *, fsync: bool) -> None:
-        """S3 answers when bytes are safe, so that ``fsync`` asks for nothing more."""
+    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
         if any("+" in proof for proof in proofs):
             self._check_copied(path, handle, proofs)
         self.finished[path] = (handle, "\n".join(map(_etag, proofs)))
@@ -212,7 +211,7 @@ class S3Claim:
     overwrite: bool
     published: bool = False
 
-    def publish(self, paths: Sequence[str], *, fsync: bool) -> None:
+    def publish(self, paths: Sequence[str]) -> None:
         """Make the finished files visible, the last of ``paths`` last, and what was there before go.
 
         Raises:
@@ -326,7 +325,10 @@ class S3Place:
             kind = "folder" if is_file else "file"
             raise DestinationExistsError(f"{self.url} is a {kind}, which this output cannot replace; remove it first")
 
-    def claim(self, *, is_file: bool, overwrite: bool, resume: bool) -> AbstractContextManager[S3Claim]:
+    def claim(
+        self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False
+    ) -> AbstractContextManager[S3Claim]:
+        """As ``Place.claim``. S3 answers when bytes are safe, so that ``fsync`` asks for nothing more."""
         return claimed(self, is_file=is_file, overwrite=overwrite, resume=resume)
 
     def new_claim(self, *, is_file: bool, overwrite: bool) -> S3Claim:

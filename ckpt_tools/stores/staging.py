@@ -58,8 +58,10 @@ class LocalPlace:
         with _reporting("looking failed", self.path):
             return frozenset(path.name for path in self.path.iterdir() if path.is_dir())
 
-    def claim(self, *, is_file: bool, overwrite: bool, resume: bool) -> AbstractContextManager[Staging]:
-        return staged(self.path, is_file=is_file, overwrite=overwrite, resume=resume)
+    def claim(
+        self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False
+    ) -> AbstractContextManager[Staging]:
+        return staged(self.path, is_file=is_file, overwrite=overwrite, resume=resume, fsync=fsync)
 
     def leftovers(self) -> Sequence[Leftover]:
         with _reporting("looking failed", self.path):
@@ -118,13 +120,14 @@ class Staging:
     target: Path
     is_file: bool
     overwrite: bool
+    fsync: bool = False
     published: bool = False
     store: LocalStore = field(init=False)
     destination: StoreDestination = field(init=False)
     log: LocalLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.store = LocalStore(self.folder / OUTPUT_NAME, replaces=True)
+        self.store = LocalStore(self.folder / OUTPUT_NAME, replaces=True, fsync=self.fsync)
         self.destination = StoreDestination(self.store)
         self.log = LocalLog(_log_path(self.folder))
 
@@ -132,7 +135,7 @@ class Staging:
     def finished(self) -> LocalStore:
         return self.store
 
-    def publish(self, paths: Sequence[str] = (), *, fsync: bool) -> None:
+    def publish(self, paths: Sequence[str] = ()) -> None:
         """Put the finished output in its place, in one step; what else of ``paths`` a file has beside it, just before.
 
         A killed run may have left more than ``paths`` where they are given, such as digests that are not asked for
@@ -145,7 +148,7 @@ class Staging:
         with _reporting("publishing failed", self.target):
             if paths:
                 _keep_only(output, paths)
-            if fsync:
+            if self.fsync:
                 _sync_folders(output)
             _check_free(self.target, is_file=self.is_file, overwrite=self.overwrite)
             if self.is_file:
@@ -156,7 +159,7 @@ class Staging:
             else:
                 output.rename(self.target)
             self.published = True
-            if fsync:
+            if self.fsync:
                 _sync_folder(self.target.parent)
 
 
@@ -169,10 +172,13 @@ def _keep_only(output: Path, paths: Sequence[str]) -> None:
 
 
 @contextmanager
-def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False) -> Iterator[Staging]:
+def staged(
+    target: Path, *, is_file: bool, overwrite: bool, resume: bool = False, fsync: bool = False
+) -> Iterator[Staging]:
     """A staging folder for ``target``; on leaving, it is gone with what was not published.
 
-    With ``resume`` it holds what a killed run left there, and stays for the next one where this one fails.
+    With ``resume`` it holds what a killed run left there, and stays for the next one where this one fails. With
+    ``fsync`` what is published outlives a power failure.
 
     A target that is a link to a folder stands for that folder; one that is a link to a file is replaced itself.
 
@@ -191,7 +197,7 @@ def staged(target: Path, *, is_file: bool, overwrite: bool, resume: bool = False
             _recover(place)
             _check_free(place, is_file=is_file, overwrite=overwrite)
             _prepare(folder, resume=resume)
-            staging = Staging(folder, place, is_file, overwrite)
+            staging = Staging(folder, place, is_file, overwrite, fsync)
         yield staging
         kept = False
     finally:

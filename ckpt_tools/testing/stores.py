@@ -115,7 +115,7 @@ class FillableStoreTests(StoreTests):
         writer = store.create("new/file.bin", len(CONTENT))
         for start, stop in [(1000, 1280), (0, 10), (10, 1000), (50, 50)]:
             writer.write_at(start, memoryview(CONTENT)[start:stop])
-        writer.close(fsync=False)
+        writer.close()
         assert self.get(store, "new/file.bin") == CONTENT
         assert dict(store.list()) == {"new/file.bin": len(CONTENT)}
 
@@ -124,12 +124,12 @@ class FillableStoreTests(StoreTests):
         store = self.make({})
         writer = store.create("f", 2)
         writer.write_at(0, data)
-        writer.close(fsync=True)
+        writer.close()
         assert self.get(store, "f") == b"ab"
 
     def test_an_empty_file_is_a_file(self) -> None:
         store = self.make({})
-        store.create("empty", 0).close(fsync=True)
+        store.create("empty", 0).close()
         assert self.get(store, "empty") == b""
         assert dict(store.list()) == {"empty": 0}
 
@@ -140,7 +140,7 @@ class FillableStoreTests(StoreTests):
             lambda start: writer.write_at(start, CONTENT[start : start + step]),
             reversed(range(0, len(CONTENT), step)),
         )
-        writer.close(fsync=False)
+        writer.close()
         assert self.get(store, "shared") == CONTENT
 
 

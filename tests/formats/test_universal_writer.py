@@ -63,9 +63,7 @@ def write(manifest: Manifest, source: Path, out: Path, options: WriteOptions | N
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=1)
     out.mkdir()
     store = Overlay(LocalStore(source), manifest.literals)
-    execute(
-        plan, store, StoreDestination(LocalStore(out)), runner=ThreadRunner(1), fsync=False, on_bytes=lambda _: None
-    )
+    execute(plan, store, StoreDestination(LocalStore(out)), runner=ThreadRunner(1), on_bytes=lambda _: None)
     return layout
 
 

@@ -129,7 +129,7 @@ def write(made: Checkpoint, manifest: Manifest, layout: Layout) -> MemoryStore:
     target = MemoryStore()
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=1)
     source = Overlay(made.store, manifest.literals)
-    execute(plan, source, StoreDestination(target), runner=ThreadRunner(1), fsync=False, on_bytes=lambda _: None)
+    execute(plan, source, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda _: None)
     return target
 
 

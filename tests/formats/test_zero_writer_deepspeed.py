@@ -49,9 +49,7 @@ def convert(
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=2)
     target.mkdir(parents=True)
     store = Overlay(opened.store, manifest.literals)
-    execute(
-        plan, store, StoreDestination(LocalStore(target)), runner=ThreadRunner(2), fsync=False, on_bytes=lambda _: None
-    )
+    execute(plan, store, StoreDestination(LocalStore(target)), runner=ThreadRunner(2), on_bytes=lambda _: None)
     return layout.notes
 
 

@@ -192,13 +192,13 @@ class TestWriting:
     def test_it_has_its_size_and_its_room_from_the_start(self, tmp_path: Path) -> None:
         writer = LocalStore(tmp_path).create("f", 1 << 20)
         found = (tmp_path / "f").stat()
-        writer.close(fsync=False)
+        writer.close()
         assert (found.st_size, found.st_blocks * 512) == (1 << 20, 1 << 20)
 
     @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600), (0, 0o666)])
     def test_its_mode_follows_the_umask(self, tmp_path: Path, umask: int, mode: int) -> None:
         with umask_of(umask):
-            LocalStore(tmp_path).create("folder/f", 0).close(fsync=False)
+            LocalStore(tmp_path).create("folder/f", 0).close()
         assert stat.S_IMODE((tmp_path / "folder/f").stat().st_mode) == mode
         assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o777 & ~umask
 
@@ -222,7 +222,7 @@ class TestWriting:
         writer = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY))
         with pytest.raises(StoreError, match="writing failed: No space left on device") as caught:
             writer.write_at(0, b"1")
-        writer.close(fsync=False)
+        writer.close()
         assert (caught.value.path, caught.value.exit_code) == ("/dev/full", 5)
 
     def test_a_write_that_the_kernel_cuts_short_is_continued_until_it_is_refused(self, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ class TestWriting:
         reader, writer = os.pipe()
         os.close(reader)
         with pytest.raises(StoreError, match="writing failed: Invalid argument"):
-            LocalWriter(Path("pipe"), writer).close(fsync=True)
+            LocalWriter(Path("pipe"), writer, fsync=True).close()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(writer)
 

@@ -73,9 +73,9 @@ def write(claim: S3Claim, files: Mapping[str, bytes], *, publish: bool = True) -
         proofs = {
             n: claim.destination.write(path, handle, n, at, data[at : at + len(PART)]) for n, at in numbered[::-1]
         }
-        claim.destination.finish(path, handle, [proofs[number] for number, _ in numbered], fsync=False)
+        claim.destination.finish(path, handle, [proofs[number] for number, _ in numbered])
     if publish:
-        claim.publish(list(files), fsync=False)
+        claim.publish(list(files))
 
 
 FILES = {"a.bin": PART + PART + b"end", "empty": b"", "deep/b.bin": b"abc", ".metadata": b"index"}
@@ -89,7 +89,7 @@ def test_nothing_is_seen_before_it_is_published_and_nothing_of_ours_after(
         write(claim, FILES, publish=False)
         assert all(PARTIAL in path for path in s3.files(runs))
         assert place.existing() is None
-        claim.publish(list(FILES), fsync=False)
+        claim.publish(list(FILES))
     assert s3.files(runs) == {f"out/{path}": data for path, data in FILES.items()}
     assert s3.open_uploads(runs) == []
 
@@ -135,8 +135,8 @@ def test_a_later_run_finishes_what_another_process_began(place: S3Place, runs: s
         assert not holds("f", handle, 0, 0, len(PART), 0, proof)
         assert not holds("g", handle, 1, len(PART), len(PART), 0, proof)
         first = claim.destination.write("f", handle, 0, 0, PART)
-        claim.destination.finish("f", handle, [first, proof], fsync=True)
-        claim.publish(["f"], fsync=True)
+        claim.destination.finish("f", handle, [first, proof])
+        claim.publish(["f"])
     assert s3.files(runs) == {"out/f": PART + PART}
 
 
@@ -144,8 +144,8 @@ def test_a_part_sent_twice_counts_once(place: S3Place, runs: str, s3: S3Server) 
     with place.claim(is_file=False, overwrite=False, resume=False) as claim:
         handle = claim.destination.begin("f", len(PART) + 1)
         proofs = [claim.destination.write("f", handle, n, 0, data) for n, data in [(0, PART), (1, b"x"), (0, PART)]]
-        claim.destination.finish("f", handle, [proofs[2], proofs[1]], fsync=False)
-        claim.publish(["f"], fsync=False)
+        claim.destination.finish("f", handle, [proofs[2], proofs[1]])
+        claim.publish(["f"])
     assert s3.files(runs) == {"out/f": PART + b"x"}
 
 
@@ -165,7 +165,7 @@ def test_somebody_who_was_faster_is_not_overwritten(place: S3Place, runs: str, s
         write(claim, FILES, publish=False)
         s3.put(runs, {"out/x": b"1"})
         with pytest.raises(DestinationExistsError):
-            claim.publish(list(FILES), fsync=False)
+            claim.publish(list(FILES))
     assert list(s3.files(runs)) == ["out/x"]
 
 
@@ -192,7 +192,7 @@ def test_replacing_shows_the_old_none_or_the_new(
         with place.claim(is_file=False, overwrite=True, resume=True) as claim:
             write(claim, FILES, publish=False)
             left[0] = allowed
-            claim.publish(list(FILES), fsync=False)
+            claim.publish(list(FILES))
     left[0] = 10**6
     place.bucket.delete([claim.lock.key])
     seen = {path: data for path, data in s3.files(f"{runs}out/").items() if PARTIAL not in path}
@@ -209,7 +209,7 @@ def test_one_file_is_replaced_in_one_step(bucket: Bucket, runs: str, s3: S3Serve
     with place.claim(is_file=True, overwrite=True, resume=False) as claim:
         write(claim, {"model.safetensors": b"new"}, publish=False)
         assert bucket.get(f"{runs}model.safetensors").data == b"old"  # type: ignore[union-attr]
-        claim.publish(["model.safetensors"], fsync=False)
+        claim.publish(["model.safetensors"])
     assert s3.files(runs) == {"model.safetensors": b"new", "other": b"kept"}
 
 
@@ -274,7 +274,7 @@ def test_who_lost_the_lock_does_not_publish(place: S3Place, runs: str, s3: S3Ser
         write(claim, FILES, publish=False)
         place.bucket.put(claim.lock.key, b'{"token": "somebody else"}')
         with pytest.raises(StoreError, match="took over"):
-            claim.publish(list(FILES), fsync=False)
+            claim.publish(list(FILES))
     assert place.existing() is None
 
 
@@ -310,9 +310,9 @@ def test_the_service_copies_within_itself(place: S3Place, runs: str, s3: S3Serve
         assert target.holds("f", handle, 0, 0, len(PART), 0, proofs[0])
         wrong = proofs[0].replace(str(len(PART)), str(len(PART) + 1))
         with pytest.raises(StoreError, match="copied part 1 wrongly"):
-            target.finish("f", handle, [wrong, proofs[1]], fsync=False)
-        target.finish("f", handle, proofs, fsync=False)
-        claim.publish(["f"], fsync=False)
+            target.finish("f", handle, [wrong, proofs[1]])
+        target.finish("f", handle, proofs)
+        claim.publish(["f"])
     assert s3.files(runs)["out/f"] == PART[1:] + PART[:1] + b"abc"
 
 

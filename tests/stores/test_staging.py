@@ -27,7 +27,7 @@ def fill(staging: Staging, text: str) -> None:
     for name in names:
         writer = staging.store.create(name, len(text))
         writer.write_at(0, text.encode())
-        writer.close(fsync=False)
+        writer.close()
 
 
 def put(target: Path, text: str, *, is_file: bool) -> None:
@@ -48,9 +48,9 @@ def text_of(target: Path) -> str:
 
 
 def convert(target: Path, text: str, *, is_file: bool, overwrite: bool = False, fsync: bool = False) -> None:
-    with staged(target, is_file=is_file, overwrite=overwrite) as staging:
+    with staged(target, is_file=is_file, overwrite=overwrite, fsync=fsync) as staging:
         fill(staging, text)
-        staging.publish(fsync=fsync)
+        staging.publish()
 
 
 def names(folder: Path) -> list[str]:
@@ -61,10 +61,10 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("fsync", [False, True])
 def test_it_is_absent_and_then_complete(tmp_path: Path, is_file: bool, fsync: bool) -> None:
     target = tmp_path / "new/out"
-    with staged(target, is_file=is_file, overwrite=False) as staging:
+    with staged(target, is_file=is_file, overwrite=False, fsync=fsync) as staging:
         fill(staging, "new")
         assert not target.exists()
-        staging.publish(fsync=fsync)
+        staging.publish()
         assert text_of(target) == "new"
     assert names(tmp_path / "new") == ["out"]
 
@@ -215,7 +215,7 @@ def test_a_second_writer_in_the_same_process_is_told(tmp_path: Path) -> None:
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             convert(tmp_path / "out", "second", is_file=False)
         fill(first, "first")
-        first.publish(fsync=False)
+        first.publish()
     assert text_of(tmp_path / "out") == "first"
 
 
@@ -259,7 +259,7 @@ def test_what_somebody_else_put_there_meanwhile_is_kept(tmp_path: Path, is_file:
         fill(staging, "new")
         put(tmp_path / "out", "theirs", is_file=is_file)
         with pytest.raises(DestinationExistsError):
-            staging.publish(fsync=False)
+            staging.publish()
     assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "theirs")
 
 
@@ -276,8 +276,8 @@ while published < 60:
             for name in ("a", "deep/b"):
                 writer = staging.store.create(name, len(text))
                 writer.write_at(0, text)
-                writer.close(fsync=False)
-            staging.publish(fsync=False)
+                writer.close()
+            staging.publish()
         published += 1
     except DestinationExistsError:
         pass
@@ -361,6 +361,6 @@ def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path: Pat
     with staged(tmp_path / "out", is_file=False, overwrite=False, resume=True) as staging:
         fill(staging, "new")
         (staging.store.root / "deep/ckpt-tools.digests.json").write_text("{")
-        staging.publish(["a", "deep/b"], fsync=False)
+        staging.publish(["a", "deep/b"])
     assert text_of(tmp_path / "out") == "new"
     assert names(tmp_path / "out/deep") == ["b"]
