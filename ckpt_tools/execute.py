@@ -187,7 +187,7 @@ class Worker:
         self._seal(file, task, parts, buffer)
         proof = self.target.write(file.path, job.handle, task.number, task.start, buffer.data)
         bytes_read = self.assembler.bytes_read_here - before
-        return Receipt(task, isal_zlib.crc32(buffer.data), parts, proof, bytes_read)
+        return Receipt(task, _crc(parts, task, buffer), parts, proof, bytes_read)
 
     def _fill(self, step: Step, buffer: NDArray[np.uint8]) -> None:
         match step:
@@ -312,6 +312,15 @@ def _part_crcs(covered: list[tuple[int, int]], task: Task, buffer: NDArray[np.ui
     """Checksums of what ``buffer`` holds of each covered range."""
     for covers, start, stop in _overlaps(covered, task):
         yield PartCrc(covers, start, stop, isal_zlib.crc32(buffer[start - task.start : stop - task.start].data))
+
+
+def _crc(parts: tuple[PartCrc, ...], task: Task, buffer: NDArray[np.uint8]) -> int:
+    """The CRC-32 of a whole task. What its parts' say is not computed again: that is 70 microseconds for 4 MiB."""
+    crc, end = 0, task.start
+    for part in parts:
+        crc = isal_zlib.crc32(buffer[end - task.start : part.start - task.start].data, crc)
+        crc, end = isal_zlib.crc32_combine(crc, part.value, part.stop - part.start), part.stop
+    return isal_zlib.crc32(buffer[end - task.start :].data, crc)
 
 
 def _overlaps(covered: list[tuple[int, int]], task: Task) -> Iterator[tuple[tuple[int, int], int, int]]:

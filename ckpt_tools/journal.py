@@ -15,8 +15,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
+
+from xxhash import xxh3_128
 
 from ckpt_tools.checksums import PartCrc
 from ckpt_tools.errors import CkptError, StoreError, UsageError
@@ -187,7 +188,7 @@ class _Digest:
     """A hash of a sequence of values, each of which is delimited."""
 
     def __init__(self) -> None:
-        self._hash = blake2b(digest_size=16)
+        self._hash = xxh3_128()
 
     def add(self, *values: object) -> None:
         self._hash.update(repr(values).encode(errors="surrogatepass"))

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import IncompleteError, StoreError
-from ckpt_tools.execute import Outcome, execute
+from ckpt_tools.execute import NoHistory, Outcome, Receipt, execute
 from ckpt_tools.layout import Crc32, FileLayout, Layout, Literal, Padding, Payload, Segment
 from ckpt_tools.manifest import ByteRange, Kind, Manifest, Shard, ShardTable, StateKey, TensorEntry
 from ckpt_tools.planning import Plan
@@ -40,8 +40,26 @@ from ckpt_tools.testing.stored import StoredTensor, stored_tensors
 KIB = 1 << 10
 
 
-def run(plan: Plan, source: Store, target: Store, *, on_bytes: Callable[[int], None] = lambda _: None) -> Outcome:
-    return execute(plan, source, StoreDestination(target), runner=ThreadRunner(plan.num_workers), on_bytes=on_bytes)
+@dataclass(frozen=True)
+class Noted(NoHistory):
+    """Keeps what was done."""
+
+    noted: list[Receipt] = field(default_factory=list)
+
+    def done(self, receipt: Receipt) -> None:
+        self.noted.append(receipt)
+
+
+def run(
+    plan: Plan,
+    source: Store,
+    target: Store,
+    *,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    history: NoHistory | None = None,
+) -> Outcome:
+    runner = ThreadRunner(plan.num_workers)
+    return execute(plan, source, StoreDestination(target), runner=runner, on_bytes=on_bytes, history=history)
 
 
 def plan_of(
@@ -181,9 +199,12 @@ def test_any_layout_of_any_checkpoint(data: st.DataObject, task_bytes: int, num_
     files, expected = data.draw(outputs(stored))
     source = MemoryStore({name: bytearray(d) for tensor in stored.values() for name, d in tensor.files.items()})
     entries = {key: tensor.entry for key, tensor in stored.items()}
-    target = MemoryStore()
-    run(plan_of(entries, *files, task_bytes=task_bytes, num_workers=num_workers), source, target)
+    target, history = MemoryStore(), Noted()
+    run(plan_of(entries, *files, task_bytes=task_bytes, num_workers=num_workers), source, target, history=history)
     assert {path: bytes(found) for path, found in target.files.items()} == expected
+    for receipt in history.noted:
+        task = receipt.task
+        assert receipt.crc == zlib.crc32(expected[files[task.file].path][task.start : task.stop])
 
 
 @dataclass(slots=True)

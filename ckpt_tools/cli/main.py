@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -57,6 +58,14 @@ for _command in (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented code."""
+    try:
+        _run(arguments)
+    finally:
+        # Else the interpreter looks for circles in everything it knows before it ends: 25 ms.
+        gc.freeze()
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     verbose = "--verbose" in words or "-v" in words
     try:

@@ -8,11 +8,12 @@ checksums.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
+
+from xxhash import xxh3_128_intdigest
 
 from ckpt_tools.boxes import Shape
 from ckpt_tools.containers.pickle_writer import dumps_with_storages
@@ -300,4 +301,4 @@ _HEAD_RECORDS = {
 
 def _serialization_id(pickle: bytes) -> bytes:
     """Forty digits. torch hashes the checksums of the records, which are not known yet; nothing reads them."""
-    return b"%040d" % (int.from_bytes(hashlib.sha256(pickle).digest()) % 10**40)
+    return b"%040d" % (xxh3_128_intdigest(pickle) % 10**40)
