@@ -22,6 +22,7 @@ from ckpt_tools.format.deepspeed import zero3, zero12
 from ckpt_tools.format.deepspeed.extras import Extras
 from ckpt_tools.format.deepspeed.files import File, ModelStates, OptimGroup, OptimStates
 from ckpt_tools.format.deepspeed.flat import Flats, Pieces, Vector
+from ckpt_tools.format.deepspeed.model import aliases, check_names, deals_in_turn, other_shape
 from ckpt_tools.format.deepspeed.ranks import Partitions, is_scalar, vector
 from ckpt_tools.manifest import (
     MASTER,
@@ -84,39 +85,20 @@ class Contents:
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """Tied parameters: those that DeepSpeed saw, and views of the same elements.
-
-        DeepSpeed compares addresses in stages 1 and 2, which empty tensors and views of other shapes may share too.
-        """
-        tied = {alias: owner for alias, owner in self.model.ties.items() if self._are_tied(alias, owner)}
-        owners: dict[object, str] = {}
-        for name in sorted(self._parameters(), key=lambda name: name not in self.trainable):
-            owner = owners.setdefault(_view(name, self.model.module[name]), name)
-            if owner != name and name not in self.trainable:
-                tied.setdefault(name, owner)
-        return {alias: tied.get(owner, owner) for alias, owner in tied.items()}
-
-    def _parameters(self) -> list[str]:
-        return [name for name in self.model.module if name not in self.model.buffers]
+        """Tied parameters, by alias."""
+        return aliases(self.model, self._are_tied)
 
     def _are_tied(self, alias: str, owner: str) -> bool:
-        module = self.model.module
-        if alias not in module or owner not in module or alias in self.trainable:
-            return False
         if self.optim.stage == 3:
             return alias not in self.model.frozen_shapes
-        one, other = module[alias], module[owner]
+        one, other = self.model.module[alias], self.model.module[owner]
         if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
             return False
         return one.numel > 0 and one.shape == other.shape
 
     def _names(self) -> list[str]:
         """The model's own names in its own order, each tie once. Raises IncompleteError."""
-        missing = self.trainable.keys() - self.model.module.keys()
-        if missing:
-            raise IncompleteError(
-                "param_shapes has it, and module has not", path=self.model.file.path, key=min(missing)
-            )
+        check_names(self.model)
         return [name for name in self.model.module if name not in self.aliases and not self._is_left_out(name)]
 
     def _is_left_out(self, name: str) -> bool:
@@ -130,7 +112,7 @@ class Contents:
         """The tensors of one name: the weight or buffer, and the optimizer's."""
         value = self.model.module[name]
         if not isinstance(value, StoredTensor) and name not in self.trainable:
-            self._keep_module_value(name, value)
+            self.extras.add_module_value(name, value, self.model.file)
             return
         if not isinstance(value, StoredTensor):
             kind = type(value).__name__
@@ -139,22 +121,13 @@ class Contents:
         if name in self.pieces:
             yield from self._states(name, self.trainable[name], self.pieces[name])
 
-    def _keep_module_value(self, name: str, value: Value) -> None:
-        """``_extra_state`` of a module, which may be anything."""
-        kept = self.extras.values.setdefault("deepspeed", {}).setdefault("module", {})
-        kept[name] = self.extras.inert(value, f"module.{name}", self.model.file)
-
     def _weight(self, name: str, value: StoredTensor) -> TensorEntry:
         kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
         shape = self._shape(name, value)
         if tuple(value.shape) == shape:
             return TensorEntry(shape, value.dtype, kind, self.model.file.table(value))
         if self.optim.stage < 3 or value.numel:
-            raise MalformedError(
-                f"its shape is {list(value.shape)} in module and {list(shape)} in param_shapes",
-                path=self.model.file.path,
-                key=name,
-            )
+            raise other_shape(self.model, name, value, shape)
         return TensorEntry(shape, value.dtype, kind, self._cut_weight(name, shape, value.dtype))
 
     def _shape(self, name: str, value: StoredTensor) -> Shape:
@@ -218,11 +191,7 @@ class Contents:
         return _state((), ShardTable.build((), dtype, [Shard(Box.whole(()), at)]))
 
     def _group(self, number: int, group: OptimGroup) -> ParamGroup:
-        options = {
-            name: self.extras.inert(value, f"param_groups.{number}.{name}", self.optim.file)
-            for name, value in group.options.items()
-        }
-        return ParamGroup(self._members(group), options)
+        return ParamGroup(self._members(group), self.extras.options(number, group.options, self.optim.file))
 
     def _members(self, group: OptimGroup) -> tuple[str, ...]:
         """The parameters of a group in the order in which the optimizer was given them.
@@ -236,13 +205,9 @@ class Contents:
 
     def _flat_members(self, flat: int) -> tuple[str, ...]:
         found = tuple(self.model.param_shapes[flat])
-        return zero12.original_order(found, self.optim.world_size) if self._is_round_robin else found
-
-    @property
-    def _is_round_robin(self) -> bool:
-        config = self.model.file.content.get("ds_config")
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        return isinstance(zero, dict) and bool(zero.get("round_robin_gradients")) and not self.optim.is_bf16_optimizer
+        if deals_in_turn(self.model) and not self.optim.is_bf16_optimizer:
+            return zero12.original_order(found, self.optim.world_size)
+        return found
 
     def _gather_extras(self) -> None:
         self.extras.add_model(self.model.file)
@@ -251,13 +216,6 @@ class Contents:
             assert state.file is not None, "state of other kinds comes with its file"
             kept = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
             kept[rank] = self.extras.inert(dict(state.rest), f"partition_state.{rank}", state.file)
-
-
-def _view(name: str, value: Value) -> object:
-    """What two tied parameters have in common; nothing for one without elements."""
-    if not isinstance(value, StoredTensor) or not value.numel or value.storage is None:
-        return name
-    return value.storage.key, value.dtype, value.storage_offset, tuple(value.shape), tuple(value.strides)
 
 
 def _fragments(model: ModelStates) -> Mapping[str, Vector]:

@@ -66,6 +66,15 @@ class Extras:
             self.values["loss_scaler"] = self.inert(plain(own["loss_scaler"]), "loss_scaler", file)
         self._add_section("deepspeed", file, own, _OF_OPTIMIZER)
 
+    def add_module_value(self, name: str, value: Value, file: File) -> None:
+        """What a module keeps that is no tensor: its ``_extra_state``, which may be anything."""
+        kept = self.values.setdefault("deepspeed", {}).setdefault("module", {})
+        kept[name] = self.inert(value, f"module.{name}", file)
+
+    def options(self, number: int, options: Mapping[str, Value], file: File) -> dict[str, Value]:
+        """The hyperparameters of param group ``number``."""
+        return {name: self.inert(value, f"param_groups.{number}.{name}", file) for name, value in options.items()}
+
     def _add_section(self, section: str, file: File, content: Mapping[str, Value], names: Iterable[Value]) -> None:
         found = {
             name: self.inert(content[name], f"{section}.{name}", file)

@@ -16,6 +16,7 @@ from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.format.deepspeed.extras import Extras
 from ckpt_tools.format.deepspeed.files import File, ModelStates, checked
+from ckpt_tools.format.deepspeed.model import aliases, check_names, deals_in_turn, other_shape
 from ckpt_tools.format.deepspeed.zero12 import original_order
 from ckpt_tools.format.universal.names import MASTER_FILE, UniversalFiles
 from ckpt_tools.format.universal.states import Slots
@@ -81,24 +82,11 @@ class Contents:
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """Tied parameters: those that DeepSpeed saw, and views of the same elements."""
-        tied = {alias: owner for alias, owner in self.model.ties.items() if self._are_tied(alias, owner)}
-        owners: dict[object, str] = {}
-        for name in sorted(self._parameters(), key=lambda name: name not in self.trainable):
-            owner = owners.setdefault(_view(name, self.model.module[name]), name)
-            if owner != name and name not in self.trainable:
-                tied.setdefault(name, owner)
-        return {alias: tied.get(owner, owner) for alias, owner in tied.items()}
-
-    def _parameters(self) -> list[str]:
-        return [name for name in self.model.module if name not in self.model.buffers]
+        """Tied parameters, by alias."""
+        return aliases(self.model, self._are_tied)
 
     def _are_tied(self, alias: str, owner: str) -> bool:
-        """Whether what ``shared_params`` says is true: it compares addresses, which empty tensors may share too."""
-        module = self.model.module
-        if alias not in module or owner not in module or alias in self.trainable:
-            return False
-        one, other = module[alias], module[owner]
+        one, other = self.model.module[alias], self.model.module[owner]
         if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
             return False
         if one.numel:
@@ -107,11 +95,7 @@ class Contents:
 
     def _names(self) -> list[str]:
         """The model's own names in its own order, each tie once. Raises IncompleteError."""
-        missing = self.trainable.keys() - self.model.module.keys()
-        if missing:
-            raise IncompleteError(
-                "param_shapes has it, and module has not", path=self.model.file.path, key=min(missing)
-            )
+        check_names(self.model)
         return [name for name in self.model.module if name not in self.aliases]
 
     # Tensors
@@ -120,16 +104,11 @@ class Contents:
         """The tensors of one name: the weight or buffer, and what the optimizer has of it."""
         value = self.model.module[name]
         if not isinstance(value, StoredTensor):
-            self._keep_module_value(name, value)
+            self.extras.add_module_value(name, value, self.model.file)
         elif name in self.trainable:
             yield from self._trained(name, value, self.trainable[name])
         else:
             yield StateKey(name, WEIGHT), self._untrained(name, value)
-
-    def _keep_module_value(self, name: str, value: Value) -> None:
-        """``_extra_state`` of a module, which may be anything."""
-        kept = self.extras.values.setdefault("deepspeed", {}).setdefault("module", {})
-        kept[name] = self.extras.inert(value, f"module.{name}", self.model.file)
 
     def _trained(self, name: str, value: StoredTensor, shape: Shape) -> Entries:
         paths = self.files.states.get(name, {})
@@ -149,7 +128,7 @@ class Contents:
         if tuple(value.shape) == shape:
             return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.table(value))
         if value.numel:
-            raise self._contradiction(name, value, shape)
+            raise other_shape(self.model, name, value, shape)
         table = ShardTable.build(shape, value.dtype, []) if master is None else master.shards
         return TensorEntry(shape, value.dtype, Kind.PARAMETER, table)
 
@@ -161,7 +140,7 @@ class Contents:
         if tuple(value.shape) == shape:
             return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.table(value))
         if value.numel:
-            raise self._contradiction(name, value, shape)
+            raise other_shape(self.model, name, value, shape)
         return TensorEntry(shape, value.dtype, Kind.PARAMETER, self._fragments(name, shape, value))
 
     def _fragments(self, name: str, shape: Shape, value: StoredTensor) -> ShardTable:
@@ -181,13 +160,6 @@ class Contents:
         start = model.file.start(fragment)
         stop = start + (upper - lower) * fragment.dtype.item_bytes
         return Shard(Box((lower,), (upper,)), ByteRange(model.file.path, start, stop))
-
-    def _contradiction(self, name: str, value: StoredTensor, shape: Shape) -> MalformedError:
-        return MalformedError(
-            f"its shape is {list(value.shape)} in module and {list(shape)} in param_shapes",
-            path=self.model.file.path,
-            key=name,
-        )
 
     # Groups
 
@@ -216,11 +188,14 @@ class Contents:
 
     def _group(self, number: int, group: Mapping[str, Value]) -> ParamGroup:
         options = {
-            name: self.extras.inert(value, f"param_groups.{number}.{name}", self.optimizer)
+            name: value
             for name, value in group.items()
             if isinstance(name, str) and name not in ("params", "param_names")
         }
-        return ParamGroup(tuple(name for flat in group["params"] for name in self._members(flat)), options)
+        return ParamGroup(
+            tuple(name for flat in group["params"] for name in self._members(flat)),
+            self.extras.options(number, options, self.optimizer),
+        )
 
     def _members(self, number: int) -> tuple[str, ...]:
         """A list of ``param_shapes`` in the order in which the optimizer was given it."""
@@ -231,11 +206,10 @@ class Contents:
 
     @property
     def _is_dealt(self) -> bool:
-        """``round_robin_gradients``, which only stage_1_and_2.py knows: the one that says of itself stage 1 or 2."""
-        config, stage = self.model.file.content.get("ds_config"), self.optimizer.content.get("zero_stage")
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        """Whether ``round_robin_gradients`` was in force: the optimizer that knows it says of itself stage 1 or 2."""
+        stage = self.optimizer.content.get("zero_stage")
         stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
-        return isinstance(zero, dict) and bool(zero.get("round_robin_gradients")) and stage in (1, 2)
+        return deals_in_turn(self.model) and stage in (1, 2)
 
     @cached_property
     def shared_steps(self) -> Mapping[str, TensorEntry]:
@@ -267,10 +241,3 @@ def _slot_name(slot: str, path: str) -> str:
     if slot in (WEIGHT, MASTER):
         raise UnsupportedError(f"the optimizer calls one of its slots {slot!r}, which has a meaning here", path=path)
     return MASTER if slot == MASTER_FILE else slot
-
-
-def _view(name: str, value: Value) -> object:
-    """What two tied parameters have in common; nothing for one without elements."""
-    if not isinstance(value, StoredTensor) or not value.numel or value.storage is None:
-        return name
-    return value.storage.key, value.dtype, value.storage_offset, tuple(value.shape), tuple(value.strides)
