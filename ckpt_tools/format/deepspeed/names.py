@@ -79,7 +79,11 @@ def tag_files(source: Source, folder: str) -> TagFiles:
     model, rank_models, optim = (_complete(_by_rank(names, kind), prefix) for kind in (_MODEL, _RANK_MODEL, _OPTIM))
     if not optim:
         name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        raise IncompleteError(f"{_place(folder)} has no *_optim_states.pt, the optimizer's files", path=prefix + name)
+        raise IncompleteError(
+            f"{_place(folder)} has no *_optim_states.pt, the optimizer's files; runs without ZeRO (stage 0) have none, "
+            "and are not read",
+            path=prefix + name,
+        )
     return TagFiles(prefix, model, rank_models, optim)
 
 
