@@ -3,9 +3,14 @@
 `python -m benchmarks.s3 convert [--size BYTES] [--rounds N]` makes a DCP checkpoint of FSDP2, puts it on a SeaweedFS
 server of its own, and has each of these make an object of the same tensors, in turns:
 
-- ours: `ckpt-tools convert s3://... s3://... --to safetensors`
+- ours: `ckpt-tools convert s3://... s3://... --to safetensors`; what of that the server copied itself is printed
 - fsspec: torch's FsspecReader loads it, safetensors saves it to a local file, s3fs uploads that
 - plain: ranges of 8 MiB of the input are downloaded and uploaded as parts, by as many threads, through the same client
+
+What a service can copy depends on how large shards are, as a part has at least 5 MiB. `--size` alone is the suite's own
+Llama, as deep as published models of its size are, of 4 ranks: 2 GB of it are shards of 1.4, 3.9 and 44 MiB. `--hidden`
+and `--ranks` make another, as wide as that and as deep as the size allows. Of 2,048 on 2 ranks they have 8, 22 and
+248 MiB, as those of 7 billion parameters on 8 ranks do.
 
 `python -m benchmarks.s3 clients` reads ranges and uploads parts through our store, s3fs, and obstore.
 
@@ -17,7 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +35,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inputs import Cache
+from benchmarks.inputs import BUILD_SECONDS, WEIGHT_BYTES, Cache
+from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
 from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, running_s3_server
 
@@ -51,15 +59,38 @@ class Work:
 
 
 WORKS = (
-    Work("ours", ("ckpt_tools", "convert"), ("--to", "safetensors", "--quiet")),
+    Work("ours", ("ckpt_tools", "convert"), ("--to", "safetensors", "--quiet", "--json")),
     Work("fsspec", ("benchmarks.s3", "fsspec")),
     Work("plain", ("benchmarks.s3", "plain")),
 )
 
 
-def convert(size: int, rounds: int, cache: Path, names: list[str]) -> None:
+def wide(cache: Path, size: int, hidden: int, ranks: int) -> Path:
+    """A DCP of about so many bytes and so wide, made if need be."""
+    empty = Llama(hidden, 0)
+    layers = max(1, round((size / WEIGHT_BYTES - empty.num_elements) / empty.elements_per_layer))
+    path = cache / f"dcp-weights-{hidden}x{layers}-{ranks}-ranks"
+    if not path.exists():
+        partial_path = path.with_name(f"{path.name}.partial")
+        shutil.rmtree(partial_path, ignore_errors=True)
+        words = ["-m", "benchmarks.s3", "build", str(partial_path), "--hidden", str(hidden), "--layers", str(layers)]
+        subprocess.run([sys.executable, *words, "--ranks", str(ranks)], cwd=ROOT, check=True, timeout=BUILD_SECONDS)
+        partial_path.rename(path)
+    return path
+
+
+def build(out: str, llama: Llama, ranks: int) -> None:
+    """The suite's own way to make weights, by another number of ranks."""
+    from benchmarks.builders import rank_main
+    from fixtures.launch import Pool
+
+    with tempfile.TemporaryDirectory() as logs, Pool(ranks, log_dir=Path(logs)) as pool:
+        pool.run(rank_main, "dcp-weights", out, llama, seconds=BUILD_SECONDS)
+
+
+def convert(made: Path, rounds: int, names: list[str]) -> None:
     """Every work in turns, on a server that lives as long."""
-    made = Cache(cache).get("dcp-weights", size)
+    size = sum(path.stat().st_size for path in made.iterdir())
     with running_s3_server() as server, tempfile.TemporaryDirectory() as folder:
         source = f"s3://{BUCKET}/in"
         upload(server, "in/", made)
@@ -74,7 +105,8 @@ def convert(size: int, rounds: int, cache: Path, names: list[str]) -> None:
                 if usage.exit_code:
                     raise SystemExit(f"{work.name} failed:\n{Path(folder, 'log').read_text()[-2000:]}")
                 found.setdefault(work.name, []).append(usage)
-                print(described(work.name, usage, size), flush=True)
+                said = shares(Path(folder, "log").read_text()) if work.name == "ours" else ""
+                print(described(work.name, usage, size) + said, flush=True)
                 remove(server, f"out-{work.name}-{number}")
     summarize(found)
 
@@ -85,6 +117,13 @@ def described(name: str, usage: Usage, size: int) -> str:
         f"{name:8} {usage.seconds:7.2f} s {rate:6.0f} MB/s, cpu {usage.cpu_seconds:6.2f} s, "
         f"peak {usage.peak_bytes / 1e6:6.0f} MB, written to disk {usage.disk_write_bytes / 1e6:6.0f} MB"
     )
+
+
+def shares(report: str) -> str:
+    """What of the output the service copied, and what came here of the input, as ours says with --json."""
+    done = json.loads(report)
+    copied, read = (done[name] / done["bytes_written"] for name in ("bytes_copied", "bytes_read"))
+    return f", copied {copied:.1%}, read {read:.1%}"
 
 
 def summarize(found: Mapping[str, list[Usage]]) -> None:
@@ -264,22 +303,29 @@ def uploads(server: S3Server) -> dict[str, Callable[[int], Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.s3", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["convert", "clients", "plain", "fsspec"])
+    parser.add_argument("what", choices=["convert", "clients", "plain", "fsspec", "build"])
     parser.add_argument("urls", nargs="*")
     parser.add_argument("--size", type=int, default=SIZE, help="bytes of the checkpoint")
+    parser.add_argument("--hidden", type=int, help="the model's width")
+    parser.add_argument("--ranks", type=int, default=2, help="with --hidden: how many save it")
+    parser.add_argument("--layers", type=int, default=1, help="for build alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "benchmarks")
     parser.add_argument("--works", nargs="+", default=[work.name for work in WORKS])
     given = parser.parse_args()
     match given.what:
         case "convert":
-            convert(given.size, given.rounds, given.cache, given.works)
+            known = Cache(given.cache).get("dcp-weights", given.size) if given.hidden is None else None
+            made = known or wide(given.cache, given.size, given.hidden, given.ranks)
+            convert(made, given.rounds, given.works)
         case "clients":
             clients(given.size, given.rounds)
         case "plain":
             plain(*given.urls)
         case "fsspec":
             by_fsspec(*given.urls)
+        case "build":
+            build(given.urls[0], Llama(given.hidden, given.layers), given.ranks)
 
 
 if __name__ == "__main__":

@@ -227,15 +227,18 @@ def make_plan(
     """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; where these are no limit, a checkpoint
     whose index alone needs more has what it needs.
 
-    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so, and may be as large as
-    ``copies`` needs. ``reading_bytes`` is the most that reading took, of the whole checkpoint of which ``manifest`` may
-    be a part.
+    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so, and as large as
+    ``copies`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of which
+    ``manifest`` may be a part.
 
     Raises:
         MemoryBudgetError: not even the smallest tasks fit.
     """
+    fixed = _fixed_bytes(manifest, layout)
+    if copies is not None and is_limit and fixed + num_workers * BUFFERS_PER_TASK * copies.task_bytes > memory_bytes:
+        copies = None
     wanted_bytes = max(wanted_bytes, 0 if copies is None else copies.task_bytes)
-    fixed, smallest = _fixed_bytes(manifest, layout), max(MIN_TASK_BYTES, wanted_bytes)
+    smallest = max(MIN_TASK_BYTES, wanted_bytes)
     if not is_limit:
         # Tasks of full size: smaller ones would be a hundred million where there are terabytes to write.
         memory_bytes = max(
