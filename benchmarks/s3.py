@@ -12,6 +12,8 @@ Llama, as deep as published models of its size are, of 4 ranks: 2 GB of it are s
 and `--ranks` make another, as wide as that and as deep as the size allows. Of 2,048 on 2 ranks they have 8, 22 and
 248 MiB, as those of 7 billion parameters on 8 ranks do.
 
+`python -m benchmarks.s3 shares` counts what of models could be copied, by the planner alone and without a server.
+
 `python -m benchmarks.s3 clients` reads ranges and uploads parts through our store, s3fs, and obstore.
 
 Server and client share the machine: the rates are of both together, and only their ratios mean something.
@@ -105,7 +107,7 @@ def convert(made: Path, rounds: int, names: list[str]) -> None:
                 if usage.exit_code:
                     raise SystemExit(f"{work.name} failed:\n{Path(folder, 'log').read_text()[-2000:]}")
                 found.setdefault(work.name, []).append(usage)
-                said = shares(Path(folder, "log").read_text()) if work.name == "ours" else ""
+                said = said_of_copies(Path(folder, "log").read_text()) if work.name == "ours" else ""
                 print(described(work.name, usage, size) + said, flush=True)
                 remove(server, f"out-{work.name}-{number}")
     summarize(found)
@@ -119,7 +121,7 @@ def described(name: str, usage: Usage, size: int) -> str:
     )
 
 
-def shares(report: str) -> str:
+def said_of_copies(report: str) -> str:
     """What of the output the service copied, and what came here of the input, as ours says with --json."""
     done = json.loads(report)
     copied, read = (done[name] / done["bytes_written"] for name in ("bytes_copied", "bytes_read"))
@@ -219,6 +221,58 @@ def tensors_of(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, value
 
 
+def shares() -> None:
+    """What of one safetensors file a service copies, and would copy if files were cut every 8 MiB."""
+    from fixtures.synthetic import DTYPES, Model
+
+    suite, wide = Llama.of(SIZE // WEIGHT_BYTES), Llama(2048, 5)
+    models = {"Llama 2 7B": Model(32, 4096, 11008, 32000)}
+    models |= {
+        f"Llama of {each.hidden}": Model(each.layers, each.hidden, each.ffn, each.vocab) for each in (suite, wide)
+    }
+    for name, model in models.items():
+        for kind, dtype in DTYPES.items():
+            for ranks in (1, 2, 4, 8, 16, 64):
+                now, every_8 = share_copied(model, ranks, dtype)
+                print(f"{name} {kind:5} {ranks:3} ranks: {now:6.1%}, {every_8:6.1%} at 8 MiB", flush=True)
+
+
+def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
+    """As it is planned, and if files were cut every 8 MiB."""
+    from ckpt_tools.format.base import ReadOptions, WriteOptions
+    from ckpt_tools.format.registry import writer_for
+    from ckpt_tools.opening import read_checkpoint
+    from ckpt_tools.planning import CopyRules, Plan
+    from ckpt_tools.stores.s3 import MAX_PARTS, MIN_COPY_BYTES
+    from fixtures.synthetic import dcp
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, manifest = read_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
+        layout, rules = writer_for("safetensors").layout(manifest, WriteOptions()), CopyRules(MIN_COPY_BYTES, MAX_PARTS)
+        plans = (
+            Plan(manifest, layout, rules.task_bytes, 1, copies=rules),
+            Plan(manifest, layout, PART_BYTES, 1),
+        )
+        now, every_8 = (_bytes_copied(plan, source.store) / layout.size_bytes for plan in plans)
+    return now, every_8
+
+
+def _bytes_copied(plan: Any, store: Any) -> int:
+    """Of the tasks that a worker would have copied."""
+    from ckpt_tools.assemble import Assembler
+    from ckpt_tools.checksums import LocalBoard
+    from ckpt_tools.execute import Worker
+    from ckpt_tools.planning import steps
+    from ckpt_tools.stores.filled import StoreDestination
+    from ckpt_tools.stores.memory import MemoryStore
+    from ckpt_tools.stores.s3 import MIN_COPY_BYTES
+
+    target, files = StoreDestination(MemoryStore({})), plan.layout.files
+    worker = Worker(plan, Assembler(store, plan.task_bytes), target, LocalBoard())
+    large = (task for task in plan.tasks() if task.num_bytes >= MIN_COPY_BYTES)
+    return sum(task.num_bytes for task in large if worker._single(list(steps(files[task.file], task))) is not None)
+
+
 def clients(size: int, rounds: int) -> None:
     """Ranged reads and part uploads by threads, through each client."""
     with running_s3_server() as server:
@@ -303,7 +357,7 @@ def uploads(server: S3Server) -> dict[str, Callable[[int], Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.s3", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["convert", "clients", "plain", "fsspec", "build"])
+    parser.add_argument("what", choices=["convert", "shares", "clients", "plain", "fsspec", "build"])
     parser.add_argument("urls", nargs="*")
     parser.add_argument("--size", type=int, default=SIZE, help="bytes of the checkpoint")
     parser.add_argument("--hidden", type=int, help="the model's width")
@@ -318,6 +372,8 @@ def main() -> None:
             known = Cache(given.cache).get("dcp-weights", given.size) if given.hidden is None else None
             made = known or wide(given.cache, given.size, given.hidden, given.ranks)
             convert(made, given.rounds, given.works)
+        case "shares":
+            shares()
         case "clients":
             clients(given.size, given.rounds)
         case "plain":
