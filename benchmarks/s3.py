@@ -9,8 +9,8 @@ server of its own, and has each of these make an object of the same tensors, in 
 
 What a service can copy depends on how large shards are, as a part has at least 5 MiB. `--size` alone is the suite's own
 Llama, as deep as published models of its size are, of 4 ranks: 2 GB of it are shards of 1.4, 3.9 and 44 MiB. `--hidden`
-and `--ranks` make another, as wide as that and as deep as the size allows. Of 2,048 on 2 ranks they have 8, 22 and
-248 MiB, as those of 7 billion parameters on 8 ranks do.
+and `--ranks` make another, as wide as that and as deep as the size allows. Of 2,048 on 2 ranks those of the layers have
+8 and 22 MiB, as those of Llama 2 7B on 8 ranks do.
 
 `python -m benchmarks.s3 shares` counts what of models could be copied, by the planner alone and without a server.
 
