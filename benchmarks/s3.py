@@ -3,9 +3,16 @@
 `python -m benchmarks.s3 convert [--size BYTES] [--rounds N]` makes a DCP checkpoint of FSDP2, puts it on a SeaweedFS
 server of its own, and has each of these make an object of the same tensors, in turns:
 
-- ours: `ckpt-tools convert s3://... s3://... --to safetensors`
+- ours: `ckpt-tools convert s3://... s3://... --to safetensors`; what of that the server copied itself is printed
 - fsspec: torch's FsspecReader loads it, safetensors saves it to a local file, s3fs uploads that
 - plain: ranges of 8 MiB of the input are downloaded and uploaded as parts, by as many threads, through the same client
+
+What a service can copy depends on how large shards are, as a part has at least 5 MiB. `--size` alone is the suite's own
+Llama, as deep as published models of its size are, of 4 ranks: 2 GB of it are shards of 1.4, 3.9 and 44 MiB. `--hidden`
+and `--ranks` make another, as wide as that and as deep as the size allows. Of 2,048 on 2 ranks those of the layers have
+8 and 22 MiB, as those of Llama 2 7B on 8 ranks do.
+
+`python -m benchmarks.s3 shares` counts what of models could be copied, by the planner alone and without a server.
 
 `python -m benchmarks.s3 clients` reads ranges and uploads parts through our store, s3fs, and obstore.
 
@@ -17,7 +24,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +37,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inputs import Cache
+from benchmarks.inputs import BUILD_SECONDS, WEIGHT_BYTES, Cache
+from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
 from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, running_s3_server
 
@@ -51,15 +61,38 @@ class Work:
 
 
 WORKS = (
-    Work("ours", ("ckpt_tools", "convert"), ("--to", "safetensors", "--quiet")),
+    Work("ours", ("ckpt_tools", "convert"), ("--to", "safetensors", "--quiet", "--json")),
     Work("fsspec", ("benchmarks.s3", "fsspec")),
     Work("plain", ("benchmarks.s3", "plain")),
 )
 
 
-def convert(size: int, rounds: int, cache: Path, names: list[str]) -> None:
+def wide(cache: Path, size: int, hidden: int, ranks: int) -> Path:
+    """A DCP of about so many bytes and so wide, made if need be."""
+    empty = Llama(hidden, 0)
+    layers = max(1, round((size / WEIGHT_BYTES - empty.num_elements) / empty.elements_per_layer))
+    path = cache / f"dcp-weights-{hidden}x{layers}-{ranks}-ranks"
+    if not path.exists():
+        partial_path = path.with_name(f"{path.name}.partial")
+        shutil.rmtree(partial_path, ignore_errors=True)
+        words = ["-m", "benchmarks.s3", "build", str(partial_path), "--hidden", str(hidden), "--layers", str(layers)]
+        subprocess.run([sys.executable, *words, "--ranks", str(ranks)], cwd=ROOT, check=True, timeout=BUILD_SECONDS)
+        partial_path.rename(path)
+    return path
+
+
+def build(out: str, llama: Llama, ranks: int) -> None:
+    """The suite's own way to make weights, by another number of ranks."""
+    from benchmarks.builders import rank_main
+    from fixtures.launch import Pool
+
+    with tempfile.TemporaryDirectory() as logs, Pool(ranks, log_dir=Path(logs)) as pool:
+        pool.run(rank_main, "dcp-weights", out, llama, seconds=BUILD_SECONDS)
+
+
+def convert(made: Path, rounds: int, names: list[str]) -> None:
     """Every work in turns, on a server that lives as long."""
-    made = Cache(cache).get("dcp-weights", size)
+    size = sum(path.stat().st_size for path in made.iterdir())
     with running_s3_server() as server, tempfile.TemporaryDirectory() as folder:
         source = f"s3://{BUCKET}/in"
         upload(server, "in/", made)
@@ -74,7 +107,8 @@ def convert(size: int, rounds: int, cache: Path, names: list[str]) -> None:
                 if usage.exit_code:
                     raise SystemExit(f"{work.name} failed:\n{Path(folder, 'log').read_text()[-2000:]}")
                 found.setdefault(work.name, []).append(usage)
-                print(described(work.name, usage, size), flush=True)
+                said = said_of_copies(Path(folder, "log").read_text()) if work.name == "ours" else ""
+                print(described(work.name, usage, size) + said, flush=True)
                 remove(server, f"out-{work.name}-{number}")
     summarize(found)
 
@@ -85,6 +119,13 @@ def described(name: str, usage: Usage, size: int) -> str:
         f"{name:8} {usage.seconds:7.2f} s {rate:6.0f} MB/s, cpu {usage.cpu_seconds:6.2f} s, "
         f"peak {usage.peak_bytes / 1e6:6.0f} MB, written to disk {usage.disk_write_bytes / 1e6:6.0f} MB"
     )
+
+
+def said_of_copies(report: str) -> str:
+    """What of the output the service copied, and what came here of the input, as ours says with --json."""
+    done = json.loads(report)
+    copied, read = (done[name] / done["bytes_written"] for name in ("bytes_copied", "bytes_read"))
+    return f", copied {copied:.1%}, read {read:.1%}"
 
 
 def summarize(found: Mapping[str, list[Usage]]) -> None:
@@ -180,6 +221,58 @@ def tensors_of(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, value
 
 
+def shares() -> None:
+    """What of one safetensors file a service copies, and would copy if files were cut every 8 MiB."""
+    from fixtures.synthetic import DTYPES, Model
+
+    suite, wide = Llama.of(SIZE // WEIGHT_BYTES), Llama(2048, 5)
+    models = {"Llama 2 7B": Model(32, 4096, 11008, 32000)}
+    models |= {
+        f"Llama of {each.hidden}": Model(each.layers, each.hidden, each.ffn, each.vocab) for each in (suite, wide)
+    }
+    for name, model in models.items():
+        for kind, dtype in DTYPES.items():
+            for ranks in (1, 2, 4, 8, 16, 64):
+                now, every_8 = share_copied(model, ranks, dtype)
+                print(f"{name} {kind:5} {ranks:3} ranks: {now:6.1%}, {every_8:6.1%} at 8 MiB", flush=True)
+
+
+def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
+    """As it is planned, and if files were cut every 8 MiB."""
+    from ckpt_tools.format.base import ReadOptions, WriteOptions
+    from ckpt_tools.format.registry import writer_for
+    from ckpt_tools.opening import read_checkpoint
+    from ckpt_tools.planning import CopyRules, Plan
+    from ckpt_tools.stores.s3 import MAX_PARTS, MIN_COPY_BYTES
+    from fixtures.synthetic import dcp
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, manifest = read_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
+        layout, rules = writer_for("safetensors").layout(manifest, WriteOptions()), CopyRules(MIN_COPY_BYTES, MAX_PARTS)
+        plans = (
+            Plan(manifest, layout, rules.task_bytes, 1, copies=rules),
+            Plan(manifest, layout, PART_BYTES, 1),
+        )
+        now, every_8 = (_bytes_copied(plan, source.store) / layout.size_bytes for plan in plans)
+    return now, every_8
+
+
+def _bytes_copied(plan: Any, store: Any) -> int:
+    """Of the tasks that a worker would have copied."""
+    from ckpt_tools.assemble import Assembler
+    from ckpt_tools.checksums import LocalBoard
+    from ckpt_tools.execute import Worker
+    from ckpt_tools.planning import steps
+    from ckpt_tools.stores.filled import StoreDestination
+    from ckpt_tools.stores.memory import MemoryStore
+    from ckpt_tools.stores.s3 import MIN_COPY_BYTES
+
+    target, files = StoreDestination(MemoryStore({})), plan.layout.files
+    worker = Worker(plan, Assembler(store, plan.task_bytes), target, LocalBoard())
+    large = (task for task in plan.tasks() if task.num_bytes >= MIN_COPY_BYTES)
+    return sum(task.num_bytes for task in large if worker._single(list(steps(files[task.file], task))) is not None)
+
+
 def clients(size: int, rounds: int) -> None:
     """Ranged reads and part uploads by threads, through each client."""
     with running_s3_server() as server:
@@ -264,22 +357,31 @@ def uploads(server: S3Server) -> dict[str, Callable[[int], Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.s3", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["convert", "clients", "plain", "fsspec"])
+    parser.add_argument("what", choices=["convert", "shares", "clients", "plain", "fsspec", "build"])
     parser.add_argument("urls", nargs="*")
     parser.add_argument("--size", type=int, default=SIZE, help="bytes of the checkpoint")
+    parser.add_argument("--hidden", type=int, help="the model's width")
+    parser.add_argument("--ranks", type=int, default=2, help="with --hidden: how many save it")
+    parser.add_argument("--layers", type=int, default=1, help="for build alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "benchmarks")
     parser.add_argument("--works", nargs="+", default=[work.name for work in WORKS])
     given = parser.parse_args()
     match given.what:
         case "convert":
-            convert(given.size, given.rounds, given.cache, given.works)
+            known = Cache(given.cache).get("dcp-weights", given.size) if given.hidden is None else None
+            made = known or wide(given.cache, given.size, given.hidden, given.ranks)
+            convert(made, given.rounds, given.works)
+        case "shares":
+            shares()
         case "clients":
             clients(given.size, given.rounds)
         case "plain":
             plain(*given.urls)
         case "fsspec":
             by_fsspec(*given.urls)
+        case "build":
+            build(given.urls[0], Llama(given.hidden, given.layers), given.ranks)
 
 
 if __name__ == "__main__":

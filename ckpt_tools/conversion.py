@@ -21,9 +21,9 @@ from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import implied_format, open_place, open_source, read_checkpoint
 from ckpt_tools.options import ConvertOptions
-from ckpt_tools.planning import Plan, make_plan, reading_bytes
+from ckpt_tools.planning import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.runners.threads import ThreadRunner
-from ckpt_tools.stores.base import Claim, Place, Source, Store
+from ckpt_tools.stores.base import Claim, Located, Place, Source, Store
 from ckpt_tools.stores.names import DIGESTS_SUFFIX
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ def prepare(
         is_limit=memory_is_limit,
         wanted_bytes=_wanted_bytes(place, layout),
         reading_bytes=reading,
+        copies=_copies(source, place),
     )
     return Prepared(source.store, plan, notes, source_format, writer.name, place)
 
@@ -190,6 +191,16 @@ def _wanted_bytes(place: Place, layout: Layout) -> int:
     if place.parts.max_parts is None:
         return place.parts.wanted_bytes(0)
     return place.parts.wanted_bytes(max((file.size_bytes for file in layout.files), default=0))
+
+
+def _copies(source: Source, place: Place) -> CopyRules | None:
+    """How files are cut that the place's service copies of the source's; None where these are not of that service."""
+    rules, store = place.parts, source.store
+    if rules.copying is None or rules.max_parts is None or not isinstance(store, Located):
+        return None
+    found = next((store.locate(path) for path in source.files), None)
+    is_same = found is not None and found.service == rules.copying.service
+    return CopyRules(rules.copying.min_bytes, rules.max_parts) if is_same else None
 
 
 def _writer(to: str | None, name: str) -> Writer:

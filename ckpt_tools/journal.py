@@ -208,7 +208,7 @@ def fingerprint(plan: Plan, source: Store) -> str:
     cut. Files themselves are compared one by one, by ``contents``: one that is made on demand is not made for this.
     """
     digest = _Digest()
-    digest.add(plan.task_bytes, [(file.path, file.size_bytes) for file in plan.layout.files])
+    digest.add(plan.task_bytes, plan.copies, [(file.path, file.size_bytes) for file in plan.layout.files])
     for name in _add_tensors(digest, plan.manifest):
         digest.add(name, _version(source, name))
     for name, data in sorted(plan.manifest.literals.items()):

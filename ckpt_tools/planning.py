@@ -9,8 +9,9 @@ but tens of thousands of runs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from operator import sub
 
@@ -148,6 +149,22 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyRules:
+    """Of a destination that itself copies ranges of the source's files: parts of ``min_bytes`` and more, at most
+    ``max_parts`` of a file."""
+
+    min_bytes: int
+    max_parts: int
+
+    @property
+    def task_bytes(self) -> int:
+        """The smallest limit of tasks with which they are cut where stored ranges begin and end."""
+        from ckpt_tools.parts import smallest_limit
+
+        return smallest_limit(self.min_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A conversion, decided: what is read, what is written, in which pieces, and in how much memory."""
 
@@ -157,11 +174,21 @@ class Plan:
     num_workers: int
     reading_bytes: int = 0
     """The most memory that reading the manifest took."""
+    copies: CopyRules | None = None
+    """Where they are given, files are cut where what is stored begins and ends."""
+
+    def __post_init__(self) -> None:
+        assert self.copies is None or self.task_bytes >= self.copies.task_bytes, "tasks too small to be cut anywhere"
 
     def tasks(self) -> Iterator[Task]:
         """Every task, files in order, each file from its start."""
         for number, file in enumerate(self.layout.files):
-            yield from _cut(number, file.made, self.task_bytes)
+            yield from _cut(number, self._ends(file.made))
+
+    def _ends(self, file: FileLayout) -> Iterable[int]:
+        """Where each task of a file ends."""
+        found = None if self.copies is None else _ends_at_runs(self.manifest, file, self.task_bytes, self.copies)
+        return found or _ends(file, self.task_bytes)
 
     def figures(self) -> Figures:
         """What it moves, in one pass: files made on demand are made once."""
@@ -171,7 +198,7 @@ class Plan:
         for file in self.layout.files:
             made = file.made
             files[file.path] = made.size_bytes
-            num_tasks += sum(1 for _ in _ends(made, self.task_bytes))
+            num_tasks += sum(1 for _ in self._ends(made))
             bytes_read += sum(
                 num_bytes // segment.dtype.item_bytes * stored[segment.key]
                 for segment, num_bytes in zip(made.segments, map(sub, made.offsets[1:], made.offsets), strict=True)
@@ -195,17 +222,23 @@ def make_plan(
     is_limit: bool = True,
     wanted_bytes: int = 0,
     reading_bytes: int = 0,
+    copies: CopyRules | None = None,
 ) -> Plan:
     """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; where these are no limit, a checkpoint
     whose index alone needs more has what it needs.
 
-    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so. ``reading_bytes`` is
-    the most that reading took, of the whole checkpoint of which ``manifest`` may be a part.
+    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so, and as large as
+    ``copies`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of which
+    ``manifest`` may be a part.
 
     Raises:
         MemoryBudgetError: not even the smallest tasks fit.
     """
-    fixed, smallest = _fixed_bytes(manifest, layout), max(MIN_TASK_BYTES, wanted_bytes)
+    fixed = _fixed_bytes(manifest, layout)
+    if copies is not None and is_limit and fixed + num_workers * BUFFERS_PER_TASK * copies.task_bytes > memory_bytes:
+        copies = None
+    wanted_bytes = max(wanted_bytes, 0 if copies is None else copies.task_bytes)
+    smallest = max(MIN_TASK_BYTES, wanted_bytes)
     if not is_limit:
         # Tasks of full size: smaller ones would be a hundred million where there are terabytes to write.
         memory_bytes = max(
@@ -219,7 +252,8 @@ def make_plan(
         )
     fitting = (memory_bytes - fixed) // (num_workers * BUFFERS_PER_TASK)
     aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES
-    return Plan(manifest, layout, max(min(MAX_TASK_BYTES, aligned), wanted_bytes), num_workers, reading_bytes)
+    task_bytes = max(min(MAX_TASK_BYTES, aligned), wanted_bytes)
+    return Plan(manifest, layout, task_bytes, num_workers, reading_bytes, copies)
 
 
 def reading_bytes(manifest: Manifest) -> int:
@@ -250,22 +284,62 @@ def _file_bytes(file: FileLayout) -> int:
     return BYTES_PER_SEGMENT * len(file.segments) + COPIES_OF_LITERALS * sum(literals.values())
 
 
-def _cut(number: int, file: FileLayout, task_bytes: int) -> Iterator[Task]:
-    """Tasks of at most ``task_bytes`` that never split an element or a checksum; one empty task for an empty file."""
+def _cut(number: int, ends: Iterable[int]) -> Iterator[Task]:
+    """The tasks of a file that end there."""
     start = 0
-    for part, stop in enumerate(_ends(file, task_bytes)):
+    for part, stop in enumerate(ends):
         yield Task(number, part, start, stop)
         start = stop
 
 
 def _ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
-    """Where each task of a file ends."""
+    """Where tasks end that have at most ``task_bytes`` and never split an element or a checksum; one empty task for an
+    empty file."""
     size, stop = file.size_bytes, 0
     while True:
         stop = _whole_elements(file, min(stop + task_bytes, size))
         yield stop
         if stop == size:
             return
+
+
+def _ends_at_runs(manifest: Manifest, file: FileLayout, task_bytes: int, copies: CopyRules) -> list[int] | None:
+    """The same, where as much as can be lies in tasks that the destination copies; None where that is nothing, or they
+    would be too many."""
+    from ckpt_tools.parts import ends_at_runs
+
+    runs = list(_stored_runs(manifest, file, copies.min_bytes))
+    if not runs:
+        return None
+    whole = partial(_whole_elements, file)
+    found = ends_at_runs(file.size_bytes, runs, least=copies.min_bytes, most=task_bytes, whole=whole)
+    return found if len(found) <= copies.max_parts else None
+
+
+def _stored_runs(manifest: Manifest, file: FileLayout, least: int) -> Iterator[tuple[int, int]]:
+    """Bytes of a file, in order, that are ``least`` or more and one range of one stored file; none where checksums of
+    them are written too.
+
+    Of torch's own items it is found when they are read whether they are stored in order, as all but a few are.
+    """
+    if any(isinstance(segment, Crc32) for segment in file.segments):
+        return
+    for offset, segment in zip(file.offsets, file.segments, strict=False):
+        if isinstance(segment, Payload) and segment.num_bytes >= least:
+            item, table = segment.dtype.item_bytes, manifest.tensors[segment.key].shards
+            if table.dtype is segment.dtype and int(table.numels.max()) * item >= least:
+                found = sorted(_contiguous(hits(table, segment.box, segment.shape, 0, segment.box.numel)))
+                yield from ((offset + a * item, offset + b * item) for a, b in found if (b - a) * item >= least)
+
+
+def _contiguous(found: Sequence[Hit]) -> Iterator[tuple[int, int]]:
+    """The elements of the destination that each hit fills, where they are contiguous there and in its piece."""
+    for hit in found:
+        if isinstance(hit, FlatHit):
+            yield hit.into, hit.into + hit.stop - hit.start
+        elif hit.strides is None and is_contiguous(hit.source, hit.shape) and is_contiguous(hit.into, hit.block):
+            start, stop = flat_interval(hit.into, hit.block)
+            yield hit.block_start + start, hit.block_start + stop
 
 
 def _whole_elements(file: FileLayout, stop: int) -> int:

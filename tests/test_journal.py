@@ -25,7 +25,7 @@ from ckpt_tools.execute import Outcome, Receipt, execute
 from ckpt_tools.journal import Journal, fingerprint
 from ckpt_tools.layout import Crc32, FileLayout, Layout, Literal, Payload
 from ckpt_tools.manifest import ByteRange, Kind, Manifest, Shard, ShardTable, StateKey, TensorEntry
-from ckpt_tools.planning import Plan
+from ckpt_tools.planning import CopyRules, Plan
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Buffer
 from ckpt_tools.stores.filled import StoreDestination
@@ -215,6 +215,12 @@ def test_one_of_another_plan_is_refused_and_kept(plan: Plan) -> None:
     with pytest.raises(UsageError, match="another source, of other options") as caught:
         run(log, target, plan)
     assert (caught.value.exit_code, log.data) == (2, before)
+
+
+def test_one_of_another_cut_is_of_another_plan() -> None:
+    plan = plan_of(vector(), task_bytes=400)
+    plans = [plan, *(replace(plan, copies=CopyRules(least, most)) for least, most in [(100, 9), (101, 9), (100, 8)])]
+    assert len({fingerprint(each, SOURCE) for each in plans}) == 4
 
 
 def test_a_file_that_is_to_hold_other_bytes_is_begun_again() -> None:

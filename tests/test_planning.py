@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from itertools import chain
+from collections.abc import Callable
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ from ckpt_tools.planning import (
     BUFFERS_PER_TASK,
     MAX_TASK_BYTES,
     MIN_TASK_BYTES,
+    CopyRules,
     Figures,
     Fill,
     FlatHit,
@@ -126,6 +128,119 @@ class TestTasks:
         payload = Payload(KEY, Box((0,), (8,)), (8,), DType.COMPLEX128)
         plan = plan_of((FileLayout("f", (Literal(b"abc"), payload)),), 40)
         assert [(task.start, task.stop) for task in plan.tasks()] == [(0, 35), (35, 67), (67, 99), (99, 131)]
+
+
+RULES = CopyRules(min_bytes=500, max_parts=100)
+
+
+def stored_as(dtype: DType, *shards: tuple[Box, int]) -> TensorEntry:
+    """A tensor of boxes, each in a file of its own whose elements begin at that byte."""
+    shape = tuple(max(stops) for stops in zip(*(box.stop for box, _ in shards), strict=True))
+    placed = [
+        Shard(box, ByteRange(f"{number}", at, at + box.numel * dtype.item_bytes))
+        for number, (box, at) in enumerate(shards)
+    ]
+    return TensorEntry(shape, dtype, Kind.PARAMETER, ShardTable.build(shape, dtype, placed))
+
+
+def cut(entry: TensorEntry, *segments: Segment, rules: CopyRules | None = RULES) -> list[int]:
+    """Where the tasks of a file end of which ``entry`` is the one tensor."""
+    manifest, layout = Manifest("test", {KEY: entry}), Layout((FileLayout("f", segments),))
+    plan = Plan(manifest, layout, RULES.task_bytes, num_workers=1, copies=rules)
+    tasks = list(plan.tasks())
+    assert plan.figures().num_tasks == len(tasks)
+    assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
+    return [task.stop for task in tasks]
+
+
+def rows(*bounds: int, width: int = 5) -> list[Box]:
+    return [Box((a, 0), (b, width)) for a, b in pairwise(bounds)]
+
+
+def whole_of(entry: TensorEntry, dtype: DType | None = None) -> Payload:
+    return Payload(KEY, Box.whole(entry.shape), entry.shape, dtype or entry.dtype)
+
+
+class TestCopies:
+    """Tasks where the destination copies ranges of the source's files itself."""
+
+    def test_they_end_where_shards_do(self) -> None:
+        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
+        assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
+        assert cut(entry, Literal(bytes(500)), whole_of(entry)) == [500, 1100, 1800, 2400]
+        assert cut(entry, whole_of(entry), rules=None) == [1128, 1900]
+
+    def test_they_end_between_elements(self) -> None:
+        """The head of 101 bytes needs 399 of the first shard; 463 are 28 elements and a part of one."""
+        entry = stored_as(DType.COMPLEX128, *((box, 7) for box in rows(0, 13, 25)))
+        assert cut(entry, Literal(bytes(101)), whole_of(entry)) == [101 + 28 * 16, 1141, 2101]
+
+    @pytest.mark.parametrize(
+        "segment",
+        [
+            pytest.param(lambda entry: Payload(KEY, Box((0, 1), (760, 4)), entry.shape, entry.dtype), id="columns"),
+            pytest.param(lambda entry: whole_of(entry, DType.BFLOAT16), id="a cast"),
+        ],
+    )
+    def test_what_is_not_stored_as_it_is_written_is_cut_as_ever(
+        self, segment: Callable[[TensorEntry], Payload]
+    ) -> None:
+        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 240, 520, 760)))
+        payload = segment(entry)
+        assert cut(entry, payload) == cut(entry, payload, rules=None)
+
+    def test_shards_of_columns_are_no_runs(self) -> None:
+        boxes = [Box((0, 0), (200, 5)), Box((0, 5), (200, 10))]
+        entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
+        assert cut(entry, whole_of(entry)) == cut(entry, whole_of(entry), rules=None)
+
+    def test_rows_of_a_shard_of_columns_are_no_runs_but_whole_shards_are(self) -> None:
+        boxes = [Box((0, 0), (120, 5)), Box((120, 0), (260, 3)), Box((120, 3), (260, 5)), Box((260, 0), (380, 5))]
+        entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
+        assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
+
+    def test_strided_pieces_are_no_runs(self) -> None:
+        shard = Shard(Box((0, 0), (40, 30)), ByteRange("f", 0, 1200), (1, 40))
+        table = ShardTable.build((40, 30), DType.UINT8, [shard])
+        entry = TensorEntry((40, 30), DType.UINT8, Kind.PARAMETER, table)
+        assert cut(entry, Literal(bytes(700)), whole_of(entry)) == [1128, 1900]
+
+    def test_a_file_of_checksums_is_cut_as_ever(self) -> None:
+        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
+        segments = (whole_of(entry), Crc32(0, 1900))
+        assert cut(entry, *segments) == cut(entry, *segments, rules=None)
+
+    def test_a_file_of_too_many_parts_is_cut_as_ever(self) -> None:
+        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
+        assert cut(entry, whole_of(entry), rules=CopyRules(500, max_parts=3)) == [600, 1300, 1900]
+        assert cut(entry, whole_of(entry), rules=CopyRules(500, max_parts=2)) == [1128, 1900]
+
+    @many
+    @given(stored_tensors(), st.data())
+    def test_of_any_tensor_tasks_are_of_a_size_and_split_no_element(
+        self, stored: StoredTensor, data: st.DataObject
+    ) -> None:
+        geometry, box, _, _ = data.draw(wanted(stored.entry.shape))
+        head, item = Literal(data.draw(st.binary(max_size=20))), stored.entry.dtype.item_bytes
+        file = FileLayout("f", (head, Payload(KEY, box, geometry, stored.entry.dtype)))
+        rules = CopyRules(data.draw(st.integers(1, 40)), 10**6)
+        manifest = Manifest("test", {KEY: stored.entry})
+        tasks = list(Plan(manifest, Layout((file,)), rules.task_bytes, num_workers=1, copies=rules).tasks())
+        assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
+        assert tasks[-1].stop == file.size_bytes
+        assert all(task.num_bytes <= rules.task_bytes for task in tasks)
+        assert all(task.num_bytes >= rules.min_bytes for task in tasks[:-1])
+        assert all((task.stop - len(head.data)) % item == 0 for task in tasks if task.stop > len(head.data))
+
+    def test_a_budget_that_has_no_room_for_tasks_so_large_has_none_of_them(self) -> None:
+        rules = CopyRules(5 * MIB, 10_000)
+        larger, smaller, unlimited = (
+            make_plan(manifest_of(1), Layout(()), memory_bytes=size, num_workers=2, is_limit=is_limit, copies=rules)
+            for size, is_limit in [(136 * MIB, True), (130 * MIB, True), (130 * MIB, False)]
+        )
+        assert larger.task_bytes == unlimited.task_bytes == rules.task_bytes == 2 * (5 * MIB + 64)
+        assert (larger.copies, smaller.copies, unlimited.copies) == (rules, None, rules)
+        assert smaller.task_bytes == MAX_TASK_BYTES
 
 
 def found_by(hit: Hit, files: dict[str, bytes]) -> list[tuple[int, Any]]:

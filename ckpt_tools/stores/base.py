@@ -99,17 +99,29 @@ SPARE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class PartRules:
-    """How a destination wants its files cut: all parts but a file's last hold at least ``min_bytes``, and a file has at
-    most ``max_parts``."""
+class CopyingRules:
+    """How a destination copies: ranges of files of its own ``service``, as parts of at least ``min_bytes``. Where a
+    file has such parts, all of its parts but the last hold as many."""
 
-    min_bytes: int = 0
+    service: Hashable
+    min_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartRules:
+    """How a destination wants its files cut: into parts of about ``part_bytes``, at most ``max_parts`` of a file.
+
+    ``copying`` is there where it may copy of files itself.
+    """
+
+    part_bytes: int = 0
     max_parts: int | None = None
+    copying: CopyingRules | None = None
 
     def wanted_bytes(self, largest_file: int) -> int:
         """The size to cut at, with room for parts that end a little earlier so as to split no element."""
         by_number = 0 if self.max_parts is None else -(-largest_file // self.max_parts) + SPARE_BYTES
-        return max(self.min_bytes + SPARE_BYTES if self.min_bytes else 0, by_number)
+        return max(self.part_bytes + SPARE_BYTES if self.part_bytes else 0, by_number)
 
 
 class Destination(Protocol):

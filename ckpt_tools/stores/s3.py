@@ -19,20 +19,20 @@ from itertools import count
 from pathlib import PurePosixPath
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
-from ckpt_tools.stores.base import Buffer, Leftover, Location, PartRules, Store, checked_name
+from ckpt_tools.stores.base import Buffer, CopyingRules, Leftover, Location, PartRules, Store, checked_name
 from ckpt_tools.stores.names import PARTIAL, is_marker, is_shown
 from ckpt_tools.stores.s3_client import Bucket, Copied, Found, Part, RefusedError, S3Options
 from ckpt_tools.stores.s3_lock import ObjectLock, is_held
 from ckpt_tools.stores.s3_traces import TOKEN, Traces, in_parallel
 
 PART_BYTES = 8 << 20
-"""S3 takes parts of 5 MiB and more, but for a file's last; 8 are what its own tools use."""
+"""Of a file that is uploaded: 8 MiB are what S3's own tools use."""
 
 MAX_PARTS = 10_000
 """Of one upload, the service's limit."""
 
 MIN_COPY_BYTES = 5 << 20
-"""Of a part that the service copies itself, its own limit."""
+"""Of a part that the service copies itself, and of any but a file's last: its own limit."""
 
 
 @dataclass(slots=True)
@@ -272,7 +272,7 @@ class S3Place:
 
     @property
     def parts(self) -> PartRules:
-        return PartRules(min_bytes=PART_BYTES, max_parts=MAX_PARTS)
+        return PartRules(PART_BYTES, MAX_PARTS, CopyingRules(self.bucket.options, MIN_COPY_BYTES))
 
     @property
     def inside(self) -> str:
