@@ -35,7 +35,7 @@ def nothing() -> None:
 
 
 def tasks(num_workers: int) -> None:
-    jobs = [Job(Task(0, n, n << 23, (n + 1) << 23), "upload-" + "x" * 60) for n in range(NUM_TASKS)]
+    jobs = [Job(Task(0, n, n << 23, (n + 1) << 23), "upload-" + "x" * 60, is_noted=True) for n in range(NUM_TASKS)]
     runner = RayRunner(num_workers, lambda job: job.task.num_bytes, 1 << 40, nothing)
     with closing(runner):
         list(runner.run(work, jobs[:200]))

@@ -29,18 +29,20 @@ from ckpt_tools.stores.base import Copying, Destination, InOrder, Store
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A task, and the file that it fills a part of."""
+    """A task, and the file that it fills a part of. ``is_noted`` says that its receipt will be, with a checksum."""
 
     task: Task
     handle: str
+    is_noted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A task that is done: the CRC-32 of its bytes and of their parts in longer ranges, and the destination's proof."""
+    """A task that is done: the CRC-32 of its bytes, if it is to be noted, and of their parts in longer ranges, and the
+    destination's proof."""
 
     task: Task
-    crc: int
+    crc: int | None
     parts: tuple[PartCrc, ...]
     proof: str
     bytes_read: int
@@ -69,6 +71,10 @@ class History(Protocol):
     def receipts(self) -> Iterable[Receipt]:
         """Tasks that are done, checked."""
 
+    @property
+    def is_noting(self) -> bool:
+        """Whether tasks that are handed out now will be noted."""
+
     def begun(self, file: int, handle: str) -> None:
         """A file was begun."""
 
@@ -82,6 +88,7 @@ class NoHistory:
 
     handles: Mapping[int, str] = field(default_factory=dict)
     receipts: tuple[Receipt, ...] = ()
+    is_noting: bool = False
 
     def begun(self, file: int, handle: str) -> None:
         """Nobody asks."""
@@ -169,7 +176,8 @@ class Worker:
         if found is None or source is None or not target.can_copy(source, task.num_bytes):
             return None
         proof = target.copy(file.path, job.handle, task.number, source, found.start, found.stop)
-        return Receipt(task, 0, (), proof, self.assembler.bytes_read_here - before, task.num_bytes)
+        bytes_read = self.assembler.bytes_read_here - before
+        return Receipt(task, 0 if job.is_noted else None, (), proof, bytes_read, task.num_bytes)
 
     def _single(self, found: list[Step]) -> ByteRange | None:
         match found:
@@ -186,8 +194,8 @@ class Worker:
         parts = tuple(_part_crcs(self._ranges(task.file, file), task, buffer))
         self._seal(file, task, parts, buffer)
         proof = self.target.write(file.path, job.handle, task.number, task.start, buffer.data)
-        bytes_read = self.assembler.bytes_read_here - before
-        return Receipt(task, _crc(parts, task, buffer), parts, proof, bytes_read)
+        crc = _crc(parts, task, buffer) if job.is_noted else None
+        return Receipt(task, crc, parts, proof, self.assembler.bytes_read_here - before)
 
     def _fill(self, step: Step, buffer: NDArray[np.uint8]) -> None:
         match step:
@@ -249,7 +257,7 @@ class _Files:
         """What is left to do, in order; runners take one at a time."""
         for task in self.plan.tasks():
             if (task.file, task.number) not in self._recovered:
-                yield Job(task, self._handle(task.file))
+                yield Job(task, self._handle(task.file), self.history.is_noting)
 
     def _handle(self, number: int) -> str:
         if number not in self._handles:

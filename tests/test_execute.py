@@ -44,6 +44,7 @@ KIB = 1 << 10
 class Noted(NoHistory):
     """Keeps what was done."""
 
+    is_noting: bool = True
     noted: list[Receipt] = field(default_factory=list)
 
     def done(self, receipt: Receipt) -> None:

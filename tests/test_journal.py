@@ -150,6 +150,25 @@ def test_where_nothing_is_it_starts() -> None:
     check(target)
 
 
+def test_a_run_that_fails_early_leaves_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "QUIET_SECONDS", math.inf)
+    log, target = broken(20)
+    assert log.data == b""
+    done, journal = run(log, target)
+    assert (done.bytes_written, journal.bytes_recovered) == (SIZE, 0)
+    check(target)
+
+
+def test_what_was_done_early_is_done_again_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = count()
+    with monkeypatch.context() as early:
+        early.setattr(Journal, "is_noting", property(lambda journal: next(asked) >= 5))
+        log, target = broken(20)
+    _, journal = run(log, target)
+    assert TASK_BYTES * 10 < journal.bytes_recovered <= TASK_BYTES * 15
+    check(target)
+
+
 @pytest.mark.parametrize("cut", [1, 5, 20, 60, 300])
 def test_a_line_that_was_cut_off_is_none(cut: int) -> None:
     log, target = broken(20)
