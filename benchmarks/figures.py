@@ -94,7 +94,8 @@ class Result:
         target = self.work.target
         copies = self.about["copied_bytes"] >= LARGE_BYTES
         large = self.about["source_bytes"] >= LARGE_BYTES
-        yield from _at_most(self.ratio(OURS, COPY), target.copy, "x cp -r", copies)
+        yield from _at_most(self.ratio(OURS, COPY), target.copy, "x cp -r, from memory", copies)
+        yield from _at_most(self.ratio(OURS, COPY, "cold"), target.copy, "x cp -r, from the disk", copies)
         yield from _at_most(self.ratio(OURS, COPY, synced=True), target.copy_synced, "x cp -r, both with fsync", copies)
         yield from _at_most(self.ratio(OURS, UNCAST), target.uncast, "x without the cast", large)
         yield from self._peer_promise(target, large)

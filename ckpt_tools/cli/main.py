@@ -77,7 +77,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        left = "what was written is kept for --resume" if "--resume" in words else "nothing was left at the destination"
+        is_kept = "--resume" in words
+        left = "what was written is kept for --resume" if is_kept else "the destination is as it was, or complete"
         _explain(f"Interrupted; {left}.", INTERRUPTED, verbose)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

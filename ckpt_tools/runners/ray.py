@@ -29,8 +29,9 @@ ITEMS_PER_WORKER = 2
 """One under way and one at hand, so that no worker waits for the driver: 910 empty tasks a second by 4 workers with
 one, 1,190 with two, on 2 busy cores."""
 
-MAX_LOSSES = 3
-"""Processes that one item, or the start of one worker, may lose before it is believed to be what kills them."""
+MAX_LOSSES = 5
+"""Processes that one item, or the start of one worker, may lose before it is believed to be what kills them. A machine
+that goes takes its processes one after the other, and an item may meet several of them."""
 
 START_SECONDS = 600.0
 """How long a run waits while it has no worker at all: clusters that grow take minutes to add a machine."""

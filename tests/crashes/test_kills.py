@@ -123,7 +123,7 @@ def test_a_short_run_notes_nothing_and_is_done_again(name: str, made_case: MakeC
 def test_interrupted(call: Call, made_case: MakeCase, runs: Runs) -> None:
     case = made_case("dcp")
     ended = runs.interrupted_at(Call("pwrite64", 3), *case.words)
-    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; nothing was left at the destination.")
+    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; the destination is as it was, or complete.")
     assert list(case.folder.iterdir()) == []
     ended = runs.interrupted_at(call, *case.words, "--resume")
     assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; what was written is kept for --resume.")
