@@ -61,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _run(arguments)
     finally:
-        # Else the interpreter looks for circles in everything it knows before it ends: 25 ms.
-        gc.freeze()
+        if arguments is None:
+            # The process ends: else the interpreter looks for circles in everything it knows first, for 25 ms.
+            gc.freeze()
 
 
 def _run(arguments: Sequence[str] | None) -> None:

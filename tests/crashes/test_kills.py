@@ -119,13 +119,16 @@ def test_a_short_run_notes_nothing_and_is_done_again(name: str, made_case: MakeC
     check_resumed(case, runs, [])
 
 
-@pytest.mark.parametrize("call", [Call("write", 4), Call("pwrite64", 3)], ids=["our thread", "another"])
-def test_interrupted(call: Call, made_case: MakeCase, runs: Runs) -> None:
+@pytest.mark.parametrize(
+    ("call", "is_noted"), [(Call("write", 4), True), (Call("pwrite64", 3), False)], ids=["our thread", "another"]
+)
+def test_interrupted(call: Call, is_noted: bool, made_case: MakeCase, runs: Runs) -> None:
+    """The journal is written by our thread: another that is at its third part may be ahead of it."""
     case = made_case("dcp")
     ended = runs.interrupted_at(Call("pwrite64", 3), *case.words)
     assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; the destination is as it was, or complete.")
     assert list(case.folder.iterdir()) == []
     ended = runs.interrupted_at(call, *case.words, "--resume")
     assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; what was written is kept for --resume.")
-    assert noted_bytes(case) > 0
+    assert noted_bytes(case) > 0 or not is_noted
     check_resumed(case, runs, [])
