@@ -250,6 +250,10 @@ class WatchedWriter:
             raise StoreError("writing failed: Disk quota exceeded", path=self.path)
         self.inner.close()
 
+    def abandon(self) -> None:
+        self.store.open.remove(self.path)
+        self.inner.abandon()
+
 
 class TestFailures:
     @pytest.fixture(autouse=True)

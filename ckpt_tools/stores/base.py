@@ -27,6 +27,9 @@ class FileWriter(Protocol):
     def close(self) -> None:
         """The file is complete. Raises StoreError."""
 
+    def abandon(self) -> None:
+        """Let go of it, whatever it holds. Raises StoreError."""
+
 
 class Store(Protocol):
     """A folder of files, local or remote."""

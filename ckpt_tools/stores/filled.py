@@ -63,7 +63,7 @@ class StoreDestination:
         with self._lock:
             for writer in self._writers.values():
                 with suppress(CkptError):
-                    writer.close()
+                    writer.abandon()
             self._writers.clear()
 
     def __reduce__(self) -> tuple[object, ...]:

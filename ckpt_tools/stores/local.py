@@ -231,6 +231,10 @@ class LocalWriter:
         except OSError as error:
             os.close(self.number)
             raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
+        self.abandon()
+
+    def abandon(self) -> None:
+        """As ``close``, and waits for no disk."""
         try:
             os.close(self.number)
         except OSError as error:

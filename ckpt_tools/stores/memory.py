@@ -50,3 +50,6 @@ class MemoryWriter:
 
     def close(self) -> None:
         """Nothing is left to do."""
+
+    def abandon(self) -> None:
+        """Nor here."""

@@ -251,6 +251,14 @@ class TestWriting:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(writer)
 
+    def test_what_is_abandoned_waits_for_no_disk(self) -> None:
+        """A pipe cannot be synced, which would say so."""
+        reader, writer = os.pipe()
+        os.close(reader)
+        LocalWriter(Path("pipe"), writer, fsync=True).abandon()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(writer)
+
 
 class umask_of:  # noqa: N801
     """A umask for a while."""
