@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "entries": {*NOUNS, "ledger", "references"},
     "parts": set(),
     "planning": {*NOUNS, "layout", "coalesce", "parts"},
-    "stores": {"errors"},
+    "stores": {"errors", "parts"},
     "runners": {"errors", "checksums"},
     "containers": {*NOUNS, "layout", "stores.base"},
     "format": {*NOUNS, "casts", "ledger", "tree", "entries", "references", "layout", "containers", "stores.base"},

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, Protocol, runtime_checkable
 
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
+from ckpt_tools.parts import SPARE_BYTES
 
 Buffer = bytes | bytearray | memoryview
 
@@ -95,10 +96,6 @@ class Expecting(Protocol):
 
     def expect(self, path: str, start: int, stop: int) -> None:
         """Most of these bytes are about to be read by this thread. Raises as ``read_into``."""
-
-
-SPARE_BYTES = 64
-"""More than any element has."""
 
 
 @dataclass(frozen=True, slots=True)
