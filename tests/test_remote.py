@@ -242,57 +242,44 @@ def test_shards_are_copied_within_the_service(s3: S3Server, wide: Path, monkeypa
     assert elsewhere.num_tasks < planned.num_tasks
 
 
-KILLED_COPYING = """
-import os, sys
+KILLED = """
+import json, os, sys
 import ckpt_tools
 from ckpt_tools import journal
 from ckpt_tools.stores.s3_client import Bucket
 
-copy, copied = Bucket.copy_part, []
+source, out, name, number, options = sys.argv[1:]
+send, sent = getattr(Bucket, name), []
 
-def copy_or_die(*given):
-    copied.append(copy(*given))
-    if len(copied) == 5:
+def send_or_die(*given):
+    sent.append(send(*given))
+    if len(sent) == int(number):
         os.kill(os.getpid(), 9)
-    return copied[-1]
+    return sent[-1]
 
-Bucket.copy_part = copy_or_die
+setattr(Bucket, name, send_or_die)
 journal.MAX_SHARE = 1e9  # every task is noted at once
-ckpt_tools.convert(sys.argv[1], sys.argv[2], workers=1, resume=True)
+ckpt_tools.convert(source, out, workers=1, resume=True, **json.loads(options))
 """
+
+
+def kill(source: str | Path, out: str, call: str, number: int, **options: str) -> None:
+    """Convert in a process that dies with the service's answer to that call."""
+    words = [str(source), out, call, str(number), json.dumps(options)]
+    assert subprocess.run([sys.executable, "-c", KILLED, *words]).returncode == -9
 
 
 def test_a_run_that_was_killed_while_it_copied_is_resumed(s3: S3Server, wide: Path) -> None:
     prefix = s3.new_prefix()
     s3.upload(f"{prefix}in/", wide / "dcp")
     source, out = f"s3://{BUCKET}/{prefix}in", f"s3://{BUCKET}/{prefix}out.safetensors"
-    assert subprocess.run([sys.executable, "-c", KILLED_COPYING, source, out]).returncode == -9
+    kill(source, out, "copy_part", 5)
     assert s3.open_uploads(prefix) == ["out.safetensors"] and "out.safetensors" not in s3.keys(prefix)
     report = ckpt_tools.convert(source, out, resume=True)
     assert report.bytes_recovered > 4 * (5 << 20) and report.bytes_copied > 4 * (5 << 20)
     assert report.bytes_recovered + report.bytes_written == report.plan.bytes_written
     assert s3.files(prefix)["out.safetensors"] == (wide / "out.safetensors").read_bytes()
     assert s3.open_uploads(prefix) == []
-
-
-KILLED = """
-import os, sys
-import ckpt_tools
-from ckpt_tools import journal
-from ckpt_tools.stores.s3_client import Bucket
-
-upload, sent = Bucket.upload_part, []
-
-def upload_or_die(*given):
-    sent.append(upload(*given))
-    if len(sent) == 3:
-        os.kill(os.getpid(), 9)
-    return sent[-1]
-
-Bucket.upload_part = upload_or_die
-journal.MAX_SHARE = 1e9  # every task is noted at once
-ckpt_tools.convert(sys.argv[1], sys.argv[2], dtype="bfloat16", workers=1, resume=True)
-"""
 
 
 def test_a_killed_run_is_resumed(s3: S3Server, tmp_path: Path) -> None:
@@ -303,7 +290,7 @@ def test_a_killed_run_is_resumed(s3: S3Server, tmp_path: Path) -> None:
     ckpt_tools.convert(source, tmp_path / "b.safetensors", dtype="bfloat16")
     prefix = s3.new_prefix()
     out = f"s3://{BUCKET}/{prefix}b.safetensors"
-    assert subprocess.run([sys.executable, "-c", KILLED, str(source), out]).returncode == -9
+    kill(source, out, "upload_part", 3, dtype="bfloat16")
     assert s3.open_uploads(prefix) == ["b.safetensors"] and "b.safetensors" not in s3.keys(prefix)
     assert {left.kind for left in ckpt_tools.clean(out, dry_run=True).leftovers} >= {"open upload", "log"}
     report = ckpt_tools.convert(source, out, dtype="bfloat16", workers=1, resume=True)
