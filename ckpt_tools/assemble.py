@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.boxes import Box, Shape, contiguous_strides, flat_interval, from_flat, is_contiguous, is_row_major
+from ckpt_tools.buffers import page_aligned
 from ckpt_tools.casts import cast_into
 from ckpt_tools.containers.torch_zip import ItemLocation, locate_item
 from ckpt_tools.errors import MalformedError
@@ -214,7 +215,7 @@ class Assembler:
         """``num_bytes`` of this thread's buffer for ``use``, which the next call overwrites."""
         buffer: NDArray[np.uint8] | None = getattr(self._buffers, use, None)
         if buffer is None or buffer.nbytes < num_bytes:
-            buffer = np.empty(num_bytes, np.uint8)
+            buffer = page_aligned(num_bytes)
             setattr(self._buffers, use, buffer)
         return buffer[:num_bytes]
 

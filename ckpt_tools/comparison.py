@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box
+from ckpt_tools.buffers import page_aligned
 from ckpt_tools.deviations import Deviation, measure
 from ckpt_tools.dtypes import DType
 from ckpt_tools.ledger import Note
@@ -224,7 +223,7 @@ def _compare_on(ours: Side, theirs: Side) -> Callable[[_Block], tuple[_Block, De
         entries = [side.tensors[block.key] for side, _ in readers]
         pair = []
         for (_, assembler), entry in zip(readers, entries, strict=True):
-            elements = np.empty((block.stop - block.start) * entry.dtype.item_bytes, np.uint8)
+            elements = page_aligned((block.stop - block.start) * entry.dtype.item_bytes)
             assembler.read(entry, Box.whole(entry.shape), entry.shape, block.start, block.stop, elements.data)
             pair.append(elements)
         return block, measure(pair[0], pair[1], entries[0].dtype, entries[1].dtype)

@@ -24,6 +24,7 @@ from xxhash import xxh3_128
 
 from ckpt_tools.assemble import Assembler
 from ckpt_tools.boxes import Box, Shape
+from ckpt_tools.buffers import page_aligned
 from ckpt_tools.comparison import Aspect, Difference, named_tensors
 from ckpt_tools.containers.hf_index import parse_json
 from ckpt_tools.dtypes import DType, from_torch
@@ -109,7 +110,7 @@ def _blocks(assembler: Assembler, entry: TensorEntry) -> Iterator[memoryview]:
     """The elements in order. A block is overwritten by the next."""
     item = entry.dtype.item_bytes
     step = BLOCK_BYTES // item
-    buffer = np.empty(min(entry.num_bytes, step * item), np.uint8).data
+    buffer = page_aligned(min(entry.num_bytes, step * item)).data
     for start in range(0, entry.numel, step):
         stop = min(start + step, entry.numel)
         block = buffer[: (stop - start) * item]

@@ -19,6 +19,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from ckpt_tools.assemble import Assembler
+from ckpt_tools.buffers import page_aligned
 from ckpt_tools.checksums import Board, LocalBoard, PartCrc
 from ckpt_tools.layout import Crc32, FileLayout, Layout
 from ckpt_tools.manifest import ByteRange
@@ -227,7 +228,7 @@ class Worker:
 
     def _buffer(self) -> NDArray[np.uint8]:
         if not hasattr(self._buffers, "output"):
-            self._buffers.output = np.empty(self.plan.task_bytes, np.uint8)
+            self._buffers.output = page_aligned(self.plan.task_bytes)
         output: NDArray[np.uint8] = self._buffers.output
         return output
 
