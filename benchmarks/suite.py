@@ -81,10 +81,11 @@ class Runner:
     def __init__(self, work: Work, settings: Settings, journal: Journal) -> None:
         self.work, self.settings, self.journal = work, settings, journal
         self.inputs = Cache(settings.data / "inputs")
-        self.source = self.inputs.path(work.source, settings.size_bytes)
+        self.size_bytes = work.scale * settings.size_bytes
+        self.source = self.inputs.path(work.source, self.size_bytes)
         self.copied = settings.data / "copied"
         self.out = settings.data / "out"
-        self.key: Record = {"work": work.name, "size_bytes": settings.size_bytes, "code": machine.code()}
+        self.key: Record = {"work": work.name, "size_bytes": self.size_bytes, "code": machine.code()}
         journal.forget(keep=self.key, work=work.name)
 
     def run(self) -> None:
@@ -93,7 +94,7 @@ class Runner:
             return
         try:
             self._prepare()
-            with ballast.held(BALLAST * self.settings.size_bytes):
+            with ballast.held(BALLAST * self.size_bytes):
                 for number, slot in list(self._missing()):
                     if slot.contestant not in self._failed():
                         self._run(number, slot)
@@ -128,10 +129,10 @@ class Runner:
         """The input, and what `cp -r` copies: an output of ours, which is first compared with the input."""
         self._check_time()
         room = WORK_ROOM if self.source.exists() else WORK_ROOM + INPUT_ROOM
-        if not self.inputs.make_room(int(room * self.settings.size_bytes), keep=[self.source]):
-            raise OSError(f"the disk has no {room * self.settings.size_bytes / 1e9:.1f} GB free")
+        if not self.inputs.make_room(int(room * self.size_bytes), keep=[self.source]):
+            raise OSError(f"the disk has no {room * self.size_bytes / 1e9:.1f} GB free")
         say(f"{self.work.name}: {self.work.about}")
-        self.inputs.get(self.work.source, self.settings.size_bytes)
+        self.inputs.get(self.work.source, self.size_bytes)
         self._cool_others()
         _delete(self.copied)
         _, reason, _ = self._measure(Slot(OURS, "warm", synced=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import peers
@@ -44,6 +44,8 @@ class Work:
     options: tuple[str, ...] = ()
     rivals: tuple[str, ...] = ()
     target: Target = Target()
+    scale: int = 1
+    """How many times the size that is asked for its input has."""
 
     def __post_init__(self) -> None:
         assert self.source in KINDS
@@ -100,7 +102,7 @@ def _copy(copied: Path, out: Path, *, synced: bool) -> list[str]:
 
 _EXPORT = Target(copy=TO_COPY, copy_synced=TO_COPY_SYNCED, peer=TO_PEER)
 
-WORKS = (
+_OF_ONE_SIZE = (
     Work(
         "dcp-safetensors",
         "DCP, 4 ranks, weights → safetensors",
@@ -205,3 +207,13 @@ WORKS = (
     ),
 )
 """In the order in which they are done: those of one input together, since inputs are deleted where the disk is full."""
+
+_OF_TWO_SIZES = ("dcp-safetensors", "dcp-torch", "zero3-safetensors-all")
+"""Start-up, and the memory that the system lets nobody fill before it is written out, make size matter."""
+
+
+def _twice(work: Work) -> Work:
+    return replace(work, name=f"{work.name}-x2", about=f"{work.about}, twice the size", scale=2)
+
+
+WORKS = (*_OF_ONE_SIZE, *(_twice(work) for work in _OF_ONE_SIZE if work.name in _OF_TWO_SIZES))

@@ -88,6 +88,13 @@ def test_another_size_starts_afresh(journal: Journal, settings: Settings, tmp_pa
     assert {record["work"] for record in other.records} == {SMALL_WORKS[1].name}
 
 
+def test_a_work_of_twice_the_size_has_an_input_of_its_own(settings: Settings, tmp_path: Path) -> None:
+    work, twice = (replace(SMALL_WORKS[0], scale=scale) for scale in (1, 2))
+    once, double = (Runner(each, settings, Journal(tmp_path / f"{each.scale}.jsonl")) for each in (work, twice))
+    assert double.source == once.inputs.path(work.source, 20_000_000) != once.source
+    assert (once.key["size_bytes"], double.key["size_bytes"]) == (10_000_000, 20_000_000)
+
+
 def test_outputs_are_deleted(journal: Journal, settings: Settings) -> None:
     assert {path.name for path in settings.data.iterdir()} == {"inputs", "log", journal.path.name}
 
