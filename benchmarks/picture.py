@@ -64,6 +64,7 @@ def draw(found: Sequence[Result], path: Path) -> None:
 
 
 _POINTS = "offset points"
+_OVER_THE_LINE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
 def _draw_group(axes: object, result: Result, bars: Sequence[Bar], y: int) -> None:
@@ -89,7 +90,9 @@ def _draw_group(axes: object, result: Result, bars: Sequence[Bar], y: int) -> No
             continue
         axes.barh(line, bar.ratio - left, left=left, height=0.78, color=bar.colour)
         text = f"{bar.ratio:.2f}×  {bar.label}" if bar.ratio < 10 else f"{bar.ratio:.0f}×  {bar.label}"
-        axes.annotate(text, (bar.ratio, line), xytext=(4, 0), textcoords=_POINTS, va="center")
+        axes.annotate(
+            text, (bar.ratio, line), xytext=(4, 0), textcoords=_POINTS, va="center", bbox=_OVER_THE_LINE, zorder=4
+        )
 
 
 def _label(axes: object, found: Sequence[Result]) -> None:
