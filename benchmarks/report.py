@@ -53,6 +53,7 @@ def _section(journal: Journal, found: Sequence[Result], folder: Path) -> Iterato
     yield from _machine(journal)
     yield ""
     yield from _summary(found)
+    yield from _earlier(journal, found)
     yield ""
     yield from _promises(journal, found)
     yield ""
@@ -70,6 +71,7 @@ def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     yield METHOD
     yield ""
     yield from _summary(found)
+    yield from _earlier(journal, found)
     yield ""
     yield from _promises(journal, found)
     yield ""
@@ -92,6 +94,14 @@ def _summary(found: Sequence[Result]) -> Iterator[str]:
     yield "|---|---|--:|--:|--:|--:|--:|---|--:|--:|"
     for result in found:
         yield "| " + " | ".join(_summary_cells(result)) + " |"
+
+
+def _earlier(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
+    """The rows that are not of the code that was measured last: nobody should take them for its figures."""
+    codes = [record["code"] for record in journal.records if "code" in record]
+    if about := [result.work.about for result in found if result.about["code"] != codes[-1]]:
+        yield ""
+        yield f"Measured with an earlier version of ckpt-tools than the others: {'; '.join(about)}."
 
 
 def _summary_cells(result: Result) -> Iterator[str]:

@@ -112,6 +112,20 @@ def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path) ->
     assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_table_says_which_rows_are_of_earlier_code(journal: Journal, tmp_path: Path) -> None:
+    later = Journal(tmp_path / "results.jsonl")
+    for record in journal.records:
+        later.add(record)
+    report.write(later, tmp_path, None)
+    assert "earlier version" not in (tmp_path / "table.md").read_text()
+    later.forget(keep={"kind": None}, work=SMALL_WORKS[1].name)
+    for record in journal.find(work=SMALL_WORKS[1].name):
+        later.add({**record, "code": "another"})
+    report.write(later, tmp_path, None)
+    about = BY_NAME[SMALL_WORKS[0].name].about
+    assert f"earlier version of ckpt-tools than the others: {about}.\n" in (tmp_path / "table.md").read_text()
+
+
 def test_the_command_line_reports_without_measuring(
     journal: Journal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
