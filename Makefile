@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m training.demo
+	$(BIN)/python -m inference.demo
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
-from inference.loading import load_model
-from inference.prediction import predict, read_image
-from training.data import DATASETS, DatasetName, load_dataset
+
+from .loading import load_model
+from .prediction import predict, read_image
+from .training_package import data
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"})
 
@@ -43,9 +44,9 @@ class Row:
     truth: int | None
 
 
-def held_out_inputs(dataset: DatasetName, root: Path | None) -> Inputs:
+def held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:
     """The held-out part of a dataset, named by its position in it."""
-    images = load_dataset(dataset, "held-out", root)
+    images = data.load_dataset(dataset, "held-out", root)
     return Inputs(tuple(map(str, range(len(images)))), images.pixels, tuple(images.labels.tolist()))
 
 
@@ -98,11 +99,11 @@ def write_parquet(out: Path, rows: Sequence[Row]) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--dataset", type=click.Choice(DATASETS), help="Predict the held-out part of a dataset.")
+@click.option("--dataset", type=click.Choice(data.DATASETS), help="Predict the held-out part of a dataset.")
 @click.option("--data-root", type=click.Path(path_type=Path), help="Where fashion-mnist is or is put.")
 @click.option("--images", type=click.Path(path_type=Path), help="Predict the image files of a folder.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A .jsonl or .parquet file.")
-def main(model: Path, dataset: DatasetName | None, data_root: Path | None, images: Path | None, out: Path) -> None:
+def main(model: Path, dataset: data.DatasetName | None, data_root: Path | None, images: Path | None, out: Path) -> None:
     """Predict with MODEL, a .safetensors or .pt file or a folder of safetensors; prints the accuracy where known."""
     try:
         run(model, choose_inputs(dataset, data_root, images), out)
@@ -111,7 +112,7 @@ def main(model: Path, dataset: DatasetName | None, data_root: Path | None, image
         sys.exit(error.exit_code)
 
 
-def choose_inputs(dataset: DatasetName | None, data_root: Path | None, images: Path | None) -> Inputs:
+def choose_inputs(dataset: data.DatasetName | None, data_root: Path | None, images: Path | None) -> Inputs:
     """The inputs that the options ask for; raises ``UsageError`` unless they name exactly one kind."""
     if dataset is not None and images is None:
         return held_out_inputs(dataset, data_root)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UnsafeError
-from training.models import build_model
+
+from .training_package import models
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,7 +31,7 @@ def load_model(path: Path) -> nn.Module:
     whatever else is wrong with the file.
     """
     state = read_state_dict(path)
-    model = build_model()
+    model = models.build_model()
     _check_names(path, expected=model.state_dict(), found=state)
     model.load_state_dict(state)
     return model.eval()

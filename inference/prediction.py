@@ -16,8 +16,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError
-from training.evaluation import all_logits, plain_logits
-from training.models import IMAGE_SIZE
+
+from .training_package import evaluation, models
 
 # Far above any sensible picture of one digit; keeps a small file that unpacks to gigabytes from being decoded.
 MAX_PIXELS = 64_000_000
@@ -33,7 +33,7 @@ class Prediction:
 
 def predict(model: nn.Module, pixels: Tensor) -> list[Prediction]:
     """A prediction for each of uint8 [n, 28, 28], in order."""
-    logits = all_logits(plain_logits(model), pixels)
+    logits = evaluation.all_logits(evaluation.plain_logits(model), pixels)
     rows = torch.softmax(logits, dim=1).tolist()
     return [Prediction(label, tuple(row)) for label, row in zip(logits.argmax(1).tolist(), rows, strict=True)]
 
@@ -63,6 +63,6 @@ def read_image(path: Path) -> Tensor:
 
 def _canonical(image: Image.Image) -> Tensor:
     grey = image.convert("L")
-    if grey.size != (IMAGE_SIZE, IMAGE_SIZE):
-        grey = grey.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+    if grey.size != (models.IMAGE_SIZE, models.IMAGE_SIZE):
+        grey = grey.resize((models.IMAGE_SIZE, models.IMAGE_SIZE), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(grey, dtype=np.uint8))

@@ -19,8 +19,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_tools.errors import CkptError, FormatError
-from inference.loading import load_model
-from inference.prediction import decode_image, predict
+
+from .loading import load_model
+from .prediction import decode_image, predict
 
 MAX_UPLOAD_BYTES = 16 * 2**20
 

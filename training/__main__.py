@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from ckpt_tools.errors import CkptError
-from training.config import ENGINES, LAUNCHERS, PRECISIONS, RESUME_LATEST, TrainConfig
-from training.data import DATASETS
-from training.launchers import launch
-from training.launchers.torchrun import under_torchrun, work
+
+from .config import ENGINES, LAUNCHERS, PRECISIONS, RESUME_LATEST, TrainConfig
+from .data import DATASETS
+from .launchers import launch
+from .launchers.torchrun import under_torchrun, work
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})

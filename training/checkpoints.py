@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError
-from training.config import RESUME_LATEST, TrainConfig, is_url
-from training.storage import check_bucket, names_below, recorded_latest
+
+from .config import RESUME_LATEST, TrainConfig, is_url
+from .storage import check_bucket, names_below, recorded_latest
 
 CHECKPOINTS = "checkpoints"
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}")

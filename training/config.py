@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckpt_tools.errors import UsageError
-from training.data import DATASETS, DatasetName
+
+from .data import DATASETS, DatasetName
 
 EngineName = Literal["fsdp2", "zero1", "zero2", "zero3"]
 LauncherName = Literal["ray", "torchrun"]

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ckpt_tools.errors import StoreError, UsageError
-from training.models import IMAGE_SIZE
+
+from .models import IMAGE_SIZE
 
 DatasetName = Literal["digits", "fashion-mnist"]
 Part = Literal["train", "held-out"]

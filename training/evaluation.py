@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from training.data import LabelledImages, to_input
+from .data import LabelledImages, to_input
 
 # 360 held-out digits are 12 chunks, an even deal for 2, 3 and 4 ranks; a posted image costs one chunk, about 15 ms.
 CHUNK = 30

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from ckpt_tools.errors import UsageError
-from training.config import TrainConfig
-from training.data import LabelledImages, epoch_order, load_dataset, rank_batches, to_input
-from training.engines import Engine, Progress, create_engine
-from training.evaluation import Evaluation, evaluate
-from training.schedule import schedule_for
+
+from .config import TrainConfig
+from .data import LabelledImages, epoch_order, load_dataset, rank_batches, to_input
+from .engines import Engine, Progress, create_engine
+from .evaluation import Evaluation, evaluate
+from .schedule import schedule_for
 
 
 @dataclass(frozen=True, slots=True)

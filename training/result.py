@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from training.checkpoints import checkpoint_name, checkpoint_of
-from training.config import TrainConfig
-from training.loop import EpochMetrics, Trained
+from .checkpoints import checkpoint_name, checkpoint_of
+from .config import TrainConfig
+from .loop import EpochMetrics, Trained
 
 RESULT_NAME = "result.json"
 

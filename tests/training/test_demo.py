@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from inference.demo import FORMAT_FILES, Row, convert_and_check, describe, table_of
 from tests.training.conftest import SmallRun
-from training.demo import FORMAT_FILES, Row, convert_and_check, describe, table_of
 
 GOOD = Row(
     checkpoint="fsdp2, 2 ranks",

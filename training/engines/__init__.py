@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from training.config import TrainConfig
-from training.engines.base import Engine, Progress
-from training.schedule import WarmupCosine
+from ..config import TrainConfig
+from ..engines.base import Engine, Progress
+from ..schedule import WarmupCosine
 
 __all__ = ["Engine", "Progress", "create_engine"]
 
@@ -16,11 +16,11 @@ __all__ = ["Engine", "Progress", "create_engine"]
 def create_engine(config: TrainConfig, schedule: WarmupCosine, device: torch.device) -> Engine:
     """The engine that ``config`` names, over the default process group; DeepSpeed is imported only where asked for."""
     if config.engine == "fsdp2":
-        from training.engines.fsdp2 import Fsdp2Engine
+        from ..engines.fsdp2 import Fsdp2Engine
 
         return Fsdp2Engine(config, schedule, device)
     # Read when DeepSpeed is imported: left to find out, it warns on a machine without a GPU.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    from training.engines.deepspeed import DeepSpeedEngine
+    from ..engines.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, schedule, device)

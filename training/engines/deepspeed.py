@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.config import TrainConfig
-from training.engines.base import Progress
-from training.engines.resuming import as_zero, progress_of
-from training.models import build_model
-from training.schedule import WarmupCosine
+from ..config import TrainConfig
+from ..engines.base import Progress
+from ..engines.resuming import as_zero, progress_of
+from ..models import build_model
+from ..schedule import WarmupCosine
 
 
 class DeepSpeedEngine:

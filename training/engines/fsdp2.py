@@ -22,11 +22,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchvision.models import VisionTransformer
 
 from ckpt_tools import load_into
-from training.config import Precision, TrainConfig
-from training.engines.base import Progress
-from training.engines.resuming import progress_of, scheduler_of
-from training.models import build_model, encoder_blocks
-from training.schedule import WarmupCosine
+
+from ..config import Precision, TrainConfig
+from ..engines.base import Progress
+from ..engines.resuming import progress_of, scheduler_of
+from ..models import build_model, encoder_blocks
+from ..schedule import WarmupCosine
 
 
 class AppState(Stateful):

@@ -15,7 +15,8 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import FormatError
-from training.engines.base import Progress
+
+from ..engines.base import Progress
 
 
 def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:

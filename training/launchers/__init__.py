@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 
 import ckpt_tools
-from training.checkpoints import resume_folder
-from training.config import TrainConfig, is_url
-from training.data import load_dataset
-from training.result import RunResult
+
+from ..checkpoints import resume_folder
+from ..config import TrainConfig, is_url
+from ..data import load_dataset
+from ..result import RunResult
 
 # Ray reads these when it is imported: it sends no usage statistics, and exports no metrics of its own.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -19,12 +21,19 @@ def launch(config: TrainConfig) -> RunResult:
     """Run to the end and write ``OUT/result.json``; Ray is imported only where asked for."""
     check_before_start(config)
     if config.launcher == "ray":
-        from training.launchers import ray_train
+        from ..launchers import ray_train
 
         return ray_train.launch(config)
-    from training.launchers import torchrun
+    from ..launchers import torchrun
 
     return torchrun.launch(config)
+
+
+def cluster(num_workers: int) -> AbstractContextManager[None]:
+    """A Ray cluster for several runs in turn; see :func:`.ray_train.cluster`."""
+    from . import ray_train
+
+    return ray_train.cluster(num_workers)
 
 
 def check_before_start(config: TrainConfig) -> None:

@@ -25,12 +25,12 @@ import torch
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.util.queue import Queue
 
-from training.checkpoints import CHECKPOINTS, checkpoint_name, checkpoint_of, resume_folder
-from training.config import TrainConfig
-from training.launchers.failures import Failure
-from training.loop import EpochMetrics, Save, Trained, train
-from training.result import RunResult
-from training.storage import file_system
+from ..checkpoints import CHECKPOINTS, checkpoint_name, checkpoint_of, resume_folder
+from ..config import TrainConfig
+from ..launchers.failures import Failure
+from ..loop import EpochMetrics, Save, Trained, train
+from ..result import RunResult
+from ..storage import file_system
 
 # Ray's own default is 30 % of the memory; nothing but a few lines of progress goes through the object store here.
 OBJECT_STORE_BYTES = 100 * 2**20

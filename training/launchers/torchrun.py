@@ -20,11 +20,11 @@ from typing import NoReturn
 
 import torch
 
-from training.checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
-from training.config import TrainConfig
-from training.launchers.failures import Failure, RunFailedError
-from training.loop import EpochMetrics, Save, train
-from training.result import RESULT_NAME, RunResult
+from ..checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
+from ..config import TrainConfig
+from ..launchers.failures import Failure, RunFailedError
+from ..loop import EpochMetrics, Save, train
+from ..result import RESULT_NAME, RunResult
 
 LOG_NAME = "torchrun.log"
 ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"

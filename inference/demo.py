@@ -1,4 +1,4 @@
-"""``python -m training.demo``: train, convert, predict, end to end, on real data; what ``make demo`` runs.
+"""``python -m inference.demo``: train, convert, predict, end to end, on real data; what ``make demo`` runs.
 
 FSDP2 and DeepSpeed ZeRO-3 each train on two Ray workers. Each sharded checkpoint is converted to safetensors and to
 ``.pt``, verified tensor by tensor, and each file predicts the held-out digits. It fails unless every file gives, sample
@@ -20,13 +20,12 @@ from rich.table import Table
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError
-from inference.batch import held_out_inputs, predict_rows
-from training.config import EngineName, TrainConfig
-from training.launchers import launch
-from training.result import RunResult
+
+from .batch import held_out_inputs, predict_rows
+from .training_package import config, launchers, result
 
 NUM_WORKERS = 2
-DEMO_ENGINES: tuple[EngineName, ...] = ("fsdp2", "zero3")
+DEMO_ENGINES: tuple[config.EngineName, ...] = ("fsdp2", "zero3")
 FORMAT_FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
 LEAST_ACCURACY = 0.90
 
@@ -72,21 +71,19 @@ class Row:
         return asdict(self) | {"run_accuracy": self.run_accuracy, "file_accuracy": self.file_accuracy}
 
 
-def train_all(out: Path, console: Console) -> list[RunResult]:
+def train_all(out: Path, console: Console) -> list[result.RunResult]:
     """Train with each engine, one after the other on the same local Ray."""
-    from training.launchers.ray_train import cluster
-
-    with cluster(NUM_WORKERS):
+    with launchers.cluster(NUM_WORKERS):
         return [train_one(engine, out, console) for engine in DEMO_ENGINES]
 
 
-def train_one(engine: EngineName, out: Path, console: Console) -> RunResult:
+def train_one(engine: config.EngineName, out: Path, console: Console) -> result.RunResult:
     """Train into ``out/<engine>``, which a former demo may have left."""
     console.rule(f"train: {engine}, {NUM_WORKERS} Ray workers", align="left")
     folder = out / engine
     shutil.rmtree(folder, ignore_errors=True)
-    config = TrainConfig(out=folder, engine=engine, launcher="ray", num_workers=NUM_WORKERS)
-    return launch(config)
+    asked = config.TrainConfig(out=folder, engine=engine, launcher="ray", num_workers=NUM_WORKERS)
+    return launchers.launch(asked)
 
 
 def describe(checkpoint: Path) -> str:
@@ -99,7 +96,7 @@ def describe(checkpoint: Path) -> str:
     )
 
 
-def convert_and_check(run: RunResult, format_name: str, folder: Path) -> Row:
+def convert_and_check(run: result.RunResult, format_name: str, folder: Path) -> Row:
     """Convert a run's checkpoint into a file of ``folder``, verify it and predict with it."""
     checkpoint, file = Path(run.checkpoint), folder / FORMAT_FILES[format_name]
     report = ckpt_tools.convert(checkpoint, file, to=format_name, state="model", overwrite=True)
