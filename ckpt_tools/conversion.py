@@ -23,6 +23,7 @@ from ckpt_tools.opening import implied_format, open_place, open_source, read_che
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.runners.threads import ThreadRunner
+from ckpt_tools.signals import held_back
 from ckpt_tools.stores.base import Claim, Located, Place, Source, Store
 from ckpt_tools.stores.names import DIGESTS_SUFFIX
 
@@ -295,7 +296,8 @@ def run(
             )
             journal.flush() if resume else journal.flush_if_due()
             listed = _staged_digests(prepared, claim, on_progress) if checksum else []
-            claim.publish([*listed, *(file.path for file in plan.layout.files)])
+            with held_back():
+                claim.publish([*listed, *(file.path for file in plan.layout.files)])
     return ConvertReport(
         report,
         prepared.place.url,

@@ -1,17 +1,19 @@
 """How a command of this project ends when it is told to stop: cleanly, with one sentence and a documented exit code.
 
-``SIGTERM`` and ``SIGHUP`` become an exception in the main thread, as Python itself makes ``KeyboardInterrupt`` of
-``SIGINT``. So ``with`` and ``finally`` blocks end what the command started, whichever signal it was.
+``SIGTERM``, ``SIGHUP`` and ``SIGINT`` (Ctrl-C) become an exception in the main thread. So ``with`` and ``finally``
+blocks end what the command started, whichever signal it was.
 """
 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
-STOPPING = (signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class Stopped(KeyboardInterrupt):
@@ -22,18 +24,37 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+@dataclass(slots=True)
+class _State:
+    """``first`` is the signal that arrived first, ``is_told`` that it was raised; ``held`` that it has to wait."""
+
+    first: int | None = None
+    is_told: bool = False
+    held: int = 0
+
+
+_state = _State()
+
+
 def exit_code_of(error: KeyboardInterrupt) -> int:
     """128 and the signal's number, as shells report it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
+def first_signal() -> int | None:
+    """The signal that asked the process to end, within ``stopping_on_signals``; None if there was none."""
+    return _state.first
+
+
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Within the block, the first SIGTERM or SIGHUP raises :class:`Stopped`; later ones do not disturb the cleaning up.
+    """Within the block, the first signal of ``STOPPING`` raises :class:`Stopped`; later ones do not disturb the
+    cleaning up.
 
     A signal that was ignored when the process began stays ignored: ``nohup`` asks for that. Main thread only.
     """
     before = {number: signal.getsignal(number) for number in STOPPING}
+    _state.first, _state.is_told, _state.held = None, False, 0
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, _stop)
@@ -43,9 +64,65 @@ def stopping_on_signals() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
+        _state.first = None
+
+
+@contextmanager
+def killed_by_interrupts() -> Iterator[None]:
+    """Within the block Ctrl-C ends the process at once and without a traceback, as SIGTERM and SIGHUP do: while it
+    imports, before it has anything to clean up."""
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def heeded() -> list[int]:
+    """The signals that end this process by an exception now."""
+    return [number for number in STOPPING if signal.getsignal(number) is _stop]
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A signal that arrives within the block waits for its end: what must not be torn apart, such as cleaning up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _state.held += 1
+    try:
+        yield
+    finally:
+        _state.held -= 1
+        _tell()
+
+
+@contextmanager
+def let_through() -> Iterator[None]:
+    """Within ``held_back``, a block that a signal does end, at once if it has arrived already."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held, _state.held = _state.held, 0
+    try:
+        _tell()
+        yield
+    finally:
+        _state.held = held
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    for other in STOPPING:
-        signal.signal(other, signal.SIG_IGN)
-    raise Stopped(number)
+    if _state.first is None:
+        _state.first = number
+    _tell()
+
+
+def _tell() -> None:
+    """Raise what arrived, once, unless it has to wait."""
+    if _state.first is not None and not _state.is_told and not _state.held:
+        _state.is_told = True
+        raise Stopped(_state.first)

@@ -15,6 +15,7 @@ from ckpt_tools.cli.checksum import checksum_command
 from ckpt_tools.cli.clean import clean_command
 from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command, reshard_command
 from ckpt_tools.cli.diff import diff_command
+from ckpt_tools.cli.ending import StoppableGroup, end, ended_by_signals
 from ckpt_tools.cli.formats import formats_command
 from ckpt_tools.cli.inspect import inspect_command
 from ckpt_tools.cli.render import printable
@@ -23,11 +24,8 @@ from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
 from ckpt_tools.errors import CkptError, StoreError
 
-INTERRUPTED = 130
-"""What shells report for a command ended by Ctrl-C."""
 
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=StoppableGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ckpt-tools")
 def group() -> None:
     """Open any sharded training checkpoint and write any other, without executing a pickle.
@@ -35,7 +33,7 @@ def group() -> None:
     \b
     Exit codes: 0 done, 1 other failure, 2 usage, 3 source not found, 4 malformed or unsupported checkpoint,
     5 I/O failure (a retry may help), 6 differences found, 7 refused as unsafe, 8 destination exists,
-    9 over the memory budget.
+    9 over the memory budget; 129, 130, 143 ended by SIGHUP, SIGINT (Ctrl-C), SIGTERM.
     """
 
 
@@ -70,17 +68,16 @@ def _run(arguments: Sequence[str] | None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     verbose = "--verbose" in words or "-v" in words
     try:
-        code = group.main(words, prog_name="ckpt-tools", standalone_mode=False)
+        with ended_by_signals(words, is_process=arguments is None):
+            code = group.main(words, prog_name="ckpt-tools", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except CkptError as error:
         _explain(f"Error: {error}", error.exit_code, verbose)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        is_kept = "--resume" in words
-        left = "what was written is kept for --resume" if is_kept else "the destination is as it was, or complete"
-        _explain(f"Interrupted; {left}.", INTERRUPTED, verbose)
+    except (click.Abort, KeyboardInterrupt) as error:
+        end(error, words, lambda sentence: _say(sentence, verbose), is_process=arguments is None)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -95,8 +92,13 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 def _explain(sentence: str, code: int, verbose: bool) -> None:
-    """Say it on stderr and exit; with ``--verbose``, after the traceback."""
+    """Say it on stderr and exit."""
+    _say(sentence, verbose)
+    sys.exit(code)
+
+
+def _say(sentence: str, verbose: bool) -> None:
+    """On stderr; with ``--verbose``, after the traceback."""
     if verbose:
         traceback.print_exc()
     click.echo(printable(sentence), err=True)
-    sys.exit(code)

@@ -25,6 +25,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.base import Buffer, Leftover, PartRules, Store, checked_name
 from ckpt_tools.stores.names import PARTIAL, is_marker, is_shown
 from ckpt_tools.stores.retrying import RetryPolicy, TransientError, retried
@@ -350,12 +351,14 @@ class FsspecPlace:
         partial = self._partial(is_file=is_file)
         self._remove(partial)
         destination = FsspecDestination(self.fs, partial)
-        try:
-            yield FsspecClaim(self, destination, is_file, overwrite)
-        finally:
-            destination.abandon()
-            with suppress(CkptError):
-                self._remove(partial)
+        with held_back():
+            try:
+                with let_through():
+                    yield FsspecClaim(self, destination, is_file, overwrite)
+            finally:
+                destination.abandon()
+                with suppress(CkptError):
+                    self._remove(partial)
 
     def _remove(self, partial: str) -> None:
         with suppress(FileNotFoundError):

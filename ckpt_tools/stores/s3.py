@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import PurePosixPath
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
+from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.base import Buffer, CopyingRules, Leftover, Location, PartRules, Store, checked_name
 from ckpt_tools.stores.names import PARTIAL, is_marker, is_shown
 from ckpt_tools.stores.s3_client import Bucket, Copied, Found, Part, RefusedError, S3Options
@@ -390,15 +391,17 @@ def claimed(place: S3Place, *, is_file: bool, overwrite: bool, resume: bool) -> 
     """
     place.check_free(is_file=is_file, overwrite=overwrite)
     claim = place.new_claim(is_file=is_file, overwrite=overwrite)
-    claim.lock.take()
-    with ExitStack() as leaving:
+    # A signal ends what is done at the place, and neither taking it nor leaving it.
+    with held_back(), ExitStack() as leaving:
+        claim.lock.take()
         leaving.callback(_quietly, claim.lock.release)
         leaving.enter_context(claim.lock.beating())
-        place.check_free(is_file=is_file, overwrite=overwrite)
-        if not resume:
-            leaving.callback(_forget, claim)
-            _remove_earlier(claim)
-        yield claim
+        with let_through():
+            place.check_free(is_file=is_file, overwrite=overwrite)
+            if not resume:
+                leaving.callback(_forget, claim)
+                _remove_earlier(claim)
+            yield claim
 
 
 def _remove_earlier(claim: S3Claim) -> None:

@@ -28,8 +28,14 @@ NUM_REQUESTS = 8
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """The results in the order of the items. Raises the first error."""
-    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+    pool, is_waited_for = ThreadPoolExecutor(NUM_REQUESTS), True
+    try:
         return list(pool.map(call, items))
+    except KeyboardInterrupt:
+        is_waited_for = False  # a request that hangs gives up after minutes
+        raise
+    finally:
+        pool.shutdown(wait=is_waited_for, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)

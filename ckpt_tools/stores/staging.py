@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
+from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.base import Leftover, PartRules, Store
 from ckpt_tools.stores.filled import StoreDestination
 from ckpt_tools.stores.local import LocalStore
@@ -186,30 +187,33 @@ def staged(
         DestinationExistsError: the target exists and ``overwrite`` is False, or another process is writing it.
         UsageError: the target is a mount point. StoreError: the folder cannot be made.
     """
-    with _reporting("cannot write there", target.parent):
-        place = _place(target, is_file=is_file)
-        folder = _staging_folder(place)
-        _check_free(place, is_file=is_file, overwrite=overwrite)
-        lock = _claim(folder)
-    staging, kept = None, resume
-    try:
-        with _reporting("cannot write there", place.parent):
-            _recover(place)
+    # A signal ends what is done with the folder, and neither its making nor its removal.
+    with held_back():
+        with _reporting("cannot write there", target.parent):
+            place = _place(target, is_file=is_file)
+            folder = _staging_folder(place)
             _check_free(place, is_file=is_file, overwrite=overwrite)
-            _prepare(folder, resume=resume)
-            staging = Staging(folder, place, is_file, overwrite, fsync)
-        yield staging
-        kept = False
-    finally:
-        if staging is not None:
-            staging.log.close()
-        if not kept or (staging and staging.published):
-            shutil.rmtree(folder, ignore_errors=True)
-        elif staging is None:
+            lock = _claim(folder)
+        staging, kept = None, resume
+        try:
+            with _reporting("cannot write there", place.parent):
+                _recover(place)
+                _check_free(place, is_file=is_file, overwrite=overwrite)
+                _prepare(folder, resume=resume)
+                staging = Staging(folder, place, is_file, overwrite, fsync)
+            with let_through():
+                yield staging
+            kept = False
+        finally:
+            if staging is not None:
+                staging.log.close()
+            if not kept or (staging and staging.published):
+                shutil.rmtree(folder, ignore_errors=True)
+            elif staging is None:
+                with suppress(OSError):
+                    folder.rmdir()  # where it was new, nothing was begun in it
             with suppress(OSError):
-                folder.rmdir()  # where it was new, nothing was begun in it
-        with suppress(OSError):
-            os.close(lock)
+                os.close(lock)
 
 
 def _place(target: Path, *, is_file: bool) -> Path:

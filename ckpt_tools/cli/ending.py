@@ -1,0 +1,119 @@
+"""How the command ends when a signal asks it to: with what it can clean up in seconds, and never later."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+import click
+
+from ckpt_tools.signals import Stopped, exit_code_of, first_signal, heeded, stopping_on_signals
+
+END_SECONDS = 8.0
+"""What cleaning up may take. ``docker stop`` kills after 10 seconds, Kubernetes and Slurm after 30."""
+
+LOOK_SECONDS = 0.5
+"""How often it is looked for signals that are blocked, as they are while Ray starts."""
+
+WRITING = {"convert", "reshard", "consolidate"}
+"""Commands with a destination."""
+
+
+class StoppableGroup(click.Group):
+    """click itself prints an empty line for ``KeyboardInterrupt``, on a terminal that may be gone."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise click.Abort from error
+
+
+@contextmanager
+def ended_by_signals(words: Sequence[str], *, is_process: bool) -> Iterator[None]:
+    """Within the block a signal raises ``Stopped``, which leaves it whatever other error came of that.
+
+    With ``is_process`` this is all that the process does: it ends within ``END_SECONDS`` of the signal, even if the
+    main thread waits in a call that no signal ends, such as one that looks up a host's name.
+    """
+    with stopping_on_signals():
+        if is_process:
+            _end_in_time(words)
+        try:
+            yield
+        except BaseException as error:
+            number = first_signal()
+            if number is not None and not isinstance(error, Stopped):
+                raise Stopped(number) from error
+            raise
+
+
+def end(error: BaseException, words: Sequence[str], say: Callable[[str], None], *, is_process: bool) -> NoReturn:
+    """Say it, and end with the documented code; as a process at once, without waiting for threads."""
+    code = exit_code_of(error) if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGINT
+    # A terminal that was closed takes no words.
+    with suppress(OSError):
+        say(_sentence(code - 128, words))
+    if is_process:
+        _release(error)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _release(error: BaseException | None) -> None:
+    """End what frames of the traceback still hold: a ``with`` block may have been torn apart as it was entered."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _sentence(number: int, words: Sequence[str], *, is_cleaned: bool = True) -> str:
+    how = "Interrupted" if number == signal.SIGINT else f"Stopped by {signal.Signals(number).name}"
+    if next((word for word in words if not word.startswith("-")), None) not in WRITING:
+        return f"{how}."
+    if "--resume" in words:
+        return f"{how}; what was written is kept for --resume."
+    if not is_cleaned:
+        return f"{how} before all was cleaned up; the next run, or ckpt-tools clean DST, removes what is left."
+    return f"{how}; the destination is as it was, or complete."
+
+
+def _end_in_time(words: Sequence[str]) -> None:
+    """Start the thread that ends the process ``END_SECONDS`` after the first signal, if it still runs then."""
+    told, telling = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(telling, warn_on_full_buffer=False)
+    numbers = heeded()
+    thread = threading.Thread(target=_watch, args=(told, numbers, tuple(words)), name="ckpt-tools-end", daemon=True)
+    # The thread takes no signal itself, or one that the main thread blocks would be delivered here.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    thread.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _watch(told: int, numbers: Sequence[int], words: Sequence[str]) -> None:
+    number = _first(told, numbers)
+    time.sleep(END_SECONDS)
+    with suppress(OSError):
+        os.write(2, f"{_sentence(number, words, is_cleaned=False)}\n".encode())
+    os._exit(128 + number)
+
+
+def _first(told: int, numbers: Sequence[int]) -> int:
+    """The first of the signals that arrives; Python writes each into the pipe, but for those that are blocked."""
+    while True:
+        ready = select.select([told], [], [], LOOK_SECONDS)[0]
+        found = [*(os.read(told, 64) if ready else b""), *signal.sigpending()]
+        arrived = [number for number in found if number in numbers]
+        if arrived:
+            return int(arrived[0])
