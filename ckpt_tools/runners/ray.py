@@ -24,6 +24,7 @@ from typing import Any, Generic
 from ckpt_tools.errors import StoreError
 from ckpt_tools.runners.base import Item, Result
 from ckpt_tools.runners.ray_board import PostponedError, RayBoard, sendable
+from ckpt_tools.signals import first_signal
 
 ITEMS_PER_WORKER = 2
 """One under way and one at hand, so that no worker waits for the driver: 910 empty tasks a second by 4 workers with
@@ -71,7 +72,7 @@ class RayRunner:
                 run.start(self._kept.pop() if self._kept else new_process())
             yield from run.results()
         except GeneratorExit:
-            run.drain()
+            run.drain() if first_signal() is None else run.kill()
             raise
         except BaseException:
             run.kill()

@@ -122,6 +122,10 @@ class Runs:
         """As by Ctrl-C."""
         return self._with(call, "signal=SIGINT", words)
 
+    def terminated_at(self, call: Call, *words: str | Path) -> Ended:
+        """As by ``kill`` and whoever ends jobs."""
+        return self._with(call, "signal=SIGTERM", words)
+
     def failing_at(self, call: Call, error: str, *words: str | Path) -> Ended:
         """The call does not take place and returns the error."""
         return self._with(call, f"error={error}", words)

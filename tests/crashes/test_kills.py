@@ -77,6 +77,31 @@ def test_killed_at_every_call(name: str, overwrite: bool, made_case: MakeCase, r
     assert killed >= 0.9 * len(points), "the calls of one run are those of the next"
 
 
+def terminate(case: Case, runs: Runs, call: Call, words: list[str], before: dict[str, bytes]) -> bool:
+    """Whether the signal came in time; nothing is left beside the destination, whichever call it came in."""
+    case.put(before)
+    ended = runs.terminated_at(call, *case.words, *words)
+    assert ended.code in (143, 0), ended.stderr
+    if ended.code:
+        assert ended.stderr == "Stopped by SIGTERM; the destination is as it was, or complete.\n"
+    assert case.visible() in (before, case.expected), "half a destination"
+    assert {path.name for path in case.folder.iterdir()} <= {case.name}
+    return ended.code == 143
+
+
+@WRITERS
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@pytest.mark.timeout(3600)
+def test_terminated_at_every_call(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+    """Making the staging folder, publishing and cleaning up are whole, or were not begun."""
+    case = made_case(name)
+    words, before = (["--overwrite"], case.old) if overwrite else ([], {})
+    calls = write_calls(case, runs, words, before)
+    # The last calls are those that publish, and clean up.
+    points = calls if soak else [*sampled(calls[:-6], POINTS_IN_SAMPLE), *calls[-6:]]
+    assert sum(terminate(case, runs, call, words, before) for call in points) >= 0.7 * len(points)
+
+
 @WRITERS
 def test_killed_again_and_again(name: str, made_case: MakeCase, runs: Runs) -> None:
     """Each run continues the one before, and is killed in its turn; the bits are those of a run that never was."""

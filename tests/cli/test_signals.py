@@ -1,0 +1,201 @@
+"""A command that a signal ends: within seconds, with one sentence and its exit code, and nothing of it stays."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.cli.ending import END_SECONDS
+from tests.support.running import Running, start, users_of, wait_until
+from tests.support.s3_server import BUCKET, S3Server
+from tests.support.sparse import make_sparse
+from tests.support.stalling import stalling
+
+SIGNALS = {
+    signal.SIGTERM: (143, "Stopped by SIGTERM"),
+    signal.SIGINT: (130, "Interrupted"),
+    signal.SIGHUP: (129, "Stopped by SIGHUP"),
+}
+EACH = pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+
+SLACK_SECONDS = 10.0
+"""What a busy machine adds."""
+
+Started = Callable[..., Running]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """``started(*words)``: the command; what a failed test leaves is ended."""
+    runs: list[Running] = []
+
+    def begin(*words: str | Path, **options: Any) -> Running:
+        runs.append(start(*words, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.end()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1.6 GB of holes: a second of work in small tasks, and more on a busy machine."""
+    return make_sparse(tmp_path_factory.mktemp("sparse") / "model.safetensors", num_tensors=4, num_rows=100_000)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A destination in a folder where nothing else is."""
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in" / "out"
+
+
+def words_of(source: Path, out: Path) -> list[str | Path]:
+    return ["convert", source, out, "--to", "dcp", "--memory", "73MiB", "--workers", "1", "--quiet"]
+
+
+def is_writing(out: Path) -> bool:
+    """Whether there is a file in the staging folder, with bytes of a task in it."""
+    staged = out.with_name(f".{out.name}.ckpt-tools-partial") / "output"
+    return any(path.suffix == ".distcp" for path in staged.glob("*"))
+
+
+def check_nothing_stays(run: Running, out: Path, left: list[str] | None = None) -> None:
+    assert [path.name for path in out.parent.iterdir()] == (left or [])
+    assert run.processes() == [] and users_of(out.parent) == []
+
+
+@EACH
+def test_a_conversion_leaves_nothing(number: signal.Signals, source: Path, out: Path, started: Started) -> None:
+    run = started(*words_of(source, out))
+    wait_until(lambda: is_writing(out))
+    code, said, seconds = run.stop(number)
+    assert (code, said) == (SIGNALS[number][0], f"{SIGNALS[number][1]}; the destination is as it was, or complete.\n")
+    assert seconds < 2 + SLACK_SECONDS
+    check_nothing_stays(run, out)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source of 160 MB, and what it is converted to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    source = make_sparse(folder / "model.safetensors", num_tensors=4, num_rows=10_000)
+    ckpt_tools.convert(source, folder / "converted", to="dcp")
+    return source, folder / "converted"
+
+
+@EACH
+def test_with_resume_the_same_command_goes_on(
+    number: signal.Signals, undisturbed: tuple[Path, Path], out: Path, started: Started
+) -> None:
+    source, expected = undisturbed
+    words = [*words_of(source, out), "--resume"]
+    run = started(*words)
+    wait_until(lambda: is_writing(out))
+    code, said, _ = run.stop(number)
+    assert (code, said) == (SIGNALS[number][0], f"{SIGNALS[number][1]}; what was written is kept for --resume.\n")
+    check_nothing_stays(run, out, [".out.ckpt-tools-partial"])
+    again = started(*words)
+    assert again.process.wait() == 0
+    assert subprocess.run(["diff", "-r", expected, out], check=False).returncode == 0
+
+
+def test_what_only_reads_says_nothing_of_a_destination(source: Path, s3_server: S3Server, started: Started) -> None:
+    """It waits for a service that never answers."""
+    with stalling(s3_server.port) as road:
+        road.stall()
+        run = started(
+            "inspect", f"s3://{BUCKET}/none", env={**s3_server.environment, "AWS_ENDPOINT_URL": road.endpoint}
+        )
+        assert road.is_stalled.wait(60)
+        code, said, seconds = run.stop(signal.SIGTERM)
+    assert (code, said) == (143, "Stopped by SIGTERM.\n")
+    assert seconds < 1 + SLACK_SECONDS
+
+
+def test_a_thread_that_hangs_is_not_waited_for(s3_server: S3Server, out: Path, started: Started) -> None:
+    """The service stops answering in the middle of a body. Further signals do not disturb the cleaning up."""
+    prefix = s3_server.new_prefix()
+    made = make_sparse(out.parent.parent / "model.safetensors", num_tensors=2, num_rows=5_000)
+    s3_server.put(prefix, {"model.safetensors": made.read_bytes()})
+    with stalling(s3_server.port) as road:
+        road.limit = 10_000_000
+        environment = {**s3_server.environment, "AWS_ENDPOINT_URL": road.endpoint}
+        run = started("convert", f"s3://{BUCKET}/{prefix}", out, "--to", "dcp", "--quiet", env=environment)
+        assert road.is_stalled.wait(60)
+        run.process.send_signal(signal.SIGTERM)
+        run.process.send_signal(signal.SIGHUP)
+        code, said, seconds = run.stop(signal.SIGINT)
+    # Of signals that arrive together the system delivers the one with the lowest number first.
+    assert code in (129, 130, 143) and said.endswith("; the destination is as it was, or complete.\n")
+    assert said.count("\n") == 1
+    assert seconds < 3 + SLACK_SECONDS
+    check_nothing_stays(run, out)
+
+
+def test_cleaning_up_that_hangs_is_given_up(s3_server: S3Server, source: Path, started: Started) -> None:
+    """The uploads that were begun are at a service that no longer answers."""
+    prefix = s3_server.new_prefix()
+    with stalling(s3_server.port) as road:
+        environment = {**s3_server.environment, "AWS_ENDPOINT_URL": road.endpoint}
+        words = ["convert", source, f"s3://{BUCKET}/{prefix}out", "--to", "dcp", "--workers", "1", "--quiet"]
+        run = started(*words, env=environment)
+        wait_until(lambda: s3_server.open_uploads(prefix))
+        road.stall()
+        code, said, seconds = run.stop(signal.SIGTERM)
+    rest = "before all was cleaned up; the next run, or ckpt-tools clean DST, removes what is left."
+    assert (code, said) == (143, f"Stopped by SIGTERM {rest}\n")
+    assert END_SECONDS - 1 < seconds < END_SECONDS + SLACK_SECONDS
+    assert run.processes() == []
+
+
+def test_nohup_is_obeyed(source: Path, out: Path, started: Started) -> None:
+    """What is ignored as the command begins stays so; the others still end it."""
+    run = started(*words_of(source, out), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_until(lambda: is_writing(out))
+    run.process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.process.wait(0.3)
+    assert run.stop(signal.SIGTERM)[0] == 143
+    check_nothing_stays(run, out)
+
+
+def test_a_terminal_that_is_closed(source: Path, out: Path, started: Started) -> None:
+    """The kernel sends SIGHUP, and no word can be said any more."""
+    ours, theirs = pty.openpty()
+
+    def take_it() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    words = words_of(source, out)[:-1]
+    run = started(*words, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_it)
+    os.close(theirs)
+    wait_until(lambda: is_writing(out))
+    os.close(ours)
+    assert run.process.wait(60) == 129
+    check_nothing_stays(run, out)
+
+
+@EACH
+def test_before_the_command_is_there_it_ends_without_a_word(
+    number: signal.Signals, tmp_path: Path, started: Started
+) -> None:
+    """While modules are imported there is nothing to clean up: the system's own way is as good, and the shell's code
+    is the same."""
+    slow = tmp_path / "click.py"
+    slow.write_text("import pathlib, time\npathlib.Path(__file__).with_name('here').touch()\ntime.sleep(60)\n")
+    run = started("formats", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
+    wait_until(lambda: (tmp_path / "here").exists())
+    code, said, _ = run.stop(number)
+    assert (code, said) == (-number, "")

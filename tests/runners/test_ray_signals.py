@@ -1,0 +1,189 @@
+"""A conversion on Ray that is ended, or killed, at random moments: no process stays, and it can be run again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+
+import ckpt_tools
+from tests.support.running import Running, start, users_of, wait_until
+from tests.support.sparse import make_sparse
+
+ENDINGS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGKILL: -9}
+
+LATEST_SECONDS = 7.0
+"""Moments are drawn from so many seconds: Ray takes two to four to start, the work some more."""
+
+GONE_SECONDS = 30.0
+"""When all that a killed command started has ended, on a busy machine; on an idle one it is two seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A signal, so many seconds after the command was started; -1 for as soon as it writes."""
+
+    number: signal.Signals
+    seconds: float
+    resume: bool
+
+    def __str__(self) -> str:
+        return f"{self.number.name}-{self.seconds:.2f}{'-resume' if self.resume else ''}"
+
+
+def kills(seed: int, number: int) -> list[Kill]:
+    """By turns every signal; the moments are drawn."""
+    random, numbers = Random(seed), list(ENDINGS)
+    return [Kill(numbers[n % len(numbers)], random.uniform(0.3, LATEST_SECONDS), n % 3 == 0) for n in range(number)]
+
+
+SAMPLE = [Kill(signal.SIGTERM, -1, resume=True), Kill(signal.SIGKILL, -1, resume=False)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_soak = metafunc.config.getoption("--soak")
+    if "kill" in metafunc.fixturenames:
+        is_there = metafunc.function is test_on_a_cluster_that_runs
+        more = kills(seed=1 + is_there, number=20) if is_soak else []
+        first = [Kill(signal.SIGINT, -1, resume=False)] if is_there else SAMPLE
+        metafunc.parametrize("kill", [*first, *more], ids=str)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 MB of holes: seconds of work in small tasks."""
+    return make_sparse(tmp_path_factory.mktemp("sparse") / "model.safetensors", num_tensors=4, num_rows=25_000)
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an undisturbed run writes."""
+    folder = tmp_path_factory.mktemp("expected") / "out"
+    ckpt_tools.convert(source, folder, to="dcp", memory="73MiB")
+    return folder
+
+
+def words_of(source: Path, out: Path, *more: str) -> list[str | Path]:
+    return ["convert", source, out, "--to", "dcp", "--memory", "73MiB", "--quiet", "--runner", "ray", *more]
+
+
+def is_writing(out: Path) -> bool:
+    staged = out.with_name(f".{out.name}.ckpt-tools-partial") / "output"
+    return any(path.suffix == ".distcp" for path in staged.glob("*"))
+
+
+def killed(run: Running, kill: Kill, out: Path) -> None:
+    """Kill it at its moment, and judge how it ended."""
+    if kill.seconds < 0:
+        wait_until(lambda: is_writing(out) or run.process.poll() is not None)
+    else:
+        time.sleep(kill.seconds)
+    code, said, seconds = run.stop(kill.number)
+    assert code in (0, ENDINGS[kill.number], -kill.number), said
+    assert code == ENDINGS[kill.number] or kill.seconds >= 0
+    assert "Traceback" not in said and "***" not in said
+    assert said.count("\n") == (1 if code > 0 else 0), said
+    assert seconds < GONE_SECONDS
+    wait_until(lambda: not run.processes() and not users_of(out.parent), GONE_SECONDS)
+
+
+def check_left(out: Path, expected: Path, kill: Kill) -> None:
+    """The destination is absent or complete, and beside it is what a kill or ``--resume`` leaves."""
+    names = {path.name for path in out.parent.iterdir()}
+    may_stay = kill.resume or kill.number == signal.SIGKILL
+    assert names <= {out.name, *([f".{out.name}.ckpt-tools-partial"] if may_stay else [])}
+    if out.exists():
+        assert same(out, expected)
+
+
+def same(a: Path, b: Path) -> bool:
+    return subprocess.run(["diff", "-r", a, b], check=False).returncode == 0
+
+
+def check_again(words: list[str | Path], out: Path, expected: Path) -> None:
+    """The same command ends with the same bytes; 8 says that the destination was complete already."""
+    again = start(*words)
+    try:
+        said = again.process.communicate(timeout=120)[1]
+        assert again.process.returncode in ((0, 8) if out.exists() else (0,)), said
+        assert same(out, expected)
+        wait_until(lambda: not again.processes(), GONE_SECONDS)
+    finally:
+        again.end()
+
+
+def test_on_a_cluster_of_its_own(kill: Kill, source: Path, expected: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = words_of(source, out, "--workers", "2", *(["--resume"] if kill.resume else []))
+    run = start(*words)
+    try:
+        killed(run, kill, out)
+    finally:
+        run.end()
+    check_left(out, expected, kill)
+    check_again(words, out, expected)
+
+
+@pytest.fixture(scope="module")
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """The address and the first process of a cluster of somebody else's."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ray = Path(sys.executable).with_name("ray")
+    options = ["--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false", "--block"]
+    log = tmp_path_factory.mktemp("ray") / "log"
+    with log.open("w") as said:
+        head = subprocess.Popen(
+            [ray, "start", *options, f"--object-store-memory={80 << 20}"],
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: "--block" in log.read_text() or head.poll() is not None)
+        found = re.search(r"--address='([\d.:]+)'", log.read_text())
+        assert found is not None, log.read_text()
+        yield found[1], head.pid
+    finally:
+        members = psutil.Process(head.pid).children(recursive=True)
+        head.terminate()
+        head.wait(60)
+        for member in psutil.wait_procs(members, timeout=20)[1]:
+            os.kill(member.pid, signal.SIGKILL)
+
+
+def actors(head: int) -> list[str]:
+    """What the cluster of that process runs for us."""
+    with suppress(psutil.NoSuchProcess):
+        lines = [" ".join(process.cmdline()) for process in psutil.Process(head).children(recursive=True)]
+        return [line for line in lines if re.match(r"ray::(Process|Notices)", line)]
+    return ["a process that ended meanwhile"]
+
+
+def test_on_a_cluster_that_runs(
+    kill: Kill, running_cluster: tuple[str, int], source: Path, expected: Path, tmp_path: Path
+) -> None:
+    """The cluster stays, and nothing of ours does."""
+    (address, head), out = running_cluster, tmp_path / "out"
+    more = ["--address", address, "--workers", "2", *(["--resume"] if kill.resume else [])]
+    words = words_of(source, out, *more)
+    run = start(*words)
+    try:
+        killed(run, kill, out)
+    finally:
+        run.end()
+    wait_until(lambda: not actors(head), GONE_SECONDS)
+    check_left(out, expected, kill)
+    check_again(words, out, expected)
