@@ -7,6 +7,7 @@ figures of other code of ours or of another size are dropped first: they cannot 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks import costs, machine, report
 from benchmarks.journal import Journal
 from benchmarks.suite import WAYS, OutOfTimeError, Runner, Settings, say
 from benchmarks.works import WORKS
+from ckpt_tools.signals import exit_code_of, stopping_on_signals
 
 HERE = Path(__file__).parent
 RESULTS, DATA = HERE / "results", machine.ROOT / ".cache" / "benchmarks"
@@ -69,10 +71,12 @@ def main(words: Sequence[str] | None = None) -> None:
         deadline=time.monotonic() + 60 * asked.budget_minutes,
         ways=asked.ways,
     )
-    if not asked.report:
-        _measure(asked, settings, journal)
-    report.write(journal, asked.results, report.README if asked.results.resolve() == RESULTS else None)
-    say(f"{asked.results / 'table.md'}")
+    try:
+        if not asked.report:
+            _measure(asked, settings, journal)
+    finally:
+        report.write(journal, asked.results, report.README if asked.results.resolve() == RESULTS else None)
+        say(f"{asked.results / 'table.md'}")
 
 
 def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) -> None:
@@ -90,7 +94,7 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
             costs.measure_memory(asked.memory_sizes, settings, journal)
         if START_UP in asked.works:
             costs.measure_start_up(settings, journal)
-    except (OutOfTimeError, KeyboardInterrupt):
+    except OutOfTimeError:
         say("Stopped; the same command goes on from here.")
 
 
@@ -104,4 +108,9 @@ def _forget(names: Sequence[str], journal: Journal) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        with stopping_on_signals():
+            main()
+    except KeyboardInterrupt as error:
+        say("Stopped; the same command goes on from here.")
+        sys.exit(exit_code_of(error))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
 import sys
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.llama import Llama
+from benchmarks.measure import measured
 
 HERE = Path(__file__).parent
 WEIGHT_BYTES, STATE_BYTES = 4, 12
@@ -74,14 +75,11 @@ class Cache:
         model = Llama.of(size_bytes // KINDS[kind].bytes_per_element)
         words = ["-m", "benchmarks.builders", kind, str(partial), str(model.hidden), str(model.layers)]
         try:
-            done = subprocess.run(
-                [sys.executable, *words], cwd=HERE.parent, capture_output=True, text=True, timeout=BUILD_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            raise BuildError(f"not made in {BUILD_SECONDS} s") from None
-        if done.returncode:
-            raise BuildError((done.stderr.strip().splitlines() or ["no word of why"])[-1])
-        partial.rename(path)
+            with tempfile.TemporaryDirectory() as folder:
+                _make([sys.executable, *words], Path(folder, "log"))
+            partial.rename(path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def make_room(self, num_bytes: int, keep: Collection[Path]) -> bool:
         """Delete inputs, the least recently made first and none of `keep`, until so much is free; whether it is."""
@@ -94,6 +92,15 @@ class Cache:
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.root).free
+
+
+def _make(command: Sequence[str], log: Path) -> None:
+    """Raises `BuildError`."""
+    usage = measured(command, log, time_limit=BUILD_SECONDS, cwd=HERE.parent)
+    if usage.timed_out:
+        raise BuildError(f"not made in {BUILD_SECONDS} s")
+    if usage.exit_code:
+        raise BuildError((log.read_text(errors="replace").strip().splitlines() or ["no word of why"])[-1])
 
 
 def _digest() -> str:

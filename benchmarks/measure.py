@@ -8,6 +8,7 @@ with torch in it would hide what a command of 40 MB takes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -21,6 +22,9 @@ from pathlib import Path
 
 TICK_SECONDS = 0.05
 """How often the processes of a tree are looked at; a lone process's peak the kernel keeps itself."""
+
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h."""
 
 SAMPLING_SHARE = 10
 """A look at a tree of several GB takes milliseconds of page table walks: it may cost at most a tenth of the time."""
@@ -50,10 +54,18 @@ class Usage:
 def measured(
     command: Sequence[str], log: Path, *, time_limit: float, cwd: Path, env: Mapping[str, str] | None = None
 ) -> Usage:
-    """Run the command; its output goes to `log`. It and what it started are killed after `time_limit` seconds."""
+    """Run the command; its output goes to `log`. It and what it started are killed after `time_limit` seconds, and
+    when this process is ended or killed."""
     program = [sys.executable, "-S", __file__, str(time_limit), str(log), *command]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=cwd, env=env)
-    return Usage(**json.loads(done.stdout))
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env) as done:
+        try:
+            said = done.communicate()
+        except BaseException:
+            done.terminate()
+            raise
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, program, *said)
+    return Usage(**json.loads(said[0]))
 
 
 def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
@@ -67,6 +79,7 @@ def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
         peak, timed_out = _watch(process.pid, started + time_limit)
     except KeyboardInterrupt:
         _kill_tree(process.pid)
+        _kill_group(process.pid)
         raise
     seconds = time.monotonic() - started
     _, status, usage = os.wait4(process.pid, 0)
@@ -143,7 +156,17 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM when the process that asked for the figures is gone, and end the tree then too."""
+    parent = os.getppid()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise KeyboardInterrupt
+
+
 def main(words: Sequence[str]) -> None:
+    _end_with_parent()
     limit, log, *command = words
     print(json.dumps(asdict(_run(command, Path(log), float(limit)))))
 

@@ -16,6 +16,8 @@
     ├── DestinationExistsError   8  the destination exists and may not be overwritten
     └── MemoryBudgetError        9  the work does not fit in ``--memory``
 
+    Stopped (of ``signals``)   143  SIGTERM ended it; 130 SIGINT (Ctrl-C), 129 SIGHUP
+
 The number is the exit code of the command line. A message is one sentence that names the file or tensor and what
 the user can do; ``path`` and ``key`` carry the same for programs.
 """

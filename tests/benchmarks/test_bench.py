@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
 from benchmarks.suite import OutOfTimeError, Runner, Settings, slots
 from benchmarks.works import COPY, OURS, WORKS, Work
+from tests.support.running import start, wait_until
 
 BY_NAME = {work.name: work for work in WORKS}
 
@@ -176,6 +178,26 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=lambda each: str(each)
+)
+def test_a_run_that_is_ended_leaves_no_process_and_no_half_input(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """While the processes that make an input start."""
+    folders = ["--data", tmp_path / "data", "--results", tmp_path / "results"]
+    run = start("--works", "dcp-torch", "--size", "0.01", *folders, module="benchmarks")
+    try:
+        wait_until(lambda: len(run.processes()) >= 3)
+        assert run.stop(number)[0] == code
+        wait_until(lambda: not run.processes())
+    finally:
+        run.end()
+    inputs = tmp_path / "data" / "inputs"
+    assert not inputs.exists() or all(path.name.endswith(".partial") for path in inputs.iterdir())
+    assert number == signal.SIGKILL or not list(inputs.glob("*"))
 
 
 def test_memory_is_that_of_all_processes(tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 import sys
 
+from ckpt_tools.signals import exit_code_of, stopping_on_signals
 from tests.fuzzing.runner import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        with stopping_on_signals():
+            sys.exit(main())
+    except KeyboardInterrupt as error:
+        sys.exit(exit_code_of(error))

@@ -123,7 +123,11 @@ def _work(first: int, last: int, progress: Synchronized[int], results: Any) -> N
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
     watch_time()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    parent = multiprocessing.parent_process()
     for number in range(first, last, BATCH):
+        if parent is not None and not parent.is_alive():
+            return
         progress.value = number
         results.put(run_batch(number, min(BATCH, last - number)))
     results.put(None)
@@ -167,7 +171,7 @@ def _results(starts: list[int], share: int, options: argparse.Namespace) -> Any:
     marks = [context.Value("q", start) for start in starts]
     stop = options.first + options.executions
     workers = [
-        context.Process(target=_work, args=(start, min(start + share, stop), mark, results))
+        context.Process(target=_work, args=(start, min(start + share, stop), mark, results), daemon=True)
         for start, mark in zip(starts, marks, strict=True)
     ]
     for worker in workers:

@@ -31,6 +31,10 @@ GONE_SECONDS = 30.0
 """When all that a killed command started has ended, on a busy machine; on an idle one it is two seconds."""
 
 
+OPEN = {"RAY_AUTH_MODE": "disabled"}
+"""The cluster of these tests asks for no token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     """A signal, so many seconds after the command was started; -1 for as soon as it writes."""
@@ -114,7 +118,7 @@ def same(a: Path, b: Path) -> bool:
 
 def check_again(words: list[str | Path], out: Path, expected: Path) -> None:
     """The same command ends with the same bytes; 8 says that the destination was complete already."""
-    again = start(*words)
+    again = start(*words, env=OPEN)
     try:
         said = again.process.communicate(timeout=120)[1]
         assert again.process.returncode in ((0, 8) if out.exists() else (0,)), said
@@ -127,7 +131,7 @@ def check_again(words: list[str | Path], out: Path, expected: Path) -> None:
 def test_on_a_cluster_of_its_own(kill: Kill, source: Path, expected: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = words_of(source, out, "--workers", "2", *(["--resume"] if kill.resume else []))
-    run = start(*words)
+    run = start(*words, env=OPEN)
     try:
         killed(run, kill, out)
     finally:
@@ -150,6 +154,7 @@ def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
             stdout=said,
             stderr=said,
             start_new_session=True,
+            env={**os.environ, **OPEN},
         )
     try:
         wait_until(lambda: "--block" in log.read_text() or head.poll() is not None)
@@ -179,7 +184,7 @@ def test_on_a_cluster_that_runs(
     (address, head), out = running_cluster, tmp_path / "out"
     more = ["--address", address, "--workers", "2", *(["--resume"] if kill.resume else [])]
     words = words_of(source, out, *more)
-    run = start(*words)
+    run = start(*words, env=OPEN)
     try:
         killed(run, kill, out)
     finally:

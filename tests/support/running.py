@@ -57,11 +57,11 @@ class Running:
                 stream.close()
 
 
-def start(*words: str | Path, **options: Any) -> Running:
-    """``ckpt-tools`` with these words."""
+def start(*words: str | Path, module: str = "ckpt_tools", **options: Any) -> Running:
+    """``python -m`` the module, with these words."""
     mark = secrets.token_hex(8)
     environment = {**os.environ, **options.pop("env", {}), MARK: mark}
-    command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    command = [sys.executable, "-m", module, *map(str, words)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
     return Running(subprocess.Popen(command, text=True, start_new_session=True, env=environment, **streams), mark)
 
