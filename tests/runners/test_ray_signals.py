@@ -103,6 +103,18 @@ def killed(run: Running, kill: Kill, out: Path) -> None:
     wait_until(lambda: not run.processes() and not users_of(out.parent), GONE_SECONDS)
 
 
+def test_the_workers_are_seen(source: Path, tmp_path: Path) -> None:
+    """Or none would be missed. They have sessions and names of their own."""
+    run = start(*words_of(source, tmp_path / "out", "--workers", "2"), env=OPEN)
+    try:
+        wait_until(lambda: is_writing(tmp_path / "out"))
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in run.processes()]
+        assert sum(line.startswith(b"ray::Process") for line in lines) == 2
+        assert sum(line.startswith(b"ray::Notices") for line in lines) == 1
+    finally:
+        run.end()
+
+
 def check_left(out: Path, expected: Path, kill: Kill) -> None:
     """The destination is absent or complete, and beside it is what a kill or ``--resume`` leaves."""
     names = {path.name for path in out.parent.iterdir()}
