@@ -24,21 +24,38 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 @pytest.fixture(scope="session")
-def material(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Material:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model in both forms, an image and the keys."""
     folder = tmp_path_factory.mktemp("material")
     torch.manual_seed(1)
     save_file(build_model().state_dict(), folder / "model.safetensors")
     ckpt_tools.convert(folder / "model.safetensors", folder / "dcp", to="dcp", world_size=2)
     (folder / "images").mkdir()
     Image.new("L", (28, 28), 99).save(folder / "images" / "one.png")
-    private, public = _keys(folder)
-    return Material(folder / "model.safetensors", folder / "dcp", folder / "images", private, public, s3_server)
+    _write_keys(folder)
+    return folder
 
 
-def _keys(folder: Path) -> tuple[Path, Path]:
+@pytest.fixture
+def material(files: Path, request: pytest.FixtureRequest) -> Material:
+    """The S3 server is started by the first test that asks for it."""
+
+    def start_s3() -> S3Server:
+        server: S3Server = request.getfixturevalue("s3_server")
+        return server
+
+    return Material(
+        model=files / "model.safetensors",
+        dcp=files / "dcp",
+        images=files / "images",
+        private_key=files / "key.pem",
+        public_key=files / "key.pub",
+        start_s3=start_s3,
+    )
+
+
+def _write_keys(folder: Path) -> None:
     """An elliptic-curve key as openssl makes it, and its public half."""
     key = ec.generate_private_key(ec.SECP256R1())
-    private, public = folder / "key.pem", folder / "key.pub"
-    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    return private, public
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (folder / "key.pub").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))

@@ -34,14 +34,14 @@ assert first.conv_proj.weight.equal(second.conv_proj.weight)
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """One model as a file and as a DCP of two ranks, a folder of images, keys to sign with, an S3 server."""
+    """One model as a file and as a DCP of two ranks, images, keys to sign with, and a way to an S3 server."""
 
     model: Path
     dcp: Path
     images: Path
     private_key: Path
     public_key: Path
-    s3: S3Server
+    start_s3: Callable[[], S3Server]
 
 
 Check = Callable[[Environment, Material], None]
@@ -84,10 +84,11 @@ def training(environment: Environment, _material: Material) -> None:
 
 
 def training_on_s3(environment: Environment, material: Material) -> None:
-    storage = f"s3://{BUCKET}/{material.s3.new_prefix()}run"
+    server = material.start_s3()
+    storage = f"s3://{BUCKET}/{server.new_prefix()}run"
     words = ["--engine=fsdp2", f"--out={environment.work / 'run'}", f"--storage={storage}", *TINY]
-    environment.succeed("train", *words, **material.s3.environment)
-    environment.succeed("inspect", f"{storage}/{EPOCH}", **material.s3.environment)
+    environment.succeed("train", *words, **server.environment)
+    environment.succeed("inspect", f"{storage}/{EPOCH}", **server.environment)
 
 
 def inference(environment: Environment, material: Material) -> None:
@@ -121,9 +122,10 @@ def ray_cluster(environment: Environment, material: Material) -> None:
 
 
 def s3(environment: Environment, material: Material) -> None:
-    there = f"s3://{BUCKET}/{material.s3.new_prefix()}model.safetensors"
-    environment.succeed("convert", material.dcp, there, **material.s3.environment)
-    environment.succeed("verify", material.dcp, there, **material.s3.environment)
+    server = material.start_s3()
+    there = f"s3://{BUCKET}/{server.new_prefix()}model.safetensors"
+    environment.succeed("convert", material.dcp, there, **server.environment)
+    environment.succeed("verify", material.dcp, there, **server.environment)
 
 
 def signatures(environment: Environment, material: Material) -> None:
