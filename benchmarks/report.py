@@ -58,7 +58,9 @@ def _section(journal: Journal, found: Sequence[Result], folder: Path) -> Iterato
     yield from _promises(journal, found)
     yield ""
     where = folder.relative_to(ROOT)
-    yield f"![Time of every contestant over that of cp -r]({where / 'picture.png'})"
+    yield "![Time of every contestant over that of cp -r][picture]"
+    yield ""
+    yield f"[picture]: {where / 'picture.png'}"
     yield ""
     yield f"`cp -r` copies the bytes that the work writes; times include start-up. More: `{where / 'table.md'}`."
 

@@ -10,6 +10,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools import errors
+from ckpt_tools.cli.beside import BesideCommand
 from ckpt_tools.cli.main import group
 from ckpt_tools.format.registry import readers, writers
 
@@ -24,7 +25,7 @@ OPTIONS = sorted(
 @pytest.mark.parametrize("command", sorted(group.commands))
 def test_every_command_is_documented_and_a_function(command: str) -> None:
     assert f"| `{command}" in CLI
-    assert callable(getattr(ckpt_tools, command))
+    assert isinstance(group.commands[command], BesideCommand) or callable(getattr(ckpt_tools, command))
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from ckpt_tools import __version__
+from ckpt_tools.cli.beside import predict_command, serve_command, train_command
 from ckpt_tools.cli.checksum import checksum_command
 from ckpt_tools.cli.clean import clean_command
 from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command, reshard_command
@@ -50,6 +51,9 @@ for _command in (
     sign_command,
     clean_command,
     formats_command,
+    train_command,
+    predict_command,
+    serve_command,
 ):
     group.add_command(_command)
 

@@ -26,6 +26,9 @@ from ..launchers.failures import Failure, RunFailedError
 from ..loop import EpochMetrics, Save, train
 from ..result import RESULT_NAME, RunResult
 
+PACKAGE = f"{__package__}".rpartition(".")[0]
+"""``training`` in a checkout, ``ckpt_tools_training`` where a wheel is installed."""
+
 LOG_NAME = "torchrun.log"
 ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
 
@@ -121,7 +124,7 @@ def _publish(folder: Path, name: str, save: Save) -> None:
 
 def _command(config: TrainConfig) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.num_workers)]
-    return [sys.executable, *torchrun, "-m", "training", *config.to_args()]
+    return [sys.executable, *torchrun, "-m", PACKAGE, *config.to_args()]
 
 
 def _environment(error_file: Path) -> dict[str, str]:

@@ -1,0 +1,149 @@
+"""What the documents say that each extra is enough for, done in an environment that has the wheel and that extra."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.packaging.environments import Environment, clean_variables
+from tests.support.s3_server import BUCKET, S3Server
+
+TINY = ["--num-samples=64", "--epochs=1", "--num-workers=2", "--batch-size=32"]
+EPOCH = "checkpoints/epoch_0001"
+
+LOAD_INTO = """
+import sys
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from ckpt_tools import load_into, storage_reader
+whole, layer = sys.argv[1:]
+first, second = nn.Module(), nn.Module()
+for model in (first, second):
+    model.conv_proj = nn.Conv2d(1, 128, 7)
+dcp.load(first.state_dict(), storage_reader=storage_reader(whole))
+load_into(second, None, layer)
+assert first.conv_proj.weight.equal(second.conv_proj.weight)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """One model as a file and as a DCP of two ranks, images, keys to sign with, and a way to an S3 server."""
+
+    model: Path
+    dcp: Path
+    images: Path
+    private_key: Path
+    public_key: Path
+    start_s3: Callable[[], S3Server]
+
+
+Check = Callable[[Environment, Material], None]
+
+
+def converter(environment: Environment, material: Material) -> None:
+    """Every command of the converter, without any extra."""
+    dcp, zero, file = material.dcp, environment.work / "zero2", environment.work / "model.safetensors"
+    assert "dcp" in environment.succeed("inspect", dcp)
+    environment.succeed("plan", dcp, file)
+    environment.succeed("convert", dcp, file, "--checksum")
+    environment.succeed("verify", dcp, file)
+    environment.succeed("verify", file)
+    environment.succeed("diff", dcp, file)
+    environment.succeed("convert", dcp, zero, "--to", "zero2", "--world-size", "3")
+    environment.succeed("reshard", zero, environment.work / "zero2-on-2", "--world-size", "2")
+    environment.succeed("consolidate", zero, environment.work / "model.pt")
+    environment.succeed("scan", zero)
+    environment.succeed("clean", environment.work / "model.pt")
+    assert "universal" in environment.succeed("formats")
+    assert {"train", "predict", "serve"} <= set(environment.succeed("--help").split())
+
+
+def loading(environment: Environment, material: Material) -> None:
+    layer = environment.work / "layer.pt"
+    environment.succeed("convert", material.dcp, layer, "--include", "conv_proj.*")
+    done = environment.run_python("-c", LOAD_INTO, material.dcp, layer)
+    assert done.returncode == 0, done.stderr
+
+
+def training(environment: Environment, _material: Material) -> None:
+    """Both launchers and both engines. Workers find the package by the name that it has in a wheel."""
+    for launcher, engine in (("torchrun", "zero2"), ("ray", "fsdp2")):
+        out = environment.work / launcher
+        environment.succeed("train", f"--engine={engine}", f"--launcher={launcher}", f"--out={out}", *TINY)
+        assert json.loads((out / "result.json").read_text())["total"] == 360
+        environment.succeed("inspect", out / EPOCH)
+    misfit = environment.run("train", "--engine=fsdp2", "--num-workers=3", f"--out={environment.work / 'no'}")
+    assert misfit.returncode == 2 and "does not divide over 3 workers" in misfit.stderr
+
+
+def training_on_s3(environment: Environment, material: Material) -> None:
+    server = material.start_s3()
+    storage = f"s3://{BUCKET}/{server.new_prefix()}run"
+    words = ["--engine=fsdp2", f"--out={environment.work / 'run'}", f"--storage={storage}", *TINY]
+    environment.succeed("train", *words, **server.environment)
+    environment.succeed("inspect", f"{storage}/{EPOCH}", **server.environment)
+
+
+def inference(environment: Environment, material: Material) -> None:
+    rows = environment.work / "rows.jsonl"
+    environment.succeed("predict", material.model, "--dataset", "digits", "--out", rows)
+    assert len(rows.read_text().splitlines()) == 360
+    table = environment.work / "rows.parquet"
+    environment.succeed("predict", material.model, "--images", material.images, "--out", table)
+    assert table.read_bytes().startswith(b"PAR1")
+    assert environment.run("predict", "missing.safetensors", "--dataset=digits", "--out=x.jsonl").returncode == 3
+    with _serving(environment, material.model) as address:
+        image = next(material.images.iterdir())
+        answer = httpx.post(f"{address}/predict", files={"image": image.read_bytes()}, timeout=60)
+    assert answer.json()["label"] in range(10), answer.text
+
+
+@contextmanager
+def _serving(environment: Environment, model: Path) -> Iterator[str]:
+    """The address of ``ckpt-tools serve`` on a port that the system chose."""
+    command = [environment.command, "serve", model, "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_variables()) as server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().removeprefix("serving on ").strip()
+        finally:
+            server.terminate()
+
+
+def ray_cluster(environment: Environment, material: Material) -> None:
+    environment.succeed("convert", material.dcp, environment.work / "ray.safetensors", "--runner", "ray", "--workers=2")
+
+
+def s3(environment: Environment, material: Material) -> None:
+    server = material.start_s3()
+    there = f"s3://{BUCKET}/{server.new_prefix()}model.safetensors"
+    environment.succeed("convert", material.dcp, there, **server.environment)
+    environment.succeed("verify", material.dcp, there, **server.environment)
+
+
+def signatures(environment: Environment, material: Material) -> None:
+    signature = environment.work / "model.sig"
+    environment.succeed("sign", material.dcp, "--private-key", material.private_key, "--signature", signature)
+    environment.succeed("verify", material.dcp, "--public-key", material.public_key, "--signature", signature)
+
+
+CHECKS: Mapping[str, Check] = {
+    "": converter,
+    "torch": loading,
+    "train": training,
+    "serve": inference,
+    "ray": ray_cluster,
+    "s3": s3,
+    "sign": signatures,
+}
+"""By the extra that is installed; "" for none."""
+
+SOAKED: Mapping[str, Check] = {**CHECKS, "train,s3": training_on_s3}
+"""The same with what `tests/training/test_s3.py` does in the environment of the tests."""

@@ -1,0 +1,161 @@
+"""Environments that hold a wheel and what it requires, and nothing else.
+
+Torch alone is gigabytes, so nothing is downloaded: an environment gets links to the packages of the one that the tests
+run in, but only to those that the wheel's own metadata leads to. A package that an extra forgets is absent.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PathDistribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+SECONDS = 300
+
+
+def clean_variables() -> dict[str, str]:
+    """This process's environment variables, less those by which other packages or another Ray would be found."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RAY_"))}
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment, and a folder of its own to run in."""
+
+    folder: Path
+    work: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def command(self) -> Path:
+        return self.folder / "bin" / "ckpt-tools"
+
+    @property
+    def site_packages(self) -> Path:
+        [found] = self.folder.glob("lib/python*/site-packages")
+        return found
+
+    def run(self, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """``ckpt-tools`` with these words."""
+        return self._run([self.command, *words], variables)
+
+    def run_python(self, *words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        return self._run([self.python, *words], {}, cwd)
+
+    def succeed(self, *words: str | Path, **variables: str) -> str:
+        """What ``ckpt-tools`` prints, which ends with 0."""
+        done = self.run(*words, **variables)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def _run(
+        self, command: Iterable[str | Path], variables: dict[str, str], cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(word) for word in command],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            cwd=cwd or self.work,
+            env=clean_variables() | variables,
+            check=False,
+        )
+
+
+def linked(folder: Path, wheel: Path, extras: Iterable[str] = ()) -> Environment:
+    """The wheel with these extras, beside links to the packages that it requires."""
+    environment = empty(folder)
+    install = ["install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(wheel)]
+    pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
+    done = subprocess.run([*pip, *install], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _link_all(required(_installed(environment), extras), environment.site_packages)
+    return environment
+
+
+def installed(folder: Path, wheel: Path, extras: Iterable[str] = ()) -> Environment:
+    """The same as a user makes it, from the package index: minutes, and gigabytes where torch is one of them."""
+    environment = empty(folder, with_pip=True)
+    listed = ",".join(extras)
+    wanted = f"{wheel}[{listed}]" if listed else str(wheel)
+    for words in (["install", "--quiet", "--disable-pip-version-check", wanted], ["check"]):
+        done = subprocess.run([environment.python, "-m", "pip", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return environment
+
+
+def empty(folder: Path, *, with_pip: bool = False) -> Environment:
+    """An environment with the standard library alone."""
+    venv.EnvBuilder(with_pip=with_pip, symlinks=True).create(folder / "venv")
+    work = folder / "work"
+    work.mkdir()
+    return Environment(folder / "venv", work)
+
+
+def _installed(environment: Environment) -> Distribution:
+    [metadata] = environment.site_packages.glob("ckpt_tools-*.dist-info")
+    return PathDistribution(metadata)
+
+
+def required(ours: Distribution, extras: Iterable[str]) -> list[Distribution]:
+    """What ``ours`` with ``extras`` requires, and what that requires, out of the environment of the tests."""
+    found = {canonicalize_name(ours.name): ours}
+    seen: set[tuple[str, str]] = set()
+    waiting = [(canonicalize_name(ours.name), extra) for extra in ("", *extras)]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen:
+            seen.add(each)
+            waiting += _followed(found, *each)
+    return [each for each in found.values() if each is not ours]
+
+
+def _followed(found: dict[str, Distribution], name: str, extra: str) -> Iterator[tuple[str, str]]:
+    """Distributions with an extra, or with "" for none, that one with an extra requires; ``found`` grows by them."""
+    for requirement in map(Requirement, found[name].requires or ()):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            there = canonicalize_name(requirement.name)
+            if there not in found:
+                found[there] = distribution(requirement.name)
+            version = found[there].version
+            assert requirement.specifier.contains(version, prereleases=True), f"{requirement}: {version} is installed"
+            yield from ((there, each) for each in ("", *requirement.extras))
+
+
+def _link_all(distributions: Collection[Distribution], site_packages: Path) -> None:
+    """Link what each has in its site-packages: whole folders, but for those of a namespace that several share."""
+    files = {each.name: list(_files(each)) for each in distributions}
+    owners: dict[str, set[str]] = {}
+    for name, paths in files.items():
+        for path in {folder for each in paths for folder in _above(each)}:
+            owners.setdefault(path, set()).add(name)
+    for each in distributions:
+        chosen = {next(path for path in _above(file) if len(owners[path]) == 1) for file in files[each.name]}
+        for path in chosen:
+            (site_packages / path).parent.mkdir(parents=True, exist_ok=True)
+            (site_packages / path).symlink_to(Path(str(each.locate_file(path))))
+
+
+def _above(file: str) -> Iterator[str]:
+    """The folders that ``file`` lies in, from the top, and itself."""
+    parts = file.split("/")
+    return ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+
+
+def _files(distribution: Distribution) -> Iterator[str]:
+    """Its files in site-packages; from the text of its record, for torch alone has 15,000."""
+    for path, *_ in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
+        if not path.startswith(("..", "/")) and "__pycache__" not in path:
+            yield path

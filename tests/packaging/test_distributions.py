@@ -1,0 +1,117 @@
+"""What the wheel and the source distribution hold, and that the latter is enough to test."""
+
+from __future__ import annotations
+
+import email
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+
+import ckpt_tools
+from tests.packaging.distributions import ROOT, Built, tree
+from tests.packaging.environments import clean_variables
+
+PACKAGES = {"ckpt_tools": "ckpt_tools", "training": "ckpt_tools_training", "inference": "ckpt_tools_inference"}
+"""Folders of the tree, and their names in a wheel."""
+
+NOT_IN_THE_SDIST = {".ci"}
+"""What is of use to the repository alone."""
+
+QUICK_TESTS = [f"tests/{name}.py" for name in ("test_boxes", "test_docs", "test_layout", "containers/test_stored_zip")]
+
+
+@pytest.fixture(scope="module")
+def metadata(built: Built) -> Message:
+    name = f"ckpt_tools-{ckpt_tools.__version__}.dist-info/METADATA"
+    return email.message_from_bytes(zipfile.ZipFile(built.wheel).read(name))
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def test_the_wheel_puts_no_general_name_into_site_packages(built: Built) -> None:
+    top = {name.split("/")[0] for name in zipfile.ZipFile(built.wheel).namelist()}
+    assert top == {*PACKAGES.values(), f"ckpt_tools-{ckpt_tools.__version__}.dist-info"}
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(built: Built) -> None:
+    modules = {name for name in zipfile.ZipFile(built.wheel).namelist() if ".dist-info/" not in name}
+    expected = {
+        (ours / path.relative_to(folder)).as_posix()
+        for folder, ours in ((Path(folder), Path(ours)) for folder, ours in PACKAGES.items())
+        for path in tree()
+        if path.is_relative_to(folder)
+    }
+    assert modules == expected
+    assert {"ckpt_tools/py.typed", "ckpt_tools/testing/stores.py"} <= modules
+
+
+def test_the_source_distribution_holds_the_whole_tree(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        held = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
+    lacking = {path for path in tree() if path.parts[0] not in NOT_IN_THE_SDIST} - held
+    assert not lacking
+    for name in ("docs/cli.md", "CHANGELOG.md", "SECURITY.md", "constraints.txt", "Makefile", "tests/conftest.py"):
+        assert Path(name) in held
+    assert not {path for path in held if "__pycache__" in path.parts}
+
+
+def test_the_source_distribution_runs_its_own_tests(built: Built) -> None:
+    program = "import ckpt_tools, pytest, sys; print(ckpt_tools.__file__); sys.exit(pytest.main(sys.argv[1:]))"
+    options = ["-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options, *QUICK_TESTS],
+        cwd=built.source,
+        env=clean_variables(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith(f"{built.source}/")
+
+
+def test_the_index_page_says_whose_it_is_and_where(metadata: Message) -> None:
+    assert metadata["Author"] and metadata["Maintainer"]
+    addresses = dict(each.split(", ", 1) for each in metadata.get_all("Project-URL", []))
+    assert {"Homepage", "Documentation", "Issues", "Changelog"} <= set(addresses)
+    assert all(address.startswith(addresses["Homepage"]) for address in addresses.values())
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13])
+def test_the_index_page_names_each_python(minor: int, metadata: Message) -> None:
+    assert f"Programming Language :: Python :: 3.{minor}" in metadata.get_all("Classifier", [])
+
+
+def links(markdown: str) -> Iterator[str]:
+    """Where the links and pictures of a text lead, as a renderer understands it."""
+    for block in MarkdownIt().parse(markdown):
+        for token in block.children or ():
+            yield from (str(token.attrs[name]) for name in ("href", "src") if name in token.attrs)
+
+
+def test_links_on_the_index_page_lead_to_files_of_the_repository(metadata: Message, project: dict[str, Any]) -> None:
+    home = project["urls"]["Homepage"]
+    found = list(links(metadata.get_payload()))
+    assert any(link.endswith(".png") for link in found)
+    for link in found:
+        assert link.startswith(f"{home}/"), f"{link} in README.md needs a definition in docs/index_links.md"
+        where = link.removeprefix(f"{home}/").split("/", 2)
+        assert where[:2] in (["blob", "main"], ["raw", "main"]) and (ROOT / where[2]).is_file(), link
+
+
+def test_links_in_the_tree_lead_to_its_files() -> None:
+    found = list(links((ROOT / "README.md").read_text()))
+    assert found and all((ROOT / link).is_file() for link in found), found

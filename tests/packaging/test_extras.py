@@ -1,0 +1,114 @@
+"""Each extra is enough for the commands that the documents give for it, and the wheel alone for the converter's.
+
+With ``--soak`` every environment is also installed from the package index, some gigabytes each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.distributions import Built, build_editable
+from tests.packaging.documented import CHECKS, SOAKED, Material
+from tests.packaging.environments import Environment, installed, linked
+
+Maker = Callable[[Path, Path, Sequence[str]], Environment]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "make" in metafunc.fixturenames:
+        soak = metafunc.config.getoption("--soak")
+        metafunc.parametrize("make", [linked, installed] if soak else [linked], ids=lambda maker: maker.__name__)
+        metafunc.parametrize("extras", SOAKED if soak else CHECKS, ids=lambda extras: extras or "none")
+
+
+def test_an_extra_is_enough(extras: str, make: Maker, built: Built, material: Material, tmp_path: Path) -> None:
+    environment = make(tmp_path, built.wheel, extras.split(",") if extras else [])
+    SOAKED[extras](environment, material)
+
+
+def test_every_extra_is_tried(built: Built, tmp_path: Path) -> None:
+    environment = linked(tmp_path, built.wheel)
+    [metadata] = environment.site_packages.glob("ckpt_tools-*.dist-info")
+    extras = set(PathDistribution(metadata).metadata.get_all("Provides-Extra", []))
+    assert extras - {"all"} <= set(CHECKS)
+
+
+def refused(done: subprocess.CompletedProcess[str], sentence: str) -> None:
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert sentence in done.stderr
+
+
+@pytest.fixture(scope="module")
+def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The wheel without any extra."""
+    return linked(tmp_path_factory.mktemp("bare"), built.wheel)
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["train", "--engine=fsdp2", "--out=run"], "train"),
+        (["predict", "MODEL", "--dataset=digits", "--out=rows.jsonl"], "serve"),
+        (["serve", "MODEL", "--port=0"], "serve"),
+        (["inspect", "s3://bucket/model"], "s3"),
+        (["sign", "MODEL", "--private-key=KEY"], "sign"),
+        (["convert", "MODEL", "out.pt", "--runner=ray"], "ray"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_without_the_extra_a_command_says_what_to_install(
+    words: list[str], extra: str, bare: Environment, material: Material
+) -> None:
+    given = {"MODEL": str(material.model), "--private-key=KEY": f"--private-key={material.private_key}"}
+    refused(bare.run(*(given.get(word, word) for word in words)), f"pip install 'ckpt-tools[{extra}]'")
+
+
+@pytest.fixture(scope="module")
+def uninstalled(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What training and inference require, without ckpt-tools itself."""
+    environment = linked(tmp_path_factory.mktemp("uninstalled"), built.wheel, ["train", "serve"])
+    for path in environment.site_packages.glob("ckpt_tools*"):
+        shutil.rmtree(path)
+    return environment
+
+
+@pytest.mark.parametrize("module", ["training", "inference.batch", "inference.serve", "inference.demo"])
+def test_a_source_tree_runs_its_modules_without_being_installed(
+    module: str, uninstalled: Environment, built: Built
+) -> None:
+    done = uninstalled.run_python("-m", module, "--help", cwd=built.source)
+    assert done.returncode == 0 and "Usage: python -m " in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("with_metadata", [True, False])
+@pytest.mark.parametrize("name", ["train", "predict", "serve"])
+def test_a_source_tree_that_is_not_installed_says_so(
+    name: str, with_metadata: bool, uninstalled: Environment, built: Built, tmp_path: Path
+) -> None:
+    """Building leaves metadata in a source tree, which names the commands and not where they are."""
+    ignored = shutil.ignore_patterns() if with_metadata else shutil.ignore_patterns("*.egg-info")
+    source = shutil.copytree(built.source, tmp_path / "source", ignore=ignored)
+    refused(uninstalled.run_python("-m", "ckpt_tools", name, "--help", cwd=source), "source tree")
+
+
+def test_an_editable_installation_has_both_names_for_the_same_files(built: Built, tmp_path: Path) -> None:
+    environment = linked(tmp_path, build_editable(built.source, tmp_path), ["train", "serve"])
+    for name in ("train", "predict", "serve"):
+        assert f"Usage: ckpt-tools {name}" in environment.succeed(name, "--help")
+    program = "import ckpt_tools_training as t, ckpt_tools_inference as i; print(t.__file__, i.__file__, sep='\\n')"
+    printed = environment.run_python("-c", program).stdout.splitlines()
+    assert printed == [str(built.source / name / "__init__.py") for name in ("training", "inference")]
+
+
+def test_help_imports_nothing_of_the_commands_beside(bare: Environment) -> None:
+    program = "import sys; from ckpt_tools.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    loaded = set(bare.run_python("-c", program).stdout.split())
+    assert "ckpt_tools.cli.beside" in loaded
+    assert not loaded & {"importlib.metadata", "ckpt_tools_training", "ckpt_tools_inference", "torch"}
