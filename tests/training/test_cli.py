@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -83,6 +84,17 @@ def test_latest_is_the_highest_finished_epoch(used: Path) -> None:
 
     found = resume_folder(TrainConfig(out=used, engine="fsdp2", resume="latest"))
     assert found == used / "checkpoints" / "epoch_0010"
+
+
+def test_latest_of_ray_is_the_last_in_its_record(used: Path) -> None:
+    """Ray writes into the final folder: the highest may be one that a kill left unfinished."""
+    from training.checkpoints import resume_folder
+    from training.config import TrainConfig
+
+    record = {"latest_checkpoint_result": {"checkpoint_dir_name": "epoch_0009"}}
+    (used / "checkpoints/checkpoint_manager_snapshot.json").write_text(json.dumps(record))
+    found = resume_folder(TrainConfig(out=used, engine="fsdp2", resume="latest"))
+    assert found == used / "checkpoints" / "epoch_0009"
 
 
 @pytest.mark.parametrize(
@@ -204,3 +216,9 @@ def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> 
     assert done.stderr.startswith("error: ")
     assert done.stderr.endswith("; continue with --resume latest\n")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "torchrun.log").mkdir()
+    code, sentence = fail(f"--out={tmp_path}", "--launcher=torchrun", "--num-samples=64")
+    assert (code, sentence) == (5, f"error: {tmp_path / 'torchrun.log'}: Is a directory\n")

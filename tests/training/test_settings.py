@@ -110,6 +110,14 @@ def test_every_engine_saves_its_settings(engine: str, small_run: SmallRun) -> No
     assert recorded_settings(result.checkpoint) == result.settings == small_config(Path(), engine=engine).settings
 
 
+@pytest.mark.parametrize(("engine", "frameworks"), [("fsdp2", {"torch"}), ("zero1", {"torch", "deepspeed"})])
+def test_a_result_names_the_versions_that_made_it(engine: str, frameworks: set[str], small_run: SmallRun) -> None:
+    versions = small_run(engine).versions
+    assert versions.keys() == {"python", "ckpt_tools"} | frameworks
+    assert versions["ckpt_tools"] == ckpt_tools.__version__
+    assert versions["torch"].startswith(torch.__version__.partition("+")[0])
+
+
 @pytest.mark.parametrize(
     ("engine", "way"), [("fsdp2", ("zero2", "dcp")), ("zero3", ("dcp", "zero1")), ("zero1", ("universal", "torch"))]
 )

@@ -26,6 +26,9 @@ def launch(config: TrainConfig) -> RunResult:
         return _launch(config)
     except (RunFailedError, StoreError) as error:
         raise _with_way_on(error, config) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise _with_way_on(StoreError(f"{where}{error.strerror or error}"), config) from error
 
 
 def _launch(config: TrainConfig) -> RunResult:
