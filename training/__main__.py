@@ -10,10 +10,8 @@ import click
 
 from ckpt_tools.errors import CkptError
 
-from .config import ENGINES, LAUNCHERS, PRECISIONS, RESUME_LATEST, TrainConfig
-from .data import DATASETS
-from .launchers import launch
-from .launchers.torchrun import under_torchrun, work
+from .config import DATASETS, ENGINES, LAUNCHERS, OVERRIDES, PRECISIONS, RESUME_LATEST, TrainConfig
+from .installed import check_installed
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -35,6 +33,13 @@ from .launchers.torchrun import under_torchrun, work
 @click.option("--save-every", type=int, default=1, help="Epochs between checkpoints; the last is always saved.")
 @click.option("--storage", metavar="URL", help="Where checkpoints go, such as s3://bucket/run; else to --out.")
 @click.option("--resume", metavar=f"PATH|URL|{RESUME_LATEST}", help="Continue a checkpoint, or this run's last.")
+@click.option(
+    "--override",
+    type=click.Choice(OVERRIDES),
+    multiple=True,
+    metavar="NAME",
+    help="With --resume: a setting that may differ from the checkpoint's run, such as learning-rate; repeatable.",
+)
 def main(**options: Any) -> None:
     """Train the Vision Transformer; leaves result.json in --out, sharded checkpoints there or in --storage."""
     try:
@@ -48,6 +53,11 @@ def run(options: dict[str, Any]) -> None:
     """Train as the options say, and print where the result lies."""
     paths = {name: options[name].absolute() for name in ("out", "data_root") if options[name]}
     config = TrainConfig(**(options | paths))
+    check_installed(config)
+    # Only now: torch takes seconds to import, and a mistake in the options is answered before.
+    from .launchers import launch
+    from .launchers.torchrun import under_torchrun, work
+
     if config.launcher == "torchrun" and under_torchrun():
         work(config)
     result = launch(config)

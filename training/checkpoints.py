@@ -1,20 +1,26 @@
-"""Where a run keeps its checkpoints, and which one ``--resume`` means.
+"""The folder of a run, the checkpoints that it keeps there or in its storage, and the one that ``--resume`` means.
 
-``OUT/checkpoints/epoch_0003``, or ``STORAGE/checkpoints/epoch_0003`` where the run has a storage, holds the shards
+``OUT/checkpoints/epoch_0003``, or ``STORAGE/checkpoints/epoch_0003`` if the run has a storage, holds the shards
 written after three finished epochs, whatever the launcher. A checkpoint is a path or, in a store, a URL.
 """
 
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError
+from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError, UsageError
 
 from .config import RESUME_LATEST, TrainConfig, is_url
 from .storage import check_bucket, names_below, recorded_latest
 
 CHECKPOINTS = "checkpoints"
+MAX_NAMED = 5
+"""Names that an error lists, the newest first."""
+
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}")
 
 
@@ -28,26 +34,72 @@ def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
     return config.out / CHECKPOINTS / name if config.storage is None else f"{_stored(config.storage)}/{name}"
 
 
+def make_out(out: Path) -> None:
+    """Make the folder of the run, and find out whether files can be written there.
+
+    Raises:
+        DestinationExistsError: a file stands there or on the way there. StoreError: it cannot be made or written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except (FileExistsError, NotADirectoryError) as error:
+        blocking = next(path for path in (out, *out.parents) if path.exists())
+        raise DestinationExistsError(f"--out {out} is to be a folder, and {blocking} is a file") from error
+    except OSError as error:
+        raise StoreError(f"--out {out} cannot be written to: {error.strerror}; choose another folder") from error
+
+
 def saved_checkpoints(out: Path) -> list[Path]:
-    """The finished checkpoints of a run, oldest first."""
-    found = [path for path in (out / CHECKPOINTS).glob("epoch_*") if _EPOCH_FOLDER.fullmatch(path.name)]
+    """The finished checkpoints of a run, oldest first. Raises ``StoreError``."""
+    return _epochs_in(out / CHECKPOINTS)
+
+
+def _epochs_in(folder: Path) -> list[Path]:
+    try:
+        found = [path for path in folder.glob("epoch_*") if _EPOCH_FOLDER.fullmatch(path.name)]
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be listed: {error.strerror}") from error
     return sorted(found, key=lambda path: int(path.name.removeprefix("epoch_")))
 
 
 def resume_folder(config: TrainConfig) -> Path | str | None:
     """The checkpoint to start from, None for a fresh run; a URL that ``--resume`` gives is not looked up.
 
-    Raises ``SourceNotFoundError`` where there is none to resume, ``DestinationExistsError`` where the run would mix
-    its checkpoints with those of another, ``StoreError`` where its storage cannot be reached.
+    Raises ``SourceNotFoundError`` if there is none to resume, ``UsageError`` if it is a folder of several,
+    ``DestinationExistsError`` if the run would mix its checkpoints with those of another, ``StoreError`` if its storage
+    cannot be reached.
     """
     if config.storage is not None:
         check_bucket(config.storage)
     if config.resume == RESUME_LATEST:
-        return _latest(config.out) if config.storage is None else _latest_stored(config.storage)
+        return _needed_latest(config)
     _check_unused(config)
     if config.resume is None or is_url(config.resume):
         return config.resume
     return _existing(Path(config.resume.removeprefix("file://")).expanduser())
+
+
+def latest_checkpoint(config: TrainConfig) -> Path | str | None:
+    """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read.
+
+    Ray goes by its record of the run: a checkpoint that was being uploaded when the run was killed is not in it.
+    """
+    if config.launcher == "ray":
+        home = str(config.out / CHECKPOINTS) if config.storage is None else _stored(config.storage)
+        if name := recorded_latest(home):
+            return checkpoint_of(config, name)
+    saved = saved_checkpoints(config.out) if config.storage is None else []
+    return saved[-1] if saved else None
+
+
+def way_on(config: TrainConfig) -> str:
+    """How to continue after a run has failed, for the end of a sentence; empty if it has saved nothing yet."""
+    with suppress(CkptError):
+        if latest_checkpoint(config) is not None:
+            return f"; continue with --resume {RESUME_LATEST}"
+    return ""
 
 
 def _stored(storage: str) -> str:
@@ -70,25 +122,37 @@ def _holds_checkpoints(config: TrainConfig) -> bool:
 
 
 def _existing(checkpoint: Path) -> Path:
-    if not checkpoint.exists():
+    if not _is_there(checkpoint):
         raise SourceNotFoundError(f"there is no checkpoint {checkpoint} to resume from")
+    _check_single(checkpoint)
     return checkpoint.absolute()
 
 
-def _latest(out: Path) -> Path:
-    found = saved_checkpoints(out)
-    if not found:
-        raise _nothing_in(out)
-    return found[-1]
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise StoreError(f"--resume {path} cannot be looked up: {error.strerror}") from error
 
 
-def _latest_stored(storage: str) -> str:
-    """As Ray's record says: a checkpoint that was being uploaded when the run was killed is not in it."""
-    name = recorded_latest(_stored(storage))
-    if name is None:
-        raise _nothing_in(storage)
-    return f"{_stored(storage)}/{name}"
+def _check_single(folder: Path) -> None:
+    """Raises ``UsageError`` for the folder of a run, or that of its checkpoints."""
+    if epochs := saved_checkpoints(folder) or _epochs_in(folder):
+        names = listed([path.name for path in reversed(epochs)])
+        raise UsageError(f"--resume {folder} is a run, not a checkpoint; resume one in {epochs[-1].parent}: {names}")
 
 
-def _nothing_in(place: Path | str) -> SourceNotFoundError:
-    return SourceNotFoundError(f"{place} holds no checkpoint to resume from; leave out --resume for a fresh run")
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many there are more."""
+    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _needed_latest(config: TrainConfig) -> Path | str:
+    latest = latest_checkpoint(config)
+    if latest is None:
+        place = config.out if config.storage is None else config.storage
+        raise SourceNotFoundError(
+            f"{place} holds no checkpoint to resume from; leave out --resume for a fresh run, or give the path of one"
+        )
+    return latest

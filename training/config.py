@@ -1,23 +1,51 @@
-"""What a run is asked to do: one frozen value, checked where it is built, sent unchanged to every worker."""
+"""The options of a run: one frozen value, checked when it is built, sent unchanged to every worker.
+
+Nothing here imports torch, so a mistake on the command line is answered at once.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ckpt_tools.errors import UsageError
-
-from .data import DATASETS, DatasetName
 
 EngineName = Literal["fsdp2", "zero1", "zero2", "zero3"]
 LauncherName = Literal["ray", "torchrun"]
 Precision = Literal["fp32", "bf16"]
+DatasetName = Literal["digits", "fashion-mnist"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 
 RESUME_LATEST = "latest"
+MAX_SEED = 2**32 - 1  # as NumPy has it; torch refuses seeds that do not fit 64 bits, and an epoch's is larger
+
+SETTINGS = (
+    "dataset",
+    "num_samples",
+    "batch_size",
+    "epochs",
+    "warmup_fraction",
+    "learning_rate",
+    "weight_decay",
+    "precision",
+    "seed",
+)
+"""The fields that change what is learnt. They are saved with a checkpoint, and a resumed run keeps to them."""
+
+Settings = dict[str, Any]
+
+
+def spelt(name: str) -> str:
+    """A field's name as its option is spelt, without the dashes in front."""
+    return name.replace("_", "-")
+
+
+OVERRIDES = tuple(spelt(name) for name in SETTINGS)
 
 
 def is_url(text: str) -> bool:
@@ -25,13 +53,20 @@ def is_url(text: str) -> bool:
     return "://" in text and not text.startswith("file://")
 
 
+def check_data_root(dataset: DatasetName, root: Path | None) -> None:
+    """Raises ``UsageError`` if the dataset is kept in a folder and none is given."""
+    if dataset == "fashion-mnist" and root is None:
+        raise UsageError(f"--dataset {dataset} needs --data-root, the folder it is kept in or downloaded to")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """A training run. Raises ``UsageError`` for values that do not fit together.
+    """A training run. Raises ``UsageError`` for values that do not fit together, naming options as a user types them.
 
     ``batch_size`` is global: each step uses that many samples over all workers. ``epochs`` is the length of the
     learning rate schedule; a run that ends earlier, after epoch ``until``, can be resumed on the same schedule.
-    ``storage`` is the URL of a store that takes the checkpoints in the place of ``out``.
+    ``storage`` is the URL of a store that takes the checkpoints in the place of ``out``. ``override`` names settings,
+    spelt as options, that may differ from those of the run whose checkpoint is resumed.
     """
 
     out: Path
@@ -52,33 +87,40 @@ class TrainConfig:
     save_every: int = 1
     storage: str | None = None
     resume: str | None = None
+    override: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_counts()
         self._check_together()
         self._check_storage()
+        self._check_override()
 
     @property
     def last_epoch(self) -> int:
         """The number of finished epochs at which this run ends."""
         return self.epochs if self.until is None else self.until
 
+    @property
+    def settings(self) -> Settings:
+        """The fields of ``SETTINGS``: plain numbers and words, which every checkpoint format keeps as they are."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
     def saves_after(self, epoch: int) -> bool:
         """Whether a checkpoint is written once ``epoch`` epochs are finished; the last is always written."""
         return epoch == self.last_epoch or epoch % self.save_every == 0
 
     def steps_per_epoch(self, num_samples: int) -> int:
-        """Full global batches in an epoch. Raises ``UsageError`` where there is none."""
+        """Full global batches in an epoch. Raises ``UsageError`` if there is none."""
         if num_samples < self.batch_size:
-            raise UsageError(f"{num_samples} training samples do not fill one batch of {self.batch_size}")
+            raise UsageError(f"{num_samples} training samples do not fill one batch; --batch-size is {self.batch_size}")
         return num_samples // self.batch_size
 
     def to_args(self) -> list[str]:
         """The command line of ``python -m training`` that gives this configuration."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {name: value for name, value in values.items() if value is not None}
-        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        several = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
+        return [f"--{spelt(name)}={one}" for name, value in several.items() for one in value if one is not None]
 
     def _check_choices(self) -> None:
         for name, choices in (
@@ -88,17 +130,21 @@ class TrainConfig:
             ("dataset", DATASETS),
         ):
             if getattr(self, name) not in choices:
-                raise UsageError(f"{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
+                raise UsageError(f"--{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
 
     def _check_counts(self) -> None:
         for name in ("num_workers", "epochs", "until", "batch_size", "num_samples", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name} is at least 1, not {value}")
-        if self.learning_rate <= 0 or self.weight_decay < 0:
-            raise UsageError("learning_rate is above 0 and weight_decay is not below it")
+                raise UsageError(f"--{spelt(name)} is at least 1, not {value}")
+        if not 0 < self.learning_rate < math.inf:
+            raise UsageError(f"--learning-rate is a number above 0, not {self.learning_rate}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"--weight-decay is a number of at least 0, not {self.weight_decay}")
         if not 0 <= self.warmup_fraction < 1:
-            raise UsageError(f"warmup_fraction is in [0, 1), not {self.warmup_fraction}")
+            raise UsageError(f"--warmup-fraction is at least 0 and below 1, not {self.warmup_fraction}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(f"--seed is from 0 to {MAX_SEED}, not {self.seed}")
 
     def _check_together(self) -> None:
         if self.batch_size % self.num_workers:
@@ -108,6 +154,9 @@ class TrainConfig:
             )
         if self.last_epoch > self.epochs:
             raise UsageError(f"--until {self.until} lies beyond --epochs {self.epochs}")
+        check_data_root(self.dataset, self.data_root)
+        if self.dataset == "digits" and self.data_root is not None:
+            raise UsageError("--data-root is for --dataset fashion-mnist; digits come with scikit-learn")
 
     def _check_storage(self) -> None:
         if self.storage is None:
@@ -118,3 +167,10 @@ class TrainConfig:
             raise UsageError(
                 "--storage is Ray Train's: use --launcher ray, or convert the checkpoints to it afterwards"
             )
+
+    def _check_override(self) -> None:
+        for name in self.override:
+            if name not in OVERRIDES:
+                raise UsageError(f"--override {name} names no setting of a run; it is one of {', '.join(OVERRIDES)}")
+        if self.override and self.resume is None:
+            raise UsageError("--override is for --resume: a fresh run takes all its settings from its own options")

@@ -11,20 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_tools.errors import StoreError, UsageError
+from ckpt_tools.errors import StoreError
 
+from .config import DATASETS as DATASETS  # also from here, beside what loads them
+from .config import DatasetName as DatasetName
+from .config import check_data_root
 from .models import IMAGE_SIZE
 
-DatasetName = Literal["digits", "fashion-mnist"]
 Part = Literal["train", "held-out"]
-DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 
 DIGITS_MAX_LEVEL = 16  # the brightest pixel of scikit-learn's digits
 DIGITS_HELD_OUT = 360  # one fifth of 1,797, rounded up
@@ -55,8 +56,8 @@ def load_dataset(name: DatasetName, part: Part, root: Path | None) -> LabelledIm
     """One part of a dataset. Raises ``UsageError`` without a needed ``root``, ``StoreError`` where a download fails."""
     if name == "digits":
         return _load_digits(part)
-    if root is None:
-        raise UsageError(f"the dataset {name} needs --data-root, the folder it is kept in or downloaded to")
+    check_data_root(name, root)
+    assert root is not None
     return _load_fashion_mnist(part, root)
 
 

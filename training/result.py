@@ -1,14 +1,18 @@
-"""``result.json``: what a run was, how it went and where its checkpoint lies."""
+"""``result.json``: the settings of a run, how it went, where its checkpoint lies and the versions that made it."""
 
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ckpt_tools
+
 from .checkpoints import checkpoint_name, checkpoint_of
-from .config import TrainConfig
+from .config import Settings, TrainConfig
 from .loop import EpochMetrics, Trained
 
 RESULT_NAME = "result.json"
@@ -16,7 +20,10 @@ RESULT_NAME = "result.json"
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A finished run. ``history`` covers the epochs it trained itself, so a resumed run lists only its own."""
+    """A finished run. ``history`` covers the epochs it trained itself, so a resumed run lists only its own.
+
+    ``epochs`` is the epoch after which it ended; ``settings["epochs"]`` is the length of its schedule.
+    """
 
     engine: str
     launcher: str
@@ -24,6 +31,8 @@ class RunResult:
     precision: str
     dataset: str
     epochs: int
+    settings: Settings
+    versions: dict[str, str]
     accuracy: float
     correct: int
     total: int
@@ -42,6 +51,8 @@ class RunResult:
             precision=config.precision,
             dataset=config.dataset,
             epochs=config.last_epoch,
+            settings=config.settings,
+            versions=versions_of(config),
             accuracy=trained.evaluation.accuracy,
             correct=trained.evaluation.correct,
             total=trained.evaluation.total,
@@ -61,3 +72,14 @@ class RunResult:
     def write(self, out: Path) -> None:
         """Write ``OUT/result.json``."""
         (out / RESULT_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def versions_of(config: TrainConfig) -> dict[str, str]:
+    """Python's version, ours, and those of the frameworks that this run uses."""
+    frameworks = [
+        "torch",
+        *(["ray"] if config.launcher == "ray" else []),
+        *([] if config.engine == "fsdp2" else ["deepspeed"]),
+    ]
+    found = {name: version(name) for name in frameworks}
+    return {"python": platform.python_version(), "ckpt_tools": ckpt_tools.__version__, **found}

@@ -18,6 +18,7 @@ from training.launchers.torchrun import join_process_group, leave, run_rank
 NUM_SAMPLES = 256
 BATCH_SIZE = 64
 EPOCHS = 2
+STILL = 1e-30  # a learning rate under which no float32 weight of a usual size moves
 STEPS_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
 
 
@@ -29,7 +30,8 @@ def small_config(out: Path, **values: Any) -> TrainConfig:
 
 def configs(out: Path) -> Iterator[TrainConfig]:
     """Every engine's uninterrupted run ``<engine>``; the resumed one of two, ``<engine>-resumed``; two that resume
-    another engine's, ``<engine>-of-<other>``; one in bf16."""
+    another engine's, ``<engine>-of-<other>``; three that resume with a learning rate and weight decay that change no
+    weight, ``<engine>-still``; one in bf16, and one that goes on in it, ``zero2-to-bf16``."""
     for engine in ("fsdp2", "zero1", "zero2", "zero3"):
         yield small_config(out / engine, engine=engine)
     for engine in ("fsdp2", "zero3"):
@@ -38,6 +40,12 @@ def configs(out: Path) -> Iterator[TrainConfig]:
     for engine, other in (("fsdp2", "zero3"), ("zero1", "fsdp2")):
         first_epoch = out / other / "checkpoints" / "epoch_0001"
         yield small_config(out / f"{engine}-of-{other}", engine=engine, resume=str(first_epoch))
+    for engine in ("fsdp2", "zero2", "zero3"):
+        first_epoch = out / engine / "checkpoints" / "epoch_0001"
+        still = {"learning_rate": STILL, "weight_decay": 0.0}
+        yield small_config(out / f"{engine}-still", engine=engine, resume=str(first_epoch), **still)
+    first_epoch = out / "zero2" / "checkpoints" / "epoch_0001"
+    yield small_config(out / "zero2-to-bf16", engine="zero2", precision="bf16", resume=str(first_epoch))
     for engine in ("fsdp2", "zero2"):
         yield small_config(out / f"{engine}-bf16", engine=engine, precision="bf16", until=1)
 

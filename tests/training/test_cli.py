@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import training
+from tests.training.conftest import SmallRun
+from tests.training.jobs import small_config
 from training.__main__ import main
+from training.config import DATASETS, ENGINES
+
+FRAMEWORKS = {"torch", "torchvision", "ray", "deepspeed", "sklearn", "pyarrow", "numpy"}
+ROOT = Path(training.__file__).parent.parent
+
+# As `python -m training ARGS...`, and then the names of all modules that were imported.
+RUN = """
+import runpy, sys
+refused = {refused!r}
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in refused:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refusing())
+try:
+    runpy.run_module("training", run_name="__main__", alter_sys=True)
+finally:
+    print("modules", *{{name.partition(".")[0] for name in sys.modules}})
+"""
+
+
+def run(*args: str, refused: str = "") -> tuple[int, str, set[str]]:
+    """The exit code of the real command, its standard error, and what it imported; some of it as if not installed."""
+    program = RUN.format(refused=refused.split())
+    done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, check=False, cwd=ROOT)
+    return done.returncode, done.stderr, set(done.stdout.rpartition("modules")[2].split())
 
 
 def fail(*args: str) -> tuple[int, str]:
@@ -51,3 +84,141 @@ def test_latest_is_the_highest_finished_epoch(used: Path) -> None:
 
     found = resume_folder(TrainConfig(out=used, engine="fsdp2", resume="latest"))
     assert found == used / "checkpoints" / "epoch_0010"
+
+
+def test_latest_of_ray_is_the_last_in_its_record(used: Path) -> None:
+    """Ray writes into the final folder: the highest may be one that a kill left unfinished."""
+    from training.checkpoints import resume_folder
+    from training.config import TrainConfig
+
+    record = {"latest_checkpoint_result": {"checkpoint_dir_name": "epoch_0009"}}
+    (used / "checkpoints/checkpoint_manager_snapshot.json").write_text(json.dumps(record))
+    found = resume_folder(TrainConfig(out=used, engine="fsdp2", resume="latest"))
+    assert found == used / "checkpoints" / "epoch_0009"
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["--help"], 0),
+        (["--engine=fsdp", "--out=x"], 2),
+        (["--engine=fsdp2"], 2),
+        (["--engine=fsdp2", "--out=x", "--epoch=three"], 2),
+        (["--engine=fsdp2", "--out=x", "--num-workers=3"], 2),
+        (["--engine=fsdp2", "--out=x", "--dataset=fashion-mnist"], 2),
+        (["--engine=fsdp2", "--out=x", "--override=lr", "--resume=latest"], 2),
+        (["--engine=fsdp2", "--out=x", "--launcher=torchrun", "--storage=s3://bucket/run"], 2),
+    ],
+)
+def test_options_are_checked_before_a_framework_is_imported(args: list[str], code: int) -> None:
+    found, stderr, modules = run(*args)
+    assert found == code, stderr
+    assert "Traceback" not in stderr
+    assert "click" in modules
+    assert not modules & FRAMEWORKS
+
+
+@pytest.mark.parametrize(
+    ("refused", "args", "names"),
+    [
+        ("torch", [], "torch"),
+        ("torch torchvision sklearn", [], "torch, torchvision, scikit-learn"),
+        ("ray", ["--launcher=ray"], "ray"),
+        ("deepspeed", ["--engine=zero3"], "deepspeed"),
+    ],
+)
+def test_a_missing_library_is_a_sentence_with_the_command_that_installs_it(
+    refused: str, args: list[str], names: str, tmp_path: Path
+) -> None:
+    given = ["--engine=fsdp2", "--launcher=torchrun", f"--out={tmp_path / 'run'}", *args]
+    code, stderr, modules = run(*given, refused=refused)
+    assert code == 2
+    install = "pip install 'ckpt-tools[train]'"
+    assert stderr == f"error: this run needs {names}, not installed here; install with: {install}\n"
+    assert not modules & FRAMEWORKS
+
+
+def test_the_names_that_options_take_are_the_light_ones() -> None:
+    from training import data
+
+    assert data.DATASETS is DATASETS
+    assert ENGINES == ("fsdp2", "zero1", "zero2", "zero3")
+
+
+@pytest.mark.parametrize("out", ["/proc/run", "/proc", "/sys/run"])
+def test_an_out_that_cannot_be_made_is_a_sentence(out: str) -> None:
+    code, sentence = fail(f"--out={out}", "--launcher=torchrun")
+    assert code == 5
+    assert sentence.startswith(f"error: --out {out} cannot be written to: ")
+    assert sentence.endswith("; choose another folder\n")
+
+
+@pytest.mark.parametrize("option", ["--out", "--resume"])
+def test_a_name_that_is_too_long_is_a_sentence(option: str, tmp_path: Path) -> None:
+    code, sentence = fail(f"--out={tmp_path / 'run'}", f"{option}={tmp_path / ('x' * 300)}")
+    assert code == 5
+    assert sentence.endswith(": File name too long\n")
+
+
+@pytest.mark.parametrize("below", ["", "/run", "/runs/run"])
+def test_a_file_at_out_stays(below: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    code, sentence = fail(f"--out={file}{below}", "--launcher=torchrun")
+    assert code == 8
+    assert sentence == f"error: --out {file}{below} is to be a folder, and {file} is a file\n"
+    assert file.read_text() == "mine"
+
+
+def test_more_samples_than_there_are_is_refused(tmp_path: Path) -> None:
+    code, sentence = fail(f"--out={tmp_path / 'run'}", "--num-samples=5000")
+    assert (code, sentence) == (2, "error: --num-samples is 5000 and digits has 1437 to train on\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_a_run_is_not_a_checkpoint(below: str, tmp_path: Path) -> None:
+    run_folder = tmp_path / "run"
+    for epoch in range(1, 13):
+        (run_folder / f"checkpoints/epoch_{epoch:04d}").mkdir(parents=True)
+    code, sentence = fail(f"--out={tmp_path / 'new'}", f"--resume={run_folder / below}")
+    assert code == 2
+    names = "epoch_0012, epoch_0011, epoch_0010, epoch_0009, epoch_0008 and 7 more"
+    assert sentence == (
+        f"error: --resume {run_folder / below} is a run, not a checkpoint; "
+        f"resume one in {run_folder / 'checkpoints'}: {names}\n"
+    )
+
+
+def test_a_resume_of_something_else_is_refused_before_any_worker_starts(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    code, sentence = fail(f"--out={tmp_path / 'new'}", f"--resume={tmp_path / 'notes.txt'}")
+    assert code == 4
+    assert "notes.txt" in sentence
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> None:
+    """The disk is full, or as good as: no file may grow beyond 1 MB, and a shard is of 12."""
+    epoch = Path(small_run("fsdp2").checkpoint).with_name("epoch_0001")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/epoch_0001").symlink_to(epoch)
+    config = small_config(tmp_path, engine="fsdp2", num_workers=1, resume="latest")
+    done = subprocess.run(
+        [sys.executable, "-m", "training", *config.to_args()],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)),
+    )
+    assert done.returncode != 0
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith("; continue with --resume latest\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "torchrun.log").mkdir()
+    code, sentence = fail(f"--out={tmp_path}", "--launcher=torchrun", "--num-samples=64")
+    assert (code, sentence) == (5, f"error: {tmp_path / 'torchrun.log'}: Is a directory\n")

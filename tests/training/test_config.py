@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,26 @@ def config(**values: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"engine": "ddp"}, "engine is one of fsdp2, zero1, zero2, zero3, not 'ddp'"),
-        ({"precision": "fp8"}, "precision is one of fp32, bf16"),
-        ({"num_workers": 0}, "num_workers is at least 1"),
+        ({"engine": "ddp"}, "--engine is one of fsdp2, zero1, zero2, zero3, not 'ddp'"),
+        ({"precision": "fp8"}, "--precision is one of fp32, bf16"),
+        ({"num_workers": 0}, "^--num-workers is at least 1, not 0$"),
+        ({"save_every": -1}, "^--save-every is at least 1, not -1$"),
+        ({"num_samples": 0}, "^--num-samples is at least 1, not 0$"),
         ({"num_workers": 3}, "64 does not divide over 3 workers"),
         ({"epochs": 2, "until": 3}, "--until 3 lies beyond --epochs 2"),
-        ({"learning_rate": 0.0}, "learning_rate is above 0"),
-        ({"warmup_fraction": 1.0}, r"warmup_fraction is in \[0, 1\)"),
+        ({"learning_rate": 0.0}, "^--learning-rate is a number above 0, not 0.0$"),
+        ({"learning_rate": math.nan}, "^--learning-rate is a number above 0, not nan$"),
+        ({"learning_rate": math.inf}, "^--learning-rate is a number above 0, not inf$"),
+        ({"weight_decay": math.nan}, "^--weight-decay is a number of at least 0, not nan$"),
+        ({"warmup_fraction": 1.0}, "^--warmup-fraction is at least 0 and below 1, not 1.0$"),
+        ({"seed": -1}, "^--seed is from 0 to 4294967295, not -1$"),
+        ({"dataset": "fashion-mnist"}, "^--dataset fashion-mnist needs --data-root"),
+        ({"data_root": Path("/data")}, "^--data-root is for --dataset fashion-mnist"),
+        (
+            {"override": ("lr",), "resume": "latest"},
+            "^--override lr names no setting of a run; it is one of dataset, num-s",
+        ),
+        ({"override": ("seed",)}, "^--override is for --resume"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
@@ -33,7 +47,7 @@ def test_values_that_make_no_sense_are_refused(values: dict[str, Any], sentence:
 
 def test_an_epoch_holds_whole_batches_only() -> None:
     assert config(batch_size=64).steps_per_epoch(130) == 2
-    with pytest.raises(UsageError, match="63 training samples do not fill one batch of 64"):
+    with pytest.raises(UsageError, match="63 training samples do not fill one batch; --batch-size is 64"):
         config(batch_size=64).steps_per_epoch(63)
 
 
@@ -43,6 +57,8 @@ def test_the_last_epoch_is_always_saved() -> None:
 
 
 def test_arguments_give_the_configuration_back() -> None:
-    asked = config(until=2, data_root=Path("/data"), num_samples=100, resume="latest", launcher="torchrun", seed=3)
+    run = {"until": 2, "num_samples": 100, "launcher": "torchrun", "seed": 3}
+    data = {"dataset": "fashion-mnist", "data_root": Path("/data")}
+    asked = config(**run, **data, resume="latest", override=("seed", "learning-rate"))
     parsed = main.make_context("training", asked.to_args()).params
     assert TrainConfig(**parsed) == asked

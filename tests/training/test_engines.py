@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ckpt_tools
 from tests.training.conftest import SmallRun, in_process
-from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, small_config
+from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, STILL, small_config
 from training.data import load_dataset
 from training.result import RunResult
 
@@ -23,6 +24,25 @@ def test_a_resumed_run_continues_bit_for_bit(engine: str, small_run: SmallRun) -
     assert [epoch.epoch for epoch in resumed.history] == [2]
     assert resumed.history[0].losses == whole.history[1].losses
     assert resumed.predicted == whole.predicted
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_the_learning_rate_of_a_resumed_run_holds_from_its_first_step(engine: str, small_run: SmallRun) -> None:
+    """Not the one that came with the optimizer's state: with nearly none, the model stays as it was resumed."""
+    whole, still = small_run(engine), small_run(f"{engine}-still")
+    before = ckpt_tools.open(Path(whole.checkpoint).with_name("epoch_0001"))
+    after = ckpt_tools.open(still.checkpoint)
+    for name in before:
+        np.testing.assert_allclose(after[name][...], before[name][...], rtol=0, atol=1e-25, err_msg=name)
+    [group] = after.manifest.groups
+    assert (group.options["initial_lr"], group.options["weight_decay"]) == (STILL, 0.0)
+    assert still.correct == whole.history[0].correct
+
+
+def test_a_run_can_go_on_in_bf16(small_run: SmallRun) -> None:
+    halved, full = small_run("zero2-to-bf16").history[0].losses, small_run("zero2").history[1].losses
+    assert halved != full
+    assert halved == pytest.approx(full, rel=0.02)
 
 
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), ("zero1", "fsdp2")])

@@ -30,8 +30,7 @@ with cluster(2):
     (out / "run/result.json").rename(out / "first.json")
     launch(replace(first, until=None, resume="latest"))
     try:
-        (out / "empty").mkdir()
-        launch(replace(first, out=out / "bad", engine="zero2", num_workers=1, resume=str(out / "empty")))
+        launch(replace(first, out=out / "bad", num_workers=1, resume=str(out / "run/checkpoints/epoch_0002")))
     except CkptError as error:
         (out / "error.json").write_text(json.dumps([type(error).__name__, str(error)]))
 """
@@ -77,5 +76,5 @@ def test_a_person_sees_one_line_an_epoch(ray_run: Path) -> None:
 
 def test_a_failing_worker_is_heard_as_its_own_error(ray_run: Path) -> None:
     kind, message = json.loads((ray_run / "error.json").read_text())
-    assert kind == "SourceNotFoundError"
-    assert message.endswith("is an empty folder")
+    assert kind == "UsageError"
+    assert message.endswith("nothing is left to train")

@@ -40,7 +40,8 @@ class Engine(Protocol):
 
     def resume(self, checkpoint: Path | str) -> Progress:
         """Restore model, optimizer and schedule from a checkpoint of any format and world size at a path or URL, all
-        of which every rank can read; raises ``CkptError``."""
+        of which every rank can read. Learning rate, schedule and weight decay are then the run's own, whatever the
+        checkpoint says. Raises ``CkptError``."""
         ...
 
     def close(self) -> None:

@@ -12,9 +12,11 @@ from torch.nn import functional
 
 from ..config import TrainConfig
 from ..engines.base import Progress
-from ..engines.resuming import as_zero, progress_of
+from ..engines.resuming import apply_settings, as_zero, progress_of
 from ..models import build_model
+from ..reading import reading
 from ..schedule import WarmupCosine
+from ..settings import SETTINGS_ENTRY
 
 
 class DeepSpeedEngine:
@@ -22,6 +24,7 @@ class DeepSpeedEngine:
 
     def __init__(self, config: TrainConfig, schedule: WarmupCosine, device: torch.device) -> None:
         join_process_group(device)
+        self._config = config
         torch.manual_seed(config.seed)
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         model = build_model()
@@ -48,12 +51,14 @@ class DeepSpeedEngine:
         tag = f"global_step{progress.step}"
         # DeepSpeed makes the tag's folder on rank 0 only, and each rank may have a folder of its own.
         (folder / tag).mkdir(exist_ok=True)
-        client_state = {"epoch": progress.epoch, "step": progress.step}
+        client_state = {"epoch": progress.epoch, "step": progress.step, SETTINGS_ENTRY: self._config.settings}
         self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state)
 
     def resume(self, checkpoint: Path | str) -> Progress:
-        with as_zero(checkpoint, self._engine.zero_optimization_stage()) as folder:
+        stage = self._engine.zero_optimization_stage()
+        with reading(checkpoint), as_zero(checkpoint, stage, self._dtype) as folder:
             _, client_state = self._engine.load_checkpoint(str(folder))
+        apply_settings(self._config, self._engine.lr_scheduler)
         return progress_of(client_state, checkpoint)
 
     def close(self) -> None:

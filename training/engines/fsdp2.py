@@ -1,7 +1,8 @@
 """PyTorch FSDP2: ``fully_shard`` on every encoder block and on the root, saved through DCP.
 
-The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch", "step"}}``: one ``Stateful`` owns the
-whole state, and ``get_state_dict`` names optimizer state by fqn, so the files do not depend on the world size.
+The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch", "step", "settings"}}``: one
+``Stateful`` owns the whole state, and ``get_state_dict`` names optimizer state by fqn, so the files do not depend on
+the world size.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from torchvision.models import VisionTransformer
 
 from ckpt_tools import load_into
 
-from ..config import Precision, TrainConfig
+from ..config import Precision, Settings, TrainConfig
 from ..engines.base import Progress
-from ..engines.resuming import progress_of, scheduler_of
+from ..engines.resuming import apply_settings, progress_of, scheduler_of
 from ..models import build_model, encoder_blocks
+from ..reading import reading
 from ..schedule import WarmupCosine
+from ..settings import SETTINGS_ENTRY
 
 
 class AppState(Stateful):
-    """Model, optimizer, scheduler and progress as one DCP entry."""
+    """Model, optimizer, scheduler, progress and the run's settings as one DCP entry."""
 
-    def __init__(self, model: VisionTransformer, optimizer: Optimizer, scheduler: LambdaLR) -> None:
+    def __init__(self, model: VisionTransformer, optimizer: Optimizer, scheduler: LambdaLR, settings: Settings) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.settings = settings
         self.progress = Progress()
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,6 +51,7 @@ class AppState(Stateful):
             "lr_scheduler": self.scheduler.state_dict(),
             "epoch": self.progress.epoch,
             "step": self.progress.step,
+            SETTINGS_ENTRY: self.settings,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -67,7 +72,8 @@ class Fsdp2Engine:
         model = sharded_model(config, device)
         # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
-        self._app = AppState(model, optimizer, schedule.attach(optimizer))
+        self._config = config
+        self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         self._app.model.train()
@@ -88,8 +94,10 @@ class Fsdp2Engine:
         state_dict_saver.save({"app": self._app}, checkpoint_id=folder)
 
     def resume(self, checkpoint: Path | str) -> Progress:
-        entries = load_into(self._app.model, self._app.optimizer, checkpoint)
+        with reading(checkpoint):
+            entries = load_into(self._app.model, self._app.optimizer, checkpoint)
         self._app.scheduler.load_state_dict(scheduler_of(entries, checkpoint))
+        apply_settings(self._config, self._app.scheduler)
         return progress_of(entries, checkpoint)
 
     def close(self) -> None:

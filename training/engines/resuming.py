@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 import ckpt_tools
 from ckpt_tools.errors import FormatError
 
+from ..config import TrainConfig
 from ..engines.base import Progress
 
 
@@ -35,24 +37,41 @@ def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str
     return state
 
 
-@contextmanager
-def as_zero(checkpoint: Path | str, stage: int) -> Iterator[Path]:
-    """``checkpoint`` as a folder that ``load_checkpoint`` takes at this stage and world size; collective.
+def apply_settings(config: TrainConfig, scheduler: LambdaLR) -> None:
+    """Let the run's own learning rate, schedule and weight decay hold from the next step on.
 
-    Where it is of another format, stage or world size, or at a URL, from which DeepSpeed reads nothing, the first rank
-    of each machine converts it into a temporary folder, which takes as much room as the checkpoint until it is loaded.
+    The loaded state of optimizer and scheduler brings those of the checkpoint's run along. If they are the same, this
+    computes the very numbers that were saved, as ``LambdaLR`` itself computes them.
+    """
+    groups = scheduler.optimizer.param_groups
+    scheduler.base_lrs = [config.learning_rate] * len(groups)
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    for group, factor in zip(groups, factors, strict=True):
+        group["initial_lr"] = config.learning_rate
+        group["lr"] = config.learning_rate * factor
+        group["weight_decay"] = config.weight_decay
+    scheduler._last_lr = [group["lr"] for group in groups]
+
+
+@contextmanager
+def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> Iterator[Path]:
+    """``checkpoint`` as a folder that ``load_checkpoint`` takes at this stage, precision and world size; collective.
+
+    If it is of another format, stage, precision or world size, or at a URL, from which DeepSpeed reads nothing, the
+    first rank of each machine converts it into a temporary folder, which takes as much room as the checkpoint until it
+    is loaded.
 
     Raises:
         CkptError: it cannot be read or has no form in this stage.
     """
-    world_size = torch.distributed.get_world_size()
-    if isinstance(checkpoint, Path) and _fits(checkpoint, stage, world_size):
+    world_size, dtype_name = torch.distributed.get_world_size(), str(dtype).removeprefix("torch.")
+    if isinstance(checkpoint, Path) and _fits(checkpoint, stage, world_size, dtype_name):
         yield checkpoint
         return
     folder, leads = _temporary_folder(), int(os.environ["LOCAL_RANK"]) == 0
     try:
         if leads:
-            ckpt_tools.convert(checkpoint, folder, to=f"zero{stage}", world_size=world_size)
+            ckpt_tools.convert(checkpoint, folder, to=f"zero{stage}", world_size=world_size, dtype=dtype_name)
         torch.distributed.barrier()
         yield folder
         torch.distributed.barrier()
@@ -61,10 +80,12 @@ def as_zero(checkpoint: Path | str, stage: int) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fits(checkpoint: Path, stage: int, world_size: int) -> bool:
-    """Whether ``load_checkpoint`` takes it as it is. Raises CkptError where it cannot be read."""
+def _fits(checkpoint: Path, stage: int, world_size: int, dtype_name: str) -> bool:
+    """Whether ``load_checkpoint`` takes it as it is. Raises CkptError if it cannot be read."""
     found = ckpt_tools.inspect(checkpoint)
-    return (found.format, found.world_size) == (f"zero{stage}", world_size) and (checkpoint / "latest").is_file()
+    is_of_run = (found.format, found.world_size) == (f"zero{stage}", world_size)
+    dtypes = {tensor.dtype for tensor in found.tensors if (tensor.slot, tensor.kind) == ("weight", "parameter")}
+    return is_of_run and dtypes == {dtype_name} and (checkpoint / "latest").is_file()
 
 
 def _temporary_folder() -> Path:

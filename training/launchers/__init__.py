@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 
-import ckpt_tools
+from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageError
 
-from ..checkpoints import resume_folder
-from ..config import TrainConfig, is_url
+from ..checkpoints import make_out, resume_folder, way_on
+from ..config import TrainConfig
 from ..data import load_dataset
 from ..result import RunResult
+from ..settings import check_settings
+from .failures import RunFailedError
 
 # Ray reads these when it is imported: it sends no usage statistics, and exports no metrics of its own.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -18,8 +20,19 @@ os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
 
 
 def launch(config: TrainConfig) -> RunResult:
-    """Run to the end and write ``OUT/result.json``; Ray is imported only where asked for."""
+    """Run to the end and write ``OUT/result.json``. Errors of the run itself end with how to continue it."""
     check_before_start(config)
+    try:
+        return _launch(config)
+    except (RunFailedError, StoreError) as error:
+        raise _with_way_on(error, config) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise _with_way_on(StoreError(f"{where}{error.strerror or error}"), config) from error
+
+
+def _launch(config: TrainConfig) -> RunResult:
+    """Ray is imported only if it is asked for."""
     if config.launcher == "ray":
         from ..launchers import ray_train
 
@@ -37,10 +50,26 @@ def cluster(num_workers: int) -> AbstractContextManager[None]:
 
 
 def check_before_start(config: TrainConfig) -> None:
-    """Raise here, in one process, what would otherwise be raised by every worker; makes ``OUT``."""
-    resume_folder(config)
-    if config.resume is not None and is_url(config.resume):
-        ckpt_tools.inspect(config.resume)
-    samples = load_dataset(config.dataset, "train", config.data_root).first(config.num_samples)
-    config.steps_per_epoch(len(samples))
-    config.out.mkdir(parents=True, exist_ok=True)
+    """Raise here, in one process, what would otherwise be raised by every worker; makes ``OUT``.
+
+    Prints the line about a resumed checkpoint whose settings are not those of the run.
+    """
+    checkpoint = resume_folder(config)
+    line = None if checkpoint is None else check_settings(config, checkpoint)
+    _check_samples(config)
+    make_out(config.out)
+    if line is not None:
+        print(line, flush=True)
+
+
+def _check_samples(config: TrainConfig) -> None:
+    samples = load_dataset(config.dataset, "train", config.data_root)
+    if config.num_samples is not None and config.num_samples > len(samples):
+        raise UsageError(f"--num-samples is {config.num_samples} and {config.dataset} has {len(samples)} to train on")
+    config.steps_per_epoch(len(samples.first(config.num_samples)))
+
+
+def _with_way_on(error: CkptError, config: TrainConfig) -> CkptError:
+    ending = way_on(config)
+    message = error.message[: MAX_MESSAGE_CHARS - len(ending)] + ending
+    return type(error)(message, path=error.path, key=error.key)

@@ -25,6 +25,7 @@ from ..config import TrainConfig
 from ..launchers.failures import Failure, RunFailedError
 from ..loop import EpochMetrics, Save, train
 from ..result import RESULT_NAME, RunResult
+from ..settings import check_settings
 
 PACKAGE = f"{__package__}".rpartition(".")[0]
 """``training`` in a checkout, ``ckpt_tools_training`` where a wheel is installed."""
@@ -78,8 +79,18 @@ def leave() -> NoReturn:
 
 
 def _work(config: TrainConfig) -> None:
+    if ERROR_FILE_VARIABLE not in os.environ:
+        _check_settings(config)
     run_rank(config, join_process_group())
     torch.distributed.destroy_process_group()
+
+
+def _check_settings(config: TrainConfig) -> None:
+    """As the launcher does before it starts torchrun, for a torchrun that the user has started."""
+    checkpoint = resume_folder(config)
+    line = None if checkpoint is None else check_settings(config, checkpoint)
+    if line is not None and int(os.environ["RANK"]) == 0:
+        print(line, flush=True)
 
 
 def run_rank(config: TrainConfig, device: torch.device) -> None:

@@ -1,0 +1,40 @@
+"""Errors of ``ckpt_tools`` about a checkpoint, for a trainer's user: they may name options that the trainer lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt_tools.errors import CkptError
+
+REWORDED = (
+    (r"name one with --tag\b", "resume the folder of one of them"),
+    (r"[;,]? ?(?:if it is one of them, )?say which with --from\b", ""),
+    (r",? or --storage-option key=\S+ secret=\S+", ""),
+)
+"""Advice that a trainer's user can follow in another way, or not at all."""
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+@contextmanager
+def reading(checkpoint: Path | str) -> Iterator[None]:
+    """Within the block, errors about ``checkpoint`` name no option of ckpt-tools as if it were the trainer's."""
+    try:
+        yield
+    except CkptError as error:
+        message = reworded(error.message, checkpoint)
+        if message == error.message:
+            raise
+        raise type(error)(message, path=error.path, key=error.key) from error
+
+
+def reworded(message: str, checkpoint: Path | str) -> str:
+    """``message`` without advice to use options that only ckpt-tools has, or with the way to use them."""
+    for pattern, words in REWORDED:
+        message = re.sub(pattern, words, message)
+    if not (options := OPTION.findall(message)):
+        return message
+    return f"{message} ({', '.join(options)}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"

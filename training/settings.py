@@ -1,0 +1,84 @@
+"""A resumed run keeps to the settings of the run that saved its checkpoint, unless the user says otherwise.
+
+The comparison is made once, in the process that starts the run and before it starts any other: the settings lie in the
+checkpoint beside its progress, under ``SETTINGS_ENTRY``, and reading them takes no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ckpt_tools
+from ckpt_tools.errors import UsageError
+
+from .config import SETTINGS, Settings, TrainConfig, spelt
+from .reading import reading
+
+SETTINGS_ENTRY = "settings"
+
+
+def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
+    """Compare the run's settings with those of the checkpoint; the line to print, if there is something to say.
+
+    Raises:
+        UsageError: they differ and ``--override`` does not name the difference, or it names something that is the same.
+        CkptError: the checkpoint cannot be read.
+    """
+    recorded = recorded_settings(checkpoint)
+    differing = [name for name, value in recorded.items() if value != getattr(config, name)]
+    _check_differing(config, recorded, differing)
+    _check_overrides(config, recorded, differing)
+    changes = [_change(config, recorded, name) for name in differing]
+    changed = [f"resuming {checkpoint} with other settings: {'; '.join(changes)}"] if changes else []
+    missing = [name for name in SETTINGS if name not in recorded]
+    return "; ".join([*changed, *_not_compared(checkpoint, missing)]) or None
+
+
+def recorded_settings(checkpoint: Path | str) -> Settings:
+    """The settings that the checkpoint's run saved in it, as far as they are there. Raises ``CkptError``."""
+    with reading(checkpoint):
+        extra = ckpt_tools.open(checkpoint).manifest.extra
+    found = _entry(extra, SETTINGS_ENTRY) or _entry(_entry(extra, "client_state"), SETTINGS_ENTRY)
+    return {name: found[name] for name in SETTINGS if name in found}
+
+
+def _entry(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    """The dict of that name; empty if there is none, or something else of that name."""
+    value = entries.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
+    refused = [name for name in differing if spelt(name) not in config.override]
+    if refused:
+        changes = "; ".join(_change(config, recorded, name) for name in refused)
+        overrides = " ".join(f"--override {spelt(name)}" for name in refused)
+        these = "value, or change it" if len(refused) == 1 else "values, or change them"
+        raise UsageError(f"{changes}; give the checkpoint's {these} with {overrides}")
+
+
+def _check_overrides(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
+    same = [name for name in recorded if name not in differing and spelt(name) in config.override]
+    if same:
+        value = _shown(getattr(config, same[0]))
+        raise UsageError(
+            f"--override {spelt(same[0])} changes nothing: --{spelt(same[0])} is {value} here and in the checkpoint; "
+            f"leave it out"
+        )
+
+
+def _change(config: TrainConfig, recorded: Settings, name: str) -> str:
+    return f"--{spelt(name)} is {_shown(getattr(config, name))} here and {_shown(recorded[name])} in the checkpoint"
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)
+
+
+def _not_compared(checkpoint: Path | str, missing: list[str]) -> list[str]:
+    if not missing:
+        return []
+    names = ", ".join(f"--{spelt(name)}" for name in missing)
+    return [f"{checkpoint} does not record its run's {names}: not compared, this run uses its own"]
