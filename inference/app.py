@@ -108,7 +108,7 @@ class InMemoryParser(MultiPartParser):
     """starlette's parser of forms, which moves no file to the disk: bodies are bounded before it sees them."""
 
     spool_max_size = MAX_BODY_BYTES
-    max_file_size = MAX_BODY_BYTES  # the name of the same before starlette 0.44
+    max_file_size = MAX_BODY_BYTES  # its name in older versions of starlette
 
 
 def create_app(model: nn.Module) -> FastAPI:

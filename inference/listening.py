@@ -46,7 +46,7 @@ def listen(bound: socket.socket, host: str) -> str:
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketKind, int, tuple[object, ...]]:
-    """The first address of a host, an IPv4 one if there is one: ``localhost`` is then what clients try first."""
+    """The first address of a host, an IPv4 one if there is one: a service has one socket, and most clients try that."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except (socket.gaierror, UnicodeError) as error:

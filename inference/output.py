@@ -106,19 +106,17 @@ def _begins(path: Path, magic: bytes) -> bool:
         return magic.startswith(file.read(len(magic)))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RowWriter:
-    """Appends rows to a file; ``num_rows`` counts those that are written whole."""
+    """Appends rows to a file."""
 
     descriptor: int
-    num_rows: int = 0
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows; once this returns, a killed process does not lose them."""
         data = "".join(json.dumps(asdict(row)) + "\n" for row in rows).encode()
         while data:
             data = data[os.write(self.descriptor, data) :]
-        self.num_rows += len(rows)
 
 
 @contextmanager
@@ -132,12 +130,11 @@ def open_output(output: Output) -> Iterator[RowWriter]:
     if output.is_parquet:
         import pyarrow.parquet  # noqa: F401  # if it is missing, that is to be known before the first prediction
     with _locked(output) as descriptor:
-        writer = RowWriter(descriptor)
         try:
-            yield writer
+            yield RowWriter(descriptor)
             _publish(output)
         except BaseException as error:
-            _keep(output, writer, error)
+            _keep(output, error)
             raise
 
 
@@ -212,9 +209,18 @@ def _copy_to_parquet(rows: BinaryIO, columns: BinaryIO) -> None:
             writer.write_table(pa.Table.from_pylist([json.loads(line) for line in group], schema=schema))
 
 
-def _keep(output: Output, writer: RowWriter, error: BaseException) -> None:
+def _keep(output: Output, error: BaseException) -> None:
     """After a failure: an empty file is removed, one with predictions stays and is named."""
-    if writer.num_rows:
-        error.add_note(f"the {writer.num_rows:,} rows that were done are kept in {output.unfinished}")
+    num_rows = _num_lines(output.unfinished)
+    if num_rows:
+        error.add_note(f"the {num_rows:,} rows that were done are kept in {output.unfinished}")
     else:
         output.unfinished.unlink(missing_ok=True)
+
+
+def _num_lines(path: Path) -> int:
+    """Whole lines, 0 if there is no file. Counted there: a signal may come between writing and counting."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(line.endswith(b"\n") for line in file)
