@@ -1,135 +1,148 @@
-"""``python -m inference.batch MODEL``: predict a dataset's held-out part or a folder of images, and write it down."""
+"""``python -m inference.batch MODEL``: predict a dataset's held-out part or a folder of images, and write it down.
+
+Options and files are checked before torch is loaded; images are read, predicted and written a chunk at a time.
+"""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch
-from torch import Tensor
 
-from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import CkptError, UsageError
 
-from .loading import load_model
-from .prediction import predict, read_image
-from .training_package import data
+from .files import local_path, model_path
+from .inputs import Inputs, file_inputs, held_out_inputs
+from .output import Output, Row, RowWriter, open_output
+from .progress import show_progress
+from .reporting import report_errors
 
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"})
+if TYPE_CHECKING:
+    from .training_package import data
+
+# The names in training.data, which takes torch to import; a test compares them.
+DATASETS: tuple[data.DatasetName, ...] = ("digits", "fashion-mnist")
+
+NUM_NAMED = 3
+"""A sentence names so many broken images; all of them stand in the output."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
-    """What to predict: ``names`` of n images, ``pixels`` uint8 [n, 28, 28], and their true labels where known."""
+class BrokenImagesError(CkptError):
+    """Everything was predicted but images that could not be read."""
 
-    names: tuple[str, ...]
-    pixels: Tensor
-    truths: tuple[int, ...] | None
-
-    def __post_init__(self) -> None:
-        assert len(self.names) == len(self.pixels)
-        assert self.truths is None or len(self.truths) == len(self.names)
+    exit_code = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the output; ``truth`` is None where the true label is not known."""
+class Wanted:
+    """What to predict: the held-out part of a dataset or the image files at a path. Raises ``UsageError``."""
 
-    name: str
-    label: int
-    probabilities: tuple[float, ...]
-    truth: int | None
+    dataset: data.DatasetName | None
+    data_root: Path | None
+    images: Path | None
 
-
-def held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:
-    """The held-out part of a dataset, named by its position in it."""
-    images = data.load_dataset(dataset, "held-out", root)
-    return Inputs(tuple(map(str, range(len(images)))), images.pixels, tuple(images.labels.tolist()))
-
-
-def folder_inputs(folder: Path) -> Inputs:
-    """The image files directly in ``folder``, by name. Raises ``SourceNotFoundError`` where there are none."""
-    files = sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
-    if not files:
-        raise SourceNotFoundError(f"there are no image files in {folder}")
-    return Inputs(tuple(path.name for path in files), torch.stack([read_image(path) for path in files]), None)
+    def __post_init__(self) -> None:
+        if (self.dataset is None) == (self.images is None):
+            raise UsageError("give either --dataset or --images")
+        if self.dataset == "fashion-mnist" and self.data_root is None:
+            raise UsageError("the dataset fashion-mnist needs --data-root, the folder it is kept in or downloaded to")
+        if self.dataset != "fashion-mnist" and self.data_root is not None:
+            raise UsageError("--data-root is for --dataset fashion-mnist alone")
 
 
-def predict_rows(model: Path, inputs: Inputs) -> list[Row]:
-    """A row for each input, in order."""
-    predictions = predict(load_model(model), inputs.pixels)
-    truths: Sequence[int | None] = inputs.truths or [None] * len(predictions)
-    return [
-        Row(name, prediction.label, prediction.probabilities, truth)
-        for name, prediction, truth in zip(inputs.names, predictions, truths, strict=True)
-    ]
+@dataclass(slots=True)
+class Tally:
+    """What was done so far, in numbers and the names of the first broken images."""
 
+    num_rows: int = 0
+    num_broken: int = 0
+    num_correct: int = 0
+    broken: list[str] = field(default_factory=list)
 
-def num_correct(rows: Sequence[Row]) -> int:
-    """How many rows have the true label."""
-    return sum(row.label == row.truth for row in rows)
+    def add(self, rows: Sequence[Row]) -> None:
+        broken = [row.name for row in rows if row.error is not None]
+        self.num_rows += len(rows)
+        self.num_broken += len(broken)
+        self.num_correct += sum(row.label == row.truth for row in rows if row.truth is not None)
+        self.broken = [*self.broken, *broken][:NUM_NAMED]
 
-
-def writer_for(out: Path) -> Callable[[Path, Sequence[Row]], None]:
-    """The function that writes the format of ``out``'s suffix; raises ``UsageError`` for another suffix."""
-    writers = {".jsonl": write_jsonl, ".parquet": write_parquet}
-    if out.suffix not in writers:
-        raise UsageError(f"--out ends in {' or '.join(writers)}, not {out.name!r}")
-    return writers[out.suffix]
-
-
-def write_jsonl(out: Path, rows: Sequence[Row]) -> None:
-    """One JSON object a line."""
-    out.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-
-
-def write_parquet(out: Path, rows: Sequence[Row]) -> None:
-    """One Parquet file with the columns of :class:`Row`."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    schema = pa.schema(
-        {"name": pa.string(), "label": pa.int64(), "probabilities": pa.list_(pa.float64()), "truth": pa.int64()}
-    )
-    parquet.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=schema), out)
+    def check_broken(self, out: Path) -> None:
+        """Raise ``BrokenImagesError`` if there is a row without a prediction."""
+        if not self.num_broken:
+            return
+        more = self.num_broken - len(self.broken)
+        names = ", ".join(self.broken) + (f" and {more:,} more" if more else "")
+        raise BrokenImagesError(
+            f"{self.num_broken:,} of {self.num_rows:,} images could not be predicted: {names}; "
+            f"their rows in {out} say why"
+        )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("--dataset", type=click.Choice(data.DATASETS), help="Predict the held-out part of a dataset.")
-@click.option("--data-root", type=click.Path(path_type=Path), help="Where fashion-mnist is or is put.")
-@click.option("--images", type=click.Path(path_type=Path), help="Predict the image files of a folder.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="A .jsonl or .parquet file.")
-def main(model: Path, dataset: data.DatasetName | None, data_root: Path | None, images: Path | None, out: Path) -> None:
-    """Predict with MODEL, a .safetensors or .pt file or a folder of safetensors; prints the accuracy where known."""
-    try:
-        run(model, choose_inputs(dataset, data_root, images), out)
-    except CkptError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+@click.argument("model")
+@click.option("--dataset", type=click.Choice(DATASETS), help="Predict the held-out part of a dataset.")
+@click.option("--data-root", metavar="FOLDER", help="The folder that fashion-mnist is kept in or downloaded to.")
+@click.option("--images", metavar="PATH", help="Predict the image files of a folder, or one image file.")
+@click.option("--out", metavar="FILE", required=True, help="The .jsonl or .parquet file to write.")
+@click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+def main(
+    model: str,
+    dataset: data.DatasetName | None,
+    data_root: str | None,
+    images: str | None,
+    out: str,
+    overwrite: bool,
+    quiet: bool,
+) -> None:
+    """Predict with MODEL, a .safetensors or .pt file or a folder of safetensors; prints the accuracy if it is known.
+
+    \b
+    Exit codes: 0 done, 2 usage, 3 not found, 4 not a model file of this model, 5 I/O failure,
+    6 done but for broken images, 7 refused as unsafe, 8 --out exists.
+    """
+    with report_errors():
+        output = Output(local_path(out, "--out", "write to a local file and copy it"), overwrite)
+        wanted = Wanted(dataset, _local("--data-root", data_root), _local("--images", images))
+        run(model_path(model), wanted, output, quiet=quiet)
 
 
-def choose_inputs(dataset: data.DatasetName | None, data_root: Path | None, images: Path | None) -> Inputs:
-    """The inputs that the options ask for; raises ``UsageError`` unless they name exactly one kind."""
-    if dataset is not None and images is None:
-        return held_out_inputs(dataset, data_root)
-    if images is not None and dataset is None:
-        return folder_inputs(images)
-    raise UsageError("give either --dataset or --images")
+def _local(option: str, text: str | None) -> Path | None:
+    return None if text is None else local_path(text, option, "copy its files to this machine first")
 
 
-def run(model: Path, inputs: Inputs, out: Path) -> None:
-    """Predict, write and say what was done."""
-    write = writer_for(out)
-    rows = predict_rows(model, inputs)
-    write(out, rows)
-    click.echo(f"{len(rows)} predictions in {out}")
+def run(model: Path, wanted: Wanted, output: Output, *, quiet: bool) -> None:
+    """Predict, write and say what was done. Raises ``BrokenImagesError`` at the end."""
+    with open_output(output) as writer:
+        inputs = find_inputs(wanted)
+        tally = predict_into(writer, model, inputs, quiet=quiet)
+    click.echo(f"{tally.num_rows - tally.num_broken} predictions in {output.path}")
     if inputs.truths is not None:
-        correct = num_correct(rows)
-        click.echo(f"accuracy: {correct / len(rows):.4f} ({correct} of {len(rows)})")
+        click.echo(f"accuracy: {tally.num_correct / tally.num_rows:.4f} ({tally.num_correct} of {tally.num_rows})")
+    tally.check_broken(output.path)
+
+
+def find_inputs(wanted: Wanted) -> Inputs:
+    if wanted.images is not None:
+        return file_inputs(wanted.images)
+    assert wanted.dataset is not None
+    return held_out_inputs(wanted.dataset, wanted.data_root)
+
+
+def predict_into(writer: RowWriter, model: Path, inputs: Inputs, *, quiet: bool) -> Tally:
+    """Write each chunk of rows before the next one is read."""
+    from .rows import predict_chunks
+
+    tally = Tally()
+    with show_progress(len(inputs.names), quiet=quiet) as update:
+        for rows in predict_chunks(model, inputs):
+            writer.write(rows)
+            tally.add(rows)
+            update(tally.num_rows)
+    return tally
 
 
 if __name__ == "__main__":

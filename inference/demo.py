@@ -21,7 +21,8 @@ from rich.table import Table
 import ckpt_tools
 from ckpt_tools.errors import CkptError
 
-from .batch import held_out_inputs, predict_rows
+from .inputs import held_out_inputs
+from .rows import predict_rows
 from .training_package import config, launchers, result
 
 NUM_WORKERS = 2

@@ -17,11 +17,8 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UnsafeError
 
+from .files import INDEX_FILE, SAFETENSORS_SUFFIX, SINGLE_FILE, check_model_path, consolidate_command
 from .training_package import models
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-TORCH_SUFFIXES = frozenset({".pt", ".pth", ".bin"})
 
 
 def load_model(path: Path) -> nn.Module:
@@ -39,23 +36,16 @@ def load_model(path: Path) -> nn.Module:
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
     """The tensors of a model file or folder by fqn."""
+    check_model_path(path)
     if path.is_dir():
         return _read_folder(path)
-    if not path.is_file():
-        raise SourceNotFoundError(f"there is no model file {path}")
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    if path.suffix in TORCH_SUFFIXES:
-        return _read_torch(path)
-    raise FormatError(f"{path} is no model file: expected .safetensors, .pt, .pth, .bin or a folder of safetensors")
+    return _read_safetensors(path) if path.suffix == SAFETENSORS_SUFFIX else _read_torch(path)
 
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / INDEX_FILE).is_file():
         return _read_sharded(folder)
-    if (folder / SINGLE_FILE).is_file():
-        return _read_safetensors(folder / SINGLE_FILE)
-    raise SourceNotFoundError(f"{folder} holds neither {INDEX_FILE} nor {SINGLE_FILE}")
+    return _read_safetensors(folder / SINGLE_FILE)
 
 
 def _read_sharded(folder: Path) -> dict[str, Tensor]:
@@ -74,7 +64,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{index} is no index of safetensors shards ({error!r})") from error
+        raise FormatError(f"{index} is not an index of safetensors shards ({error!r})") from error
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise FormatError(f"{index} has a weight_map that does not map names to files")
     return weight_map
@@ -104,7 +94,9 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise FormatError(f"{path} is not a whole torch file ({error})") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise FormatError(f"{path} is no flat state dict of tensors; consolidate the checkpoint first")
+        raise FormatError(
+            f"{path} is not a flat state dict of tensors; make a model file of it first: {consolidate_command(path)}"
+        )
     return state
 
 

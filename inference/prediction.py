@@ -6,9 +6,10 @@ alone as in a crowd, and the same as the run gave it that made the model.
 
 from __future__ import annotations
 
-import io
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from .training_package import evaluation, models
 
 # Far above any sensible picture of one digit; keeps a small file that unpacks to gigabytes from being decoded.
 MAX_PIXELS = 64_000_000
+# Pillow warns of images that it would still decode; here they are refused.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +41,37 @@ def predict(model: nn.Module, pixels: Tensor) -> list[Prediction]:
     return [Prediction(label, tuple(row)) for label, row in zip(logits.argmax(1).tolist(), rows, strict=True)]
 
 
-def decode_image(data: bytes, name: str) -> Tensor:
+def decode_image(file: IO[bytes], name: str) -> Tensor:
     """The pixels of an image file in any format Pillow reads: grey, scaled to 28x28; uint8 [28, 28].
 
-    Raises ``FormatError``, naming the image, where the bytes are no image, are cut short, or unpack to too much.
+    Raises ``FormatError``, naming the image, if the bytes are not an image, are cut short, or unpack to too much.
     """
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(file) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise FormatError(f"{name} has {image.width}x{image.height} pixels, more than {MAX_PIXELS} in all")
             return _canonical(image)
+    except FormatError:
+        raise
     except UnidentifiedImageError as error:
         raise FormatError(f"{name} is not an image file that can be read") from error
     except Image.DecompressionBombError as error:
         raise FormatError(f"{name} unpacks to too many pixels") from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except Exception as error:
+        # The decoders of Pillow raise whatever they stumble over: OSError, SyntaxError, struct.error, IndexError, ...
         raise FormatError(f"{name} is a damaged image file ({error})") from error
 
 
 def read_image(path: Path) -> Tensor:
-    """:func:`decode_image` of a file."""
-    return decode_image(path.read_bytes(), str(path))
+    """:func:`decode_image` of a file. Raises ``FormatError`` too if it cannot be opened or is not a file."""
+    if path.exists() and not path.is_file():
+        # Opening a named pipe would wait for somebody who writes to it.
+        raise FormatError(f"{path} is not a file")
+    try:
+        with path.open("rb") as file:
+            return decode_image(file, str(path))
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read ({error.strerror or error})") from error
 
 
 def _canonical(image: Image.Image) -> Tensor:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -73,3 +79,47 @@ def image_folder(digits: LabelledImages, tmp_path_factory: pytest.TempPathFactor
         Image.fromarray(pixels.numpy()).save(folder / f"{number:03d}.png")
     (folder / "notes.txt").write_text("not an image")
     return folder
+
+
+@pytest.fixture(scope="session")
+def many_images(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5,000 names of the 40 images: a run over them takes some seconds."""
+    folder = tmp_path_factory.mktemp("many")
+    for number in range(5000):
+        os.link(image_folder / f"{number % 40:03d}.png", folder / f"{number:04d}.png")
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service that was started as a process of its own; ``log`` is its stderr."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    temporary: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+@contextmanager
+def running_service(folder: Path, model: Path, *args: str) -> Iterator[Service]:
+    """``python -m inference.serve`` on a port that the system chose; its temporary files are in a folder of its own."""
+    temporary, log = folder / "temporary", folder / "log"
+    temporary.mkdir(parents=True)
+    command = [sys.executable, "-m", "inference.serve", str(model), "--port", "0", *args]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with (
+        log.open("wb") as stderr,
+        subprocess.Popen(command, stderr=stderr, stdout=subprocess.PIPE, env=environment) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().decode()
+            assert line.startswith("serving on http://"), log.read_text()
+            yield Service(process, line.removeprefix("serving on ").strip(), log, temporary)
+        finally:
+            process.kill()
+    assert "Traceback" not in log.read_text()

@@ -1,18 +1,34 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from PIL import Image
 from pyarrow import parquet
 
+from ckpt_tools.errors import DestinationExistsError
+from inference import batch, progress
 from inference.batch import main
+from inference.inputs import Inputs
 from inference.loading import load_model
+from inference.output import Output, Row, open_output
+from inference.rows import predict_chunks
 from tests.inference.conftest import FORMS, Form
-from training.data import LabelledImages, to_input
+from training import evaluation
+from training.data import DATASETS, LabelledImages, to_input
 
 
 def predict(*args: object) -> Result:
@@ -73,19 +89,340 @@ def test_labels_vary(forms: Path, image_folder: Path, tmp_path: Path) -> None:
         ("model.pt", ["--dataset=digits", "--images=.", "--out=x.jsonl"], 2, "give either --dataset or --images"),
         ("model.pt", ["--dataset=digits", "--out=x.csv"], 2, "--out ends in .jsonl or .parquet"),
         ("model.pt", ["--dataset=fashion-mnist", "--out=x.jsonl"], 2, "needs --data-root"),
-        ("model.pt", ["--images=/none", "--out=x.jsonl"], 3, "no image files in /none"),
+        ("model.pt", ["--dataset=digits", "--data-root=.", "--out=x.jsonl"], 2, "for --dataset fashion-mnist alone"),
+        ("model.pt", ["--images=/none", "--out=x.jsonl"], 3, "no folder or image file /none"),
+        ("model.pt", ["--images=.", "--out=x.jsonl"], 3, "no image files in ."),
         ("none.pt", ["--dataset=digits", "--out=x.jsonl"], 3, "there is no model file"),
+        ("model.pt", ["--images=s3://b/images", "--out=x.jsonl"], 2, "s3://b/images is a URL; copy its files"),
+        ("model.pt", ["--dataset=digits", "--out=s3://b/x.jsonl"], 2, "s3://b/x.jsonl is a URL; write to a local file"),
+        ("model.pt", ["--dataset=digits", "--out=nodir/x.jsonl"], 5, "the folder of --out, nodir, does not exist"),
+        ("model.pt", ["--dataset=digits", "--out=/proc/x.jsonl"], 5, "/proc"),
     ],
 )
-def test_errors_are_one_sentence(form: Form, args: list[str], code: int, sentence: str, forms: Path) -> None:
+def test_errors_are_one_sentence(
+    form: Form, args: list[str], code: int, sentence: str, forms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     result = predict(forms / form, *args)
     assert (result.exit_code, result.stdout) == (code, "")
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_image_is_named(forms: Path, image_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "cut.png").write_bytes((image_folder / "000.png").read_bytes()[:100])
-    result = predict(forms / "model.pt", f"--images={tmp_path}", f"--out={tmp_path / 'x.jsonl'}")
+def test_a_url_of_a_model_is_told_to_be_consolidated(tmp_path: Path) -> None:
+    result = predict("s3://bucket/model.safetensors", "--dataset=digits", f"--out={tmp_path / 'x.jsonl'}")
+    assert result.exit_code == 2
+    assert "s3://bucket/model.safetensors is a URL" in result.stderr
+    assert "ckpt-tools consolidate s3://bucket/model.safetensors model.safetensors" in result.stderr
+
+
+def test_the_datasets_are_those_of_training() -> None:
+    assert batch.DATASETS == DATASETS
+
+
+# --- the file that is written
+
+
+def write_broken_images(folder: Path, whole: Path) -> list[str]:
+    """One broken image of each kind, between the whole ones by name; gives the names."""
+    (folder / "000a.png").write_bytes(whole.read_bytes()[:100])
+    (folder / "001a.jpg").write_text("not an image")
+    (folder / "002a.png").mkdir()
+    (folder / "003a.png").symlink_to("nowhere")
+    os.mkfifo(folder / "004a.png")
+    Image.new("1", (9000, 9000)).save(folder / "005a.png")
+    (folder / "006a.png").touch()
+    (folder / "007a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_broken_image_is_a_row_and_disturbs_no_other(
+    suffix: str, forms: Path, image_folder: Path, tmp_path: Path
+) -> None:
+    broken, mixed = tmp_path / "broken", tmp_path / "mixed"
+    broken.mkdir()
+    names = write_broken_images(broken, image_folder / "000.png")
+    shutil.copytree(image_folder, mixed)
+    write_broken_images(mixed, image_folder / "000.png")
+    out, expected = tmp_path / f"mixed{suffix}", tmp_path / f"whole{suffix}"
+    assert predict(forms / "model.pt", f"--images={image_folder}", f"--out={expected}").exit_code == 0
+    result = predict(forms / "model.pt", f"--images={mixed}", f"--out={out}")
+    assert (result.exit_code, result.stdout) == (6, f"40 predictions in {out}\n")
+    first = ", ".join(names[:3])
+    assert result.stderr == (
+        f"error: 8 of 48 images could not be predicted: {first} and 5 more; their rows in {out} say why\n"
+    )
+    rows = rows_of(out)
+    assert [row["name"] for row in rows] == sorted([*names, *(row["name"] for row in rows_of(expected))])
+    assert [row for row in rows if row["error"] is None] == rows_of(expected)
+    failed = {row["name"]: row for row in rows if row["error"] is not None}
+    assert sorted(failed) == names
+    assert all(name in row["error"] for name, row in failed.items())
+    assert all(row["label"] is row["probabilities"] is row["truth"] is None for row in failed.values())
+    assert {path.name for path in tmp_path.iterdir()} == {"broken", "mixed", f"mixed{suffix}", f"whole{suffix}"}
+
+
+def test_images_that_are_all_broken_still_end_with_a_file(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "images", tmp_path / "x.jsonl"
+    folder.mkdir()
+    (folder / "a.png").write_text("text")
+    result = predict(forms / "model.pt", f"--images={folder}", f"--out={out}")
+    assert result.exit_code == 6
+    assert "1 of 1 images could not be predicted: a.png; their" in result.stderr
+    assert [row["error"] for row in rows_of(out)] == [f"{folder / 'a.png'} is not an image file that can be read"]
+
+
+def test_predictions_have_the_bits_of_one_pass_over_all(forms: Path, digits: LabelledImages, tmp_path: Path) -> None:
+    """Reading a chunk at a time must not move a bit of what a run's own evaluation gives."""
+    out = tmp_path / "x.jsonl"
+    predict(forms / "model.pt", "--dataset=digits", f"--out={out}")
+    logits = evaluation.all_logits(evaluation.plain_logits(load_model(forms / "model.pt")), digits.pixels)
+    assert [row["probabilities"] for row in rows_of(out)] == torch.softmax(logits, dim=1).tolist()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_one_image_file_is_one_row(suffix: str, forms: Path, image_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / f"x{suffix}"
+    assert predict(forms / "model.pt", f"--images={image_folder / '003.png'}", f"--out={out}").exit_code == 0
+    assert [row["name"] for row in rows_of(out)] == ["003.png"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_name_that_is_not_utf_8_is_written_with_escapes(
+    suffix: str, forms: Path, image_folder: Path, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "images", tmp_path / f"x{suffix}"
+    folder.mkdir()
+    shutil.copy(image_folder / "000.png", os.fsencode(folder) + b"/\xe4.png")
+    (folder / "\x1b[2J.png").write_text("text")
+    result = predict(forms / "model.pt", f"--images={folder}", f"--out={out}")
+    assert result.exit_code == 6
+    assert "\x1b" not in result.stderr
+    assert [row["name"] for row in rows_of(out)] == ["\x1b[2J.png", "\\xe4.png"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_existing_file_is_replaced_only_if_asked(
+    suffix: str, forms: Path, image_folder: Path, tmp_path: Path
+) -> None:
+    out, other = tmp_path / f"x{suffix}", tmp_path / "other.jsonl"
+    for path in (out, other):
+        path.write_text("mine")
+    result = predict(forms / "model.pt", f"--images={image_folder}", f"--out={out}")
+    assert (result.exit_code, out.read_text()) == (8, "mine")
+    assert "--overwrite replaces it" in result.stderr
+    assert predict(forms / "model.pt", f"--images={image_folder}", f"--out={out}", "--overwrite").exit_code == 0
+    assert len(rows_of(out)) == 40
+    assert other.read_text() == "mine"
+    assert sorted(tmp_path.iterdir()) == sorted([out, other])
+
+
+def test_a_folder_is_never_replaced(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    out.mkdir()
+    assert predict(forms / "model.pt", f"--images={image_folder}", f"--out={out}", "--overwrite").exit_code == 8
+    assert out.is_dir()
+
+
+@pytest.mark.parametrize("suffix", [".unfinished", ".unfinished-columns"])
+def test_a_file_of_somebody_else_beside_it_is_never_replaced(
+    suffix: str, forms: Path, image_folder: Path, tmp_path: Path
+) -> None:
+    out, other = tmp_path / "x.parquet", tmp_path / f"x.parquet{suffix}"
+    other.write_text("mine")
+    result = predict(forms / "model.pt", f"--images={image_folder}", f"--out={out}", "--overwrite")
+    assert (result.exit_code, other.read_text()) == (8, "mine")
+    assert str(other) in result.stderr
+
+
+def test_what_a_kill_left_is_replaced_if_asked(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+    """By a kill while the Parquet file was written, and by one in the middle of the first line."""
+    out = tmp_path / "x.parquet"
+    for rows in (b'{"name": "a", "label": 1', b'{"na'):
+        (tmp_path / "x.parquet.unfinished").write_bytes(rows)
+        (tmp_path / "x.parquet.unfinished-columns").write_bytes(b"PAR1 and no end")
+        args = (forms / "model.pt", f"--images={image_folder}", f"--out={out}")
+        assert predict(*args, "--overwrite").exit_code == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
+
+
+def test_a_second_run_on_the_same_file_is_refused(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    output = Output(out, overwrite=False)
+    with open_output(output) as writer:
+        writer.write([Row("a", 1, (0.5,), None, None)])
+        for option in ("--quiet", "--overwrite"):
+            result = predict(forms / "model.pt", f"--images={image_folder}", f"--out={out}", option)
+            assert result.exit_code == 8
+            assert "another run is writing to" in result.stderr
+    assert [row["name"] for row in rows_of(out)] == ["a"]
+
+
+def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+
+    def run() -> None:
+        with open_output(Output(out, overwrite=False)) as writer:
+            writer.write([Row("a", 1, (0.5,), None, None)])
+            out.write_text("mine")
+
+    with pytest.raises(DestinationExistsError) as raised:
+        run()
+    assert out.read_text() == "mine"
+    assert raised.value.__notes__ == [f"the 1 rows that were done are kept in {out}.unfinished"]
+
+
+# --- work done is kept
+
+
+def start(*args: object, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "inference.batch", *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None:
+        if path.exists() and path.stat().st_size > 20_000:
+            return
+        time.sleep(0.002)
+    pytest.fail(f"it ended before it was told to: {process.communicate()}")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+)
+def test_a_run_that_is_ended_keeps_what_it_predicted(
+    number: signal.Signals, code: int, forms: Path, many_images: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "x.parquet"
+    unfinished = tmp_path / "x.parquet.unfinished"
+    args = (forms / "model.pt", f"--images={many_images}", f"--out={out}", "--quiet")
+    with start(*args, preexec_fn=default_signals) as process:
+        wait_for_rows(unfinished, process)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (code, "")
+    lines = unfinished.read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    assert len(rows) > 30
+    assert [row["name"] for row in rows] == [f"{number:04d}.png" for number in range(len(rows))]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.parquet.unfinished"]
+    if number != signal.SIGKILL:
+        kept = f"the {len(rows):,} rows that were done are kept in {unfinished}"
+        assert stderr == f"stopped by {number.name}; {kept}\n"
+    check_next_run(forms, many_images / "0000.png", out)
+
+
+def default_signals() -> None:
+    """Tests may run where SIGINT is ignored, which processes inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def check_next_run(forms: Path, image: Path, out: Path) -> None:
+    """It does not replace what was kept unless it is asked to, and leaves nothing then."""
+    kept = out.with_name(f"{out.name}.unfinished").read_bytes()
+    result = predict(forms / "model.pt", f"--images={image}", f"--out={out}")
+    assert result.exit_code == 8
+    assert "x.parquet.unfinished holds the predictions of a run that did not finish" in result.stderr
+    assert out.with_name(f"{out.name}.unfinished").read_bytes() == kept
+    assert predict(forms / "model.pt", f"--images={image}", f"--out={out}", "--overwrite").exit_code == 0
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_full_disk_keeps_what_was_predicted(suffix: str, forms: Path, tmp_path: Path) -> None:
+    """A file cannot grow over 20,000 bytes, which is less than the 360 rows take."""
+    out = tmp_path / f"x{suffix}"
+    args = (forms / "model.pt", "--dataset=digits", f"--out={out}", "--quiet")
+    with start(*args, preexec_fn=limit_files) as process:
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 5
+    [unfinished] = tmp_path.iterdir()
+    assert unfinished.name == f"x{suffix}.unfinished"
+    num_rows = unfinished.read_text().count("\n")
+    assert num_rows >= 60
+    assert stderr == f"error: File too large; the {num_rows} rows that were done are kept in {unfinished}\n"
+
+
+def test_a_run_that_fails_before_the_first_prediction_leaves_nothing(forms: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_text("not a model")
+    result = predict(tmp_path / "model.pt", "--dataset=digits", f"--out={tmp_path / 'x.jsonl'}")
     assert result.exit_code == 4
-    assert "cut.png is a damaged image file" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+# --- memory
+
+
+def test_no_more_than_two_chunks_of_images_are_held(forms: Path) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def read(_number: int) -> torch.Tensor:
+        nonlocal most
+        pixels = torch.zeros(28, 28, dtype=torch.uint8)
+        alive.add(pixels)
+        most = max(most, len(alive))
+        return pixels
+
+    inputs = Inputs([str(number) for number in range(300)], read, None)
+    rows = [len(chunk) for chunk in predict_chunks(forms / "model.pt", inputs)]
+    assert rows == [evaluation.CHUNK] * 10
+    assert most <= 2 * evaluation.CHUNK
+
+
+def peak_bytes(images: Path, model: Path, out: Path) -> int:
+    """Of a process over the files of a folder, at its end."""
+    program = (
+        "import resource, sys, torch; torch.set_num_threads(1)\n"
+        "from inference.batch import main\n"
+        "main(sys.argv[1:], standalone_mode=False)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    command = [sys.executable, "-c", program, str(model), f"--images={images}", f"--out={out}", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return 1024 * int(done.stdout.split()[-1])
+
+
+def test_memory_does_not_grow_with_the_input(forms: Path, many_images: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few"
+    few.mkdir()
+    for number in range(500):
+        os.link(many_images / f"{number:04d}.png", few / f"{number:04d}.png")
+    peaks = [peak_bytes(folder, forms / "model.pt", tmp_path / f"{folder.name}.jsonl") for folder in (few, many_images)]
+    # Pixels and rows of 4,500 images more would be 10 MB; their names are 0.3 MB.
+    assert peaks[1] - peaks[0] < 4_000_000, peaks
+
+
+# --- progress
+
+
+def test_progress_is_a_line_now_and_then(
+    forms: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_LINE_SECONDS", 0.0)
+    args = [forms / "model.pt", f"--images={image_folder}", f"--out={tmp_path / 'x.jsonl'}", "--overwrite"]
+    assert predict(*args).stderr.splitlines() == [
+        "predicting: 30 of 40 images (75 %)",
+        "predicting: 40 of 40 images (100 %)",
+    ]
+    assert predict(*args, "--quiet").stderr == ""
+
+
+def test_progress_on_a_terminal_is_a_bar(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+    mine, its = pty.openpty()
+    command = [sys.executable, "-m", "inference.batch", str(forms / "model.pt"), f"--images={image_folder}"]
+    command += [f"--out={tmp_path / 'x.jsonl'}"]
+    done = subprocess.run(command, stderr=its, stdout=subprocess.PIPE, check=False)
+    os.close(its)
+    assert done.returncode == 0
+    assert b"predicting" in os.read(mine, 65536)
+    os.close(mine)

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import checkpoint
 
 from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError, UnsafeError
 from inference.loading import load_model
@@ -61,10 +66,25 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(
     assert not Path("ran-by-loading").exists()
 
 
-def test_a_nested_checkpoint_is_no_model_file(weights: Weights, tmp_path: Path) -> None:
+def test_a_nested_checkpoint_is_told_to_be_consolidated(weights: Weights, tmp_path: Path) -> None:
     torch.save({"model": weights}, tmp_path / "model.pt")
-    with pytest.raises(FormatError, match="no flat state dict"):
+    with pytest.raises(
+        FormatError,
+        match=r"not a flat state dict of tensors; .* ckpt-tools consolidate .*/model\.pt model\.safetensors$",
+    ):
         load_model(tmp_path / "model.pt")
+
+
+def test_a_sharded_checkpoint_is_told_to_be_consolidated(weights: Weights, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.save({"model": dict(weights)}, checkpoint_id=tmp_path / "epoch 1", no_dist=True)
+    with pytest.raises(FormatError) as raised:
+        load_model(tmp_path / "epoch 1")
+    assert "is a checkpoint (dcp), not a model file" in str(raised.value)
+    command = str(raised.value).partition("first: ")[2]
+    subprocess.run([sys.executable, "-m", "ckpt_tools", *shlex.split(command)[1:]], check=True, cwd=tmp_path)
+    assert load_model(tmp_path / "model.safetensors").state_dict().keys() == weights.keys()
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "model.pt"])

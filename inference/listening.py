@@ -1,0 +1,64 @@
+"""The socket that the service listens on."""
+
+from __future__ import annotations
+
+import socket
+
+from ckpt_tools.errors import StoreError, UsageError
+
+MAX_PORT = 65535
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ``UsageError`` for what cannot be an address."""
+    if not host:
+        raise UsageError("--host is empty; 0.0.0.0 listens on every address of this machine")
+    if not 0 <= port <= MAX_PORT:
+        raise UsageError(f"--port is a number from 0 to {MAX_PORT}, not {port}")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket that is bound and does not listen yet. Raises ``StoreError``, which names the address.
+
+    Each answer is sent at once: an accepted connection inherits TCP_NODELAY on Linux. Without it the last packet of
+    an answer on a kept-alive connection waits for the client's delayed acknowledgement, 40 ms.
+    """
+    family, kind, protocol, address = _resolve(host, port)
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise _refused(host, port, error) from error
+    return bound
+
+
+def listen(bound: socket.socket, host: str) -> str:
+    """Listen, and give the URL of the service. Raises ``StoreError``."""
+    port = bound.getsockname()[1]
+    try:
+        bound.listen()
+    except OSError as error:
+        raise _refused(host, port, error) from error
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketKind, int, tuple[object, ...]]:
+    """The first address of a host, an IPv4 one if there is one: a service has one socket, and most clients try that."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StoreError(
+            f"the host {host} cannot be found ({reason}); --host takes an address of this machine"
+        ) from error
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return family, kind, protocol, address
+
+
+def _refused(host: str, port: int, error: OSError) -> StoreError:
+    return StoreError(
+        f"cannot listen on host {host}, port {port}: {error.strerror or error}; try another --port or --host"
+    )

@@ -1,0 +1,88 @@
+"""Both commands before their work begins: options are checked without torch, and a missing package is one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "torchvision", "numpy", "PIL", "fastapi", "uvicorn", "pyarrow", "sklearn", "rich")
+
+PROGRAM = """
+import importlib, sys
+for name in {missing!r}:
+    sys.modules[name] = None
+try:
+    importlib.import_module("inference.{command}").main(sys.argv[1:])
+finally:
+    print(*[name for name in {heavy!r} if sys.modules.get(name)])
+"""
+
+
+def run(command: str, *args: object, missing: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The command in a fresh interpreter without some packages; the last line is what was imported of ``HEAVY``."""
+    program = PROGRAM.format(missing=missing, command=command, heavy=HEAVY)
+    words = [sys.executable, "-c", program, *map(str, args)]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "code"),
+    [
+        ("batch", ["--help"], 0),
+        ("batch", ["MODEL", "--dataset=digit", "--out=x.jsonl"], 2),
+        ("batch", ["MODEL", "--dataset=digits", "--out=x.jsonl", "--unknown"], 2),
+        ("batch", ["MODEL", "--dataset=digits", "--out=x.csv"], 2),
+        ("batch", ["MODEL", "--out=x.jsonl"], 2),
+        ("batch", ["MODEL", "--dataset=fashion-mnist", "--out=x.jsonl"], 2),
+        ("batch", ["s3://bucket/model.pt", "--dataset=digits", "--out=x.jsonl"], 2),
+        ("batch", ["none.pt", "--dataset=digits", "--out=x.jsonl"], 3),
+        ("batch", ["MODEL", "--images=/none", "--out=x.jsonl"], 3),
+        ("batch", ["MODEL", "--dataset=digits", "--out=nodir/x.jsonl"], 5),
+        ("batch", ["MODEL", "--dataset=digits", "--out=there.jsonl"], 8),
+        ("serve", ["--help"], 0),
+        ("serve", ["MODEL", "--prot=8000"], 2),
+        ("serve", ["MODEL", "--port=99999"], 2),
+        ("serve", ["s3://bucket/model.pt"], 2),
+        ("serve", ["none.pt"], 3),
+        ("serve", ["MODEL", "--host=no-such-host.invalid"], 5),
+    ],
+)
+def test_options_are_checked_before_torch_is_imported(
+    command: str, args: list[str], code: int, forms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    Path("there.jsonl").touch()
+    done = run(command, *(forms / "model.pt" if arg == "MODEL" else arg for arg in args))
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("batch", "torch"),
+        ("batch", "torchvision"),
+        ("batch", "PIL"),
+        ("batch", "safetensors"),
+        ("batch", "pyarrow"),
+        ("batch", "sklearn"),
+        ("serve", "torch"),
+        ("serve", "fastapi"),
+        ("serve", "uvicorn"),
+        ("serve", "python_multipart"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(command: str, package: str, forms: Path, tmp_path: Path) -> None:
+    out = ["--dataset=digits", f"--out={tmp_path / 'x.parquet'}"] if command == "batch" else ["--port=0"]
+    missing = (package, "multipart") if package == "python_multipart" else (package,)
+    done = run(command, forms / "model.pt", *out, missing=missing)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'\n"
+    )
+    assert list(tmp_path.iterdir()) == []
