@@ -1,7 +1,7 @@
 """How a command of this project ends when it is told to stop: cleanly, with one sentence and a documented exit code.
 
-``SIGTERM`` and ``SIGHUP`` become an exception in the main thread, as Python itself makes ``KeyboardInterrupt`` of
-``SIGINT``. So ``with`` and ``finally`` blocks end what the command started, whichever signal it was.
+``SIGINT``, ``SIGTERM`` and ``SIGHUP`` become one exception in the main thread, a ``KeyboardInterrupt``. So ``with`` and
+``finally`` blocks end what the command started, whichever signal it was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPING = (signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
@@ -27,9 +27,14 @@ def exit_code_of(error: KeyboardInterrupt) -> int:
     return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
+def name_of(error: KeyboardInterrupt) -> str:
+    """The name of the signal: ``SIGTERM``."""
+    return signal.Signals(exit_code_of(error) - 128).name
+
+
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Within the block, the first SIGTERM or SIGHUP raises :class:`Stopped`; later ones do not disturb the cleaning up.
+    """Within the block, the first of the signals raises :class:`Stopped`; later ones do not disturb the cleaning up.
 
     A signal that was ignored when the process began stays ignored: ``nohup`` asks for that. Main thread only.
     """

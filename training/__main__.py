@@ -12,6 +12,7 @@ from ckpt_tools.errors import CkptError
 
 from .config import ENGINES, LAUNCHERS, PRECISIONS, RESUME_LATEST, TrainConfig
 from .data import DATASETS
+from .interruption import interruptible
 from .launchers import launch
 from .launchers.torchrun import under_torchrun, work
 
@@ -50,7 +51,8 @@ def run(options: dict[str, Any]) -> None:
     config = TrainConfig(**(options | paths))
     if config.launcher == "torchrun" and under_torchrun():
         work(config)
-    result = launch(config)
+    with interruptible(config):
+        result = launch(config)
     click.echo(f"{result.correct} of {result.total} held-out samples right ({result.accuracy:.4f})")
     click.echo(f"checkpoint: {result.checkpoint}")
 
