@@ -27,11 +27,6 @@ def exit_code_of(error: KeyboardInterrupt) -> int:
     return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
-def name_of(error: KeyboardInterrupt) -> str:
-    """The name of the signal: ``SIGTERM``."""
-    return signal.Signals(exit_code_of(error) - 128).name
-
-
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
     """Within the block, the first of the signals raises :class:`Stopped`; later ones do not disturb the cleaning up.

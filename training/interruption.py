@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
 
-from ckpt_tools.signals import exit_code_of, name_of, stopping_on_signals
+from ckpt_tools.signals import exit_code_of, stopping_on_signals
 
 from .checkpoints import saved_checkpoints
 from .config import RESUME_LATEST, TrainConfig
@@ -25,9 +26,10 @@ def interruptible(config: TrainConfig) -> Iterator[None]:
         with stopping_on_signals():
             yield
     except KeyboardInterrupt as error:
-        click.echo(f"interrupted by {name_of(error)}: {_how_to_go_on(config)}", err=True)
+        code = exit_code_of(error)
+        click.echo(f"interrupted by {signal.Signals(code - 128).name}: {_how_to_go_on(config)}", err=True)
         sys.stdout.flush()
-        os._exit(exit_code_of(error))
+        os._exit(code)
 
 
 def _how_to_go_on(config: TrainConfig) -> str:
