@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         sign,
         verify,
     )
+    from ckpt_tools.claims import claim
     from ckpt_tools.errors import CkptError
     from ckpt_tools.loading import load_into
     from ckpt_tools.torch_reader import storage_reader
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CkptError": "ckpt_tools.errors",
+    "claim": "ckpt_tools.claims",
     "load_into": "ckpt_tools.loading",
     "storage_reader": "ckpt_tools.torch_reader",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "CkptError",
     "__version__",
     "checksum",
+    "claim",
     "clean",
     "consolidate",
     "convert",

@@ -12,6 +12,7 @@ from ckpt_tools.errors import CkptError
 
 from .config import DATASETS, ENGINES, LAUNCHERS, OVERRIDES, PRECISIONS, RESUME_LATEST, TrainConfig
 from .installed import check_installed
+from .interruption import interruptible
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -60,7 +61,8 @@ def run(options: dict[str, Any]) -> None:
 
     if config.launcher == "torchrun" and under_torchrun():
         work(config)
-    result = launch(config)
+    with interruptible(config):
+        result = launch(config)
     click.echo(f"{result.correct} of {result.total} held-out samples right ({result.accuracy:.4f})")
     click.echo(f"checkpoint: {result.checkpoint}")
 

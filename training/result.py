@@ -70,8 +70,10 @@ class RunResult:
         return cls(history=history, predicted=tuple(values.pop("predicted")), **values)
 
     def write(self, out: Path) -> None:
-        """Write ``OUT/result.json``."""
-        (out / RESULT_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Write ``OUT/result.json`` in one step: whoever looks sees an earlier run's, or this one's whole."""
+        unfinished = out / f".{RESULT_NAME}.partial"
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        unfinished.replace(out / RESULT_NAME)
 
 
 def versions_of(config: TrainConfig) -> dict[str, str]:

@@ -13,9 +13,12 @@ from typing import Any
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.stores.base import Place, Source, Store
 from ckpt_tools.stores.blocks import BlockCache
+from ckpt_tools.stores.fsspec_lock import FsspecObjects
 from ckpt_tools.stores.fsspec_store import FsspecPlace, open_fsspec_store
+from ckpt_tools.stores.names import PARTIAL
 from ckpt_tools.stores.s3 import S3Place, bucket_of, open_s3_store
 from ckpt_tools.stores.s3_client import S3Options
+from ckpt_tools.stores.s3_lock import ObjectLock
 
 
 def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
@@ -44,6 +47,15 @@ def open_remote_place(url: str, options: Mapping[str, Any]) -> Place:
     if ".." in PurePosixPath(key).parts or "//" in key:
         raise UsageError(f"{url}: name the destination plainly, without .. or empty names")
     return S3Place(bucket, key)
+
+
+def lock_of(url: str, options: Mapping[str, Any]) -> ObjectLock:
+    """The lock of a folder; nothing is touched. Raises UsageError."""
+    place = open_remote_place(url, options)
+    if isinstance(place, S3Place):
+        return place.lock()
+    objects = FsspecObjects.of(url, options)
+    return ObjectLock(objects, f"{objects.path}/{PARTIAL}/lock", url)
 
 
 def _is_s3(url: str) -> bool:

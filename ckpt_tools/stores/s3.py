@@ -305,6 +305,10 @@ class S3Place:
     def _lock(self, *, is_file: bool) -> ObjectLock:
         return ObjectLock(self.bucket, f"{self._partial(is_file=is_file)}lock", self.url)
 
+    def lock(self) -> ObjectLock:
+        """Of the folder, for whoever writes there otherwise than by a claim."""
+        return self._lock(is_file=False)
+
     def _log(self, *, is_file: bool) -> S3Log:
         return S3Log(self.bucket, f"{self._partial(is_file=is_file)}log/")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +55,8 @@ class ObjectLock:
     _token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     _etag: str = field(default="", repr=False)
     _num_beats: int = field(default=0, repr=False)
+    lost: bool = field(default=False, repr=False)
+    """Somebody else was seen to have taken over."""
 
     def take(self) -> None:
         """Raises DestinationExistsError where another process holds it, and StoreError."""
@@ -63,8 +66,8 @@ class ObjectLock:
                 self.objects.put_absent(self.key, self._text())
             elif not _is_stale(found):
                 raise DestinationExistsError(
-                    f"another process is writing to {self.url}; wait for it to end (one that was killed on another "
-                    f"machine is given up {STALE_SECONDS:.0f} seconds after its last sign of life)"
+                    f"another process is writing to {self.url}{_named(found)}; wait for it to end (one that was killed "
+                    f"on another machine is given up {STALE_SECONDS:.0f} seconds after its last sign of life)"
                 )
             else:
                 self.objects.put_matching(self.key, self._text(), found.etag)
@@ -92,6 +95,7 @@ class ObjectLock:
     def check(self) -> None:
         """Raises StoreError where somebody else took over."""
         if not self._is_mine():
+            self.lost = True
             raise StoreError(f"another process took over {self.url}, as this one had not been heard of for too long")
 
     def release(self) -> None:
@@ -126,6 +130,12 @@ def _content(found: Small) -> dict[str, object]:
     return {}
 
 
+def _named(found: Small) -> str:
+    """Which process holds a lock, for a person. Locks of earlier versions do not name the host."""
+    content = _content(found)
+    return f" (process {content['pid']} on {content['host']})" if {"pid", "host"} <= content.keys() else ""
+
+
 def is_held(found: Small | None) -> bool:
     """Whether a lock that was read is that of a process that lives, as far as anybody can tell."""
     return found is not None and not _is_stale(found)
@@ -144,7 +154,12 @@ def _is_stale(found: Small) -> bool:
 
 def _process() -> dict[str, object]:
     """This process, as others on this machine can find it."""
-    return {"machine": _machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+    return {
+        "machine": _machine(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+    }
 
 
 def _machine() -> str:

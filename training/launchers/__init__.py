@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 
 from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageError
 
-from ..checkpoints import make_out, resume_folder, way_on
+from ..checkpoints import resume_folder, way_on
 from ..config import TrainConfig
 from ..data import load_dataset
+from ..locking import RunLock, check_no_other_run, only_run
 from ..result import RunResult
 from ..settings import check_settings
 from .failures import RunFailedError
@@ -22,24 +23,25 @@ os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
 def launch(config: TrainConfig) -> RunResult:
     """Run to the end and write ``OUT/result.json``. Errors of the run itself end with how to continue it."""
     check_before_start(config)
-    try:
-        return _launch(config)
-    except (RunFailedError, StoreError) as error:
-        raise _with_way_on(error, config) from error
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise _with_way_on(StoreError(f"{where}{error.strerror or error}"), config) from error
+    with only_run(config) as lock:
+        try:
+            return _launch(config, lock)
+        except (RunFailedError, StoreError) as error:
+            raise _with_way_on(error, config) from error
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise _with_way_on(StoreError(f"{where}{error.strerror or error}"), config) from error
 
 
-def _launch(config: TrainConfig) -> RunResult:
+def _launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Ray is imported only if it is asked for."""
     if config.launcher == "ray":
         from ..launchers import ray_train
 
-        return ray_train.launch(config)
+        return ray_train.launch(config, lock)
     from ..launchers import torchrun
 
-    return torchrun.launch(config)
+    return torchrun.launch(config, lock)
 
 
 def cluster(num_workers: int) -> AbstractContextManager[None]:
@@ -50,14 +52,14 @@ def cluster(num_workers: int) -> AbstractContextManager[None]:
 
 
 def check_before_start(config: TrainConfig) -> None:
-    """Raise here, in one process, what would otherwise be raised by every worker; makes ``OUT``.
+    """Raise here, in one process, what would otherwise be raised by every worker. Makes nothing.
 
     Prints the line about a resumed checkpoint whose settings are not those of the run.
     """
+    check_no_other_run(config.out)
     checkpoint = resume_folder(config)
     line = None if checkpoint is None else check_settings(config, checkpoint)
     _check_samples(config)
-    make_out(config.out)
     if line is not None:
         print(line, flush=True)
 

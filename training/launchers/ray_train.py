@@ -1,8 +1,8 @@
 """The loop under Ray Train: one ``TorchTrainer``, metrics and sharded checkpoints through ``ray.train.report``.
 
-Every worker saves its own shards into a folder of its own and reports it; Ray uploads them all into the same
-checkpoint of the run's storage, ``OUT`` or a store. Resuming ``latest`` asks Ray, whose record of the run lies in that
-storage too.
+In ``OUT`` all workers write a checkpoint into one folder, as under torchrun. For a store every worker saves its own
+shards into a folder of its own; Ray uploads them all into the same checkpoint, and resuming ``latest`` asks Ray's
+record of the run, which lies there too.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,39 +26,58 @@ import torch
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.util.queue import Queue
 
-from ..checkpoints import CHECKPOINTS, checkpoint_name, checkpoint_of, resume_folder
+from ..checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
 from ..config import TrainConfig
 from ..launchers.failures import Failure
+from ..locking import RunLock
 from ..loop import EpochMetrics, Save, Trained, train
 from ..result import RunResult
 from ..storage import file_system
+from .processes import guarded, own_signals
+from .torchrun import publish
 
 # Ray's own default is 30 % of the memory; nothing but a few lines of progress goes through the object store here.
 OBJECT_STORE_BYTES = 100 * 2**20
+CHECK_SECONDS = 1.0
 
 
-def launch(config: TrainConfig) -> RunResult:
+def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run on ``config.num_workers`` Ray workers, write ``result.json``; raises what the first failing rank raised."""
     started = time.perf_counter()
     resume_from = resume_folder(config)
-    with cluster(config.num_workers), printed_lines() as lines:
-        trained = _fit(config, resume_from, lines)
+    with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines() as lines:
+        trained = _beside(partial(_fit, config, resume_from, lines), lock.check)
     result = RunResult.of(config, trained, time.perf_counter() - started)
     result.write(config.out)
     return result
 
 
 @contextmanager
-def cluster(num_workers: int) -> Iterator[None]:
-    """The Ray cluster of this process, of ``RAY_ADDRESS``, or else one started here and stopped afterwards."""
+def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
+    """The Ray cluster of this process, of ``RAY_ADDRESS``, or else one started here and stopped afterwards.
+
+    For ``keep_open`` see :func:`.processes.guarded`, which ends all of it if this process is killed or told to stop.
+    """
     if ray.is_initialized():
         yield
         return
-    ray.init(**_init_options(num_workers))
+    with guarded(keep_open):
+        with own_signals():
+            ray.init(**_init_options(num_workers))
+        yield from _until_shutdown()
+
+
+def _until_shutdown() -> Iterator[None]:
+    """Told to stop, leave the shutdown out: it is not safe while a thread waits for Ray's answer (see :func:`_beside`).
+    The guard ends a local cluster, and a remote one ends the work of a driver that is gone."""
     try:
         yield
-    finally:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         ray.shutdown()
+        raise
+    ray.shutdown()
 
 
 def _init_options(num_workers: int) -> dict[str, Any]:
@@ -74,19 +94,46 @@ def _init_options(num_workers: int) -> dict[str, Any]:
 def printed_lines() -> Iterator[Queue]:
     """A queue whose lines, put there by any worker on any machine, are printed here as they come."""
     lines = Queue(actor_options={"num_cpus": 0})
-    printer = threading.Thread(target=_print_until_none, args=(lines,))
+    printer = threading.Thread(target=_print_until_none, args=(lines,), daemon=True)
     printer.start()
     try:
         yield lines
-    finally:
-        lines.put(None)
-        printer.join()
-        lines.shutdown()
+    except KeyboardInterrupt:
+        # The queue ends with the cluster, and the thread with this process.
+        raise
+    except BaseException:
+        _end_lines(lines, printer)
+        raise
+    _end_lines(lines, printer)
+
+
+def _end_lines(lines: Queue, printer: threading.Thread) -> None:
+    lines.put(None)
+    printer.join()
+    lines.shutdown()
 
 
 def _print_until_none(lines: Queue) -> None:
-    while (line := lines.get()) is not None:
-        print(line, flush=True)
+    with suppress(ray.exceptions.RayError):
+        while (line := lines.get()) is not None:
+            print(line, flush=True)
+
+
+def _beside(call: Callable[[], Trained], check: Callable[[], None]) -> Trained:
+    """What ``call`` gives, run in a thread, so that this one hears signals at once: in the main thread Ray Train would
+    answer SIGINT itself. ``check`` is called every second and may raise."""
+    done: Future[Trained] = Future()
+    threading.Thread(target=_complete, args=(done, call), daemon=True).start()
+    while not wait([done], timeout=CHECK_SECONDS).done:
+        check()
+    return done.result()
+
+
+def _complete(done: Future[Trained], call: Callable[[], Trained]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue) -> Trained:
@@ -130,15 +177,8 @@ def _first_failure(error: ray.train.WorkerGroupError) -> Failure:
 def _work(loop_config: dict[str, Any]) -> Trained:
     """Be one rank of the run."""
     config: TrainConfig = loop_config["config"]
-    resume_from = _latest_of_ray(config) or loop_config["resume_from"]
     report = partial(_report, config, loop_config["lines"])
-    return train(config, ray.train.torch.get_device(), resume_from, report)
-
-
-def _latest_of_ray(config: TrainConfig) -> Path | str | None:
-    """This run's last checkpoint by Ray's record, read where it lies instead of from a copy that Ray would make."""
-    latest = ray.train.get_checkpoint()
-    return None if latest is None else checkpoint_of(config, PurePosixPath(latest.path).name)
+    return train(config, ray.train.torch.get_device(), loop_config["resume_from"], report)
 
 
 def _report(config: TrainConfig, lines: Queue, metrics: EpochMetrics, save: Save | None) -> None:
@@ -146,13 +186,25 @@ def _report(config: TrainConfig, lines: Queue, metrics: EpochMetrics, save: Save
     values = {"epoch": metrics.epoch, "loss": metrics.mean_loss, "accuracy": metrics.correct / metrics.total}
     if save is None:
         ray.train.report(values)
+    elif config.storage is None:
+        _report_local(values, config.out / CHECKPOINTS, checkpoint_name(metrics.epoch), save)
     else:
-        _report_checkpoint(values, checkpoint_name(metrics.epoch), save)
+        _report_uploaded(values, checkpoint_name(metrics.epoch), save)
     if ray.train.get_context().get_world_rank() == 0:
         lines.put(metrics.line(config.last_epoch))
 
 
-def _report_checkpoint(values: dict[str, float], name: str, save: Save) -> None:
+def _report_local(values: dict[str, float], folder: Path, name: str, save: Save) -> None:
+    """Written in place and named when it is whole: Ray copies shard after shard under the final name."""
+    publish(folder, name, save)
+    ray.train.report(
+        values,
+        ray.train.Checkpoint.from_directory(folder / name),
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+    )
+
+
+def _report_uploaded(values: dict[str, float], name: str, save: Save) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder))
         ray.train.report(values, ray.train.Checkpoint.from_directory(folder), checkpoint_dir_name=name)

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,9 +25,11 @@ import torch
 from ..checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
 from ..config import TrainConfig
 from ..launchers.failures import Failure, RunFailedError
+from ..locking import RunLock, only_run
 from ..loop import EpochMetrics, Save, train
 from ..result import RESULT_NAME, RunResult
 from ..settings import check_settings
+from .processes import die_with_parent, guarded, wait_for
 
 PACKAGE = f"{__package__}".rpartition(".")[0]
 """``training`` in a checkout, ``ckpt_tools_training`` where a wheel is installed."""
@@ -39,7 +43,7 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def launch(config: TrainConfig) -> RunResult:
+def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Start one process a worker on this machine and wait; raises what the first failing rank raised.
 
     The workers' standard error, where the frameworks log, goes to ``OUT/torchrun.log``.
@@ -47,23 +51,38 @@ def launch(config: TrainConfig) -> RunResult:
     log = config.out / LOG_NAME
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
         error_file = Path(folder, "error.json")
-        done = subprocess.run(_command(config), stderr=stderr, env=_environment(error_file), check=False)
-        if done.returncode == 0:
+        with guarded(keep_open=[lock.descriptor]):
+            code = wait_for(subprocess.Popen(_command(config), stderr=stderr, env=_environment(error_file)))
+        if code == 0:
             return RunResult.read(config.out / RESULT_NAME)
         if error_file.exists():
             raise Failure.recorded(error_file).to_error(config.out)
-    raise RunFailedError(f"torchrun ended with exit code {done.returncode} (see {log})")
+    raise RunFailedError(f"torchrun ended with exit code {code} (see {log})")
 
 
 def work(config: TrainConfig) -> NoReturn:
-    """Be one rank of the run, and end this process; rank 0 writes ``result.json``."""
+    """Be one rank of the run, and end this process; rank 0 writes ``result.json``.
+
+    Under a torchrun that is not ours, rank 0 holds the lock of ``OUT``, and each rank ends what it started.
+    """
+    die_with_parent()
     try:
-        _work(config)
+        with nullcontext() if ERROR_FILE_VARIABLE in os.environ else _on_its_own(config):
+            _work(config)
     except Exception as error:
         if ERROR_FILE_VARIABLE in os.environ:
             Failure.of(int(os.environ["RANK"]), error).record(Path(os.environ[ERROR_FILE_VARIABLE]))
         raise
     leave()
+
+
+@contextmanager
+def _on_its_own(config: TrainConfig) -> Iterator[None]:
+    with ExitStack() as held:
+        if os.environ["RANK"] == "0":
+            held.enter_context(only_run(config))
+        held.enter_context(guarded())
+        yield
 
 
 def leave() -> NoReturn:
@@ -114,12 +133,12 @@ def join_process_group() -> torch.device:
 
 def _report(config: TrainConfig, metrics: EpochMetrics, save: Save | None) -> None:
     if save is not None:
-        _publish(config.out / CHECKPOINTS, checkpoint_name(metrics.epoch), save)
+        publish(config.out / CHECKPOINTS, checkpoint_name(metrics.epoch), save)
     if torch.distributed.get_rank() == 0:
         print(metrics.line(config.last_epoch), flush=True)
 
 
-def _publish(folder: Path, name: str, save: Save) -> None:
+def publish(folder: Path, name: str, save: Save) -> None:
     """All ranks write below a temporary name; rank 0 gives the folder its own when the last one is done."""
     partial_folder = folder / f".{name}.partial"
     leader = torch.distributed.get_rank() == 0

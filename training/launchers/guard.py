@@ -1,0 +1,77 @@
+"""A process that outlives the run and ends what the run started: ``python -I -S guard.py MARK``.
+
+Its standard input is a pipe that only the run holds open, so that it ends with the run, however the run ends: SIGKILL
+too. Then every process whose environment holds ``MARK`` (``NAME=VALUE``) is killed. All that the run started inherited
+it, in whatever session and under whatever parent: ranks, Ray's processes, compilers. Linux alone; it needs ``/proc``.
+
+This file imports nothing but the standard library, so that the process costs 8 MiB and 20 ms.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PATIENCE_SECONDS = 30.0
+"""A process that waits in the kernel for a device or a file server cannot be killed; nobody waits for it for ever."""
+
+
+def main(mark: bytes) -> None:
+    """Wait until the run has ended, then end what is left of it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.read(0, 4096):
+        pass
+    end_all(mark)
+
+
+def end_all(mark: bytes) -> None:
+    """Kill all that carry ``mark`` and wait until they are gone. A process may start another meanwhile: look again."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (found := list(carriers(mark))) and time.monotonic() < deadline:
+        for process in found:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        for process in found:
+            _wait(process, deadline)
+            os.close(process)
+
+
+def _wait(process: int, deadline: float) -> None:
+    """A descriptor of a process can be read from when the process has ended."""
+    ended = select.poll()
+    ended.register(process, select.POLLIN)
+    ended.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+
+def carriers(mark: bytes) -> Iterator[int]:
+    """A descriptor of each living process that carries ``mark``. It names this process even if its number is reused."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+            continue
+        try:
+            process = os.pidfd_open(int(folder.name))
+        except OSError:
+            continue
+        if mark in _environment(folder):
+            yield process
+        else:
+            os.close(process)
+
+
+def _environment(folder: Path) -> list[bytes]:
+    """Nothing for a process of another user, or one that has ended and waits for its parent to notice."""
+    try:
+        return (folder / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    main(os.fsencode(sys.argv[1]))

@@ -1,0 +1,119 @@
+"""One run at a time writes to a folder or to a place of a store; a run that is gone keeps nobody out.
+
+``OUT/.lock`` is locked (flock) by the run that writes there, and says which process that is. The file stays when the
+run ends; the lock goes with the last process that holds it, however that ends. ``STORAGE`` is claimed by
+:func:`ckpt_tools.claim`: an object there that is written again every few seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ckpt_tools
+from ckpt_tools.errors import DestinationExistsError, StoreError
+
+from .checkpoints import CHECKPOINTS, make_out
+from .config import TrainConfig
+
+LOCK_NAME = ".lock"
+PATIENCE_SECONDS = 3.0
+"""A run that was killed takes a moment to end what it had started."""
+
+_UNFINISHED = re.compile(r"\.epoch_\d{4,}\.partial")
+
+
+@dataclass(frozen=True, slots=True)
+class RunLock:
+    """What a run holds while it goes on; ``check`` raises StoreError if another process took its storage over."""
+
+    descriptor: int
+    check: Callable[[], None]
+
+
+@contextmanager
+def only_run(config: TrainConfig) -> Iterator[RunLock]:
+    """This run alone writes to its ``out``, which is made, and to its ``storage``; what a killed run left half written
+    is removed.
+
+    Raises DestinationExistsError if another run is at work there, StoreError if it cannot be locked.
+    """
+    with ExitStack() as held:
+        descriptor = held.enter_context(_locked(config.out))
+        check = _nothing
+        if config.storage is not None:
+            check = held.enter_context(ckpt_tools.claim(config.storage)).check
+        _remove_unfinished(config.out / CHECKPOINTS)
+        yield RunLock(descriptor, check)
+
+
+def check_no_other_run(out: Path) -> None:
+    """Raises DestinationExistsError if a run is at work in ``out``. Makes nothing."""
+    if (out / LOCK_NAME).exists():
+        with _locked(out):
+            pass
+
+
+def _nothing() -> None:
+    """A folder's lock cannot be taken over."""
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[int]:
+    path = out / LOCK_NAME
+    make_out(out)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise StoreError(f"{out} cannot be written to: {error.strerror}") from error
+    try:
+        _lock(descriptor, path)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not _try_lock(descriptor, path):
+        if time.monotonic() > deadline:
+            raise DestinationExistsError(
+                f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or choose "
+                f"another --out"
+            )
+        time.sleep(0.1)
+
+
+def _try_lock(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise StoreError(f"{path} cannot be locked: {error.strerror}") from error
+    return True
+
+
+def _holder(path: Path) -> str:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    return "its process is not known"
+
+
+def _remove_unfinished(checkpoints: Path) -> None:
+    """Only folders with the names that a run gives while it writes; the one that wrote them is gone."""
+    for path in checkpoints.glob(".epoch_*.partial"):
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
