@@ -128,8 +128,10 @@ def test_names_are_rewritten_and_chosen(tmp_path: Path) -> None:
     assert diff_of(tmp_path, a, b, rename=[r"^m\.="], include=["w"]).num_tensors == 1
     (tmp_path / "map.json").write_text('{"m.w": "w", "m.x": "x"}')
     assert only(diff_of(tmp_path, a, b, key_map=tmp_path / "map.json"))[0] == "x"
-    with pytest.raises(UsageError, match="no tensor on either side"):
+    with pytest.raises(UsageError, match="matches no tensor"):
         diff_of(tmp_path, a, b, include=["nothing"])
+    with pytest.raises(UsageError, match="no tensor on either side"):
+        diff_of(tmp_path, a, b, include=["w"], exclude=["*"])
 
 
 FULL = ["dcp", "zero1", "zero2", "zero3", "universal", "torch", "safetensors"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import traceback
@@ -21,18 +22,18 @@ from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.scan import scan_command
 from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
+from ckpt_tools.cli.wrapping import Group, say
 from ckpt_tools.errors import CkptError, StoreError
 
 INTERRUPTED = 130
 """What shells report for a command ended by Ctrl-C."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ckpt-tools")
 def group() -> None:
     """Open any sharded training checkpoint and write any other, without executing a pickle.
 
-    \b
     Exit codes: 0 done, 1 other failure, 2 usage, 3 source not found, 4 malformed or unsupported checkpoint,
     5 I/O failure (a retry may help), 6 differences found, 7 refused as unsafe, 8 destination exists,
     9 over the memory budget.
@@ -75,7 +76,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     except CkptError as error:
         _explain(f"Error: {error}", error.exit_code, verbose)
     except click.ClickException as error:
-        error.show()
+        _show(error)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         is_kept = "--resume" in words
@@ -98,5 +99,12 @@ def _explain(sentence: str, code: int, verbose: bool) -> None:
     """Say it on stderr and exit; with ``--verbose``, after the traceback."""
     if verbose:
         traceback.print_exc()
-    click.echo(printable(sentence), err=True)
+    say(printable(sentence), err=True)
     sys.exit(code)
+
+
+def _show(error: click.ClickException) -> None:
+    """The usage, and what is wrong with the arguments."""
+    shown = io.StringIO()
+    error.show(file=shown)
+    say(shown.getvalue().rstrip("\n"), err=True)

@@ -26,6 +26,10 @@ def _pairs(context: click.Context, option: click.Parameter, given: tuple[str, ..
     for name, equals, _ in pairs:
         if not name or not equals:
             raise click.BadParameter(f"{name!r} is no KEY=VALUE")
+    names = [name for name, _, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise click.BadParameter(f"{name!r} is given twice")
     return {name: value for name, _, value in pairs}
 
 
@@ -52,9 +56,7 @@ reading = _all(
 weights = click.option(
     "--weights",
     type=click.Choice(["master", "model"]),
-    default="master",
-    show_default=True,
-    help="Which copy of a weight: the fp32 master where there is one, or the model's own.",
+    help="Which copy of a weight: the fp32 master if there is one, or the model's own. Default: master.",
 )
 
 naming = _all(
