@@ -8,6 +8,7 @@ clients who failed together do not come back together. What is tried again has t
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class TransientError(Exception):
 def host_of(url: str) -> str:
     """The host and port of a URL, without the credentials that it may hold."""
     return urlsplit(url).netloc.rpartition("@")[2] or "the store"
+
+
+def without_credentials(text: str) -> str:
+    """``text`` whose URLs lack what stands before an ``@``."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def is_transient(status: int, code: str) -> bool:

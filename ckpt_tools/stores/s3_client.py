@@ -26,7 +26,7 @@ from isal import isal_zlib
 
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.stores.base import Buffer
-from ckpt_tools.stores.retrying import RetryPolicy, TransientError, host_of, is_transient, retried
+from ckpt_tools.stores.retrying import RetryPolicy, TransientError, host_of, is_transient, retried, without_credentials
 
 Result = TypeVar("Result")
 
@@ -404,8 +404,8 @@ class Bucket:
 
     def _silence(self, key: str, error: Exception) -> TransientError:
         endpoint = self.options.endpoint_url or os.environ.get("AWS_ENDPOINT_URL") or "the S3 service"
-        said = StoreError(f"no answer from {endpoint}: {error or type(error).__name__}", path=self.url(key))
-        return TransientError(said, f"no answer from {self._host} yet")
+        reason = without_credentials(f"no answer from {endpoint}: {error or type(error).__name__}")
+        return TransientError(StoreError(reason, path=self.url(key)), f"no answer from {self._host} yet")
 
     def _answered(self, operation: str, key: str, answer: Mapping[str, Any]) -> Exception:
         status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
