@@ -18,14 +18,21 @@ from ckpt_tools.conversion import (
     ConvertReport,
     PlanReport,
     Prepared,
-    check_reading,
     described,
     prepare,
     run,
 )
 from ckpt_tools.crews import Crew
 from ckpt_tools.errors import UsageError
-from ckpt_tools.opening import implied_format, is_remote, open_place, open_source, reaching_stores, read_checkpoint
+from ckpt_tools.opening import (
+    check_reading,
+    implied_format,
+    is_remote,
+    open_place,
+    open_source,
+    reaching_stores,
+    read_checkpoint,
+)
 from ckpt_tools.options import REMOTE_WORKERS, ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
 
@@ -63,7 +70,7 @@ def inspect(
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     _, manifest = read_checkpoint(src, options.reading, format_name=from_)
-    check_reading(manifest, options)
+    check_reading(manifest, options.reading)
     return summarize(manifest, str(src))
 
 
@@ -82,7 +89,7 @@ def open(
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
-    check_reading(manifest, options)
+    check_reading(manifest, options.reading)
     return Checkpoint.of(source.store, manifest)
 
 
@@ -253,7 +260,7 @@ def verify(
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
     how = Running(_workers(workers, src, dst), on_progress)
     if dst is None:
-        check_reading(manifest, chosen)
+        check_reading(manifest, chosen.reading)
         return verify_alone(source, manifest, chosen, how, against=digests)
     return verify_pair(source, manifest, dst, chosen, how)
 
@@ -308,7 +315,7 @@ def checksum(
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
-    check_reading(manifest, options)
+    check_reading(manifest, options.reading)
     how = Running(_workers(workers, src), on_progress)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import transforms
-from ckpt_tools.applicability import READING, WRITING, Case, check
+from ckpt_tools.applicability import WRITING, Case, check
 from ckpt_tools.crews import Crew
 from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, SourceNotFoundError, UsageError
 from ckpt_tools.execute import execute
@@ -150,11 +150,6 @@ def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -
         keeps_both=keeps_both,
         has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
     )
-
-
-def check_reading(manifest: Manifest, options: ConvertOptions) -> None:
-    """Raises UsageError where an option says how to read and ``manifest`` is of a format that does not have it."""
-    check(READING, options.given, case_of(manifest, "", keeps_both=False, whole=False))
 
 
 def is_whole(options: ConvertOptions, writer: Writer) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ckpt_tools.applicability import STORES, Case, check
+from ckpt_tools.applicability import READING, STORES, Case, check
 from ckpt_tools.companions import with_companions
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.format.base import ReadOptions
@@ -134,6 +134,11 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     reader = reader_for(source, format_name)
     manifest = with_companions(reader.read_manifest(source, options), source)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+
+
+def check_reading(manifest: Manifest, options: ReadOptions) -> None:
+    """Raises UsageError where an option says how to read and ``manifest`` is of a format that does not have it."""
+    check(READING, asdict(options), Case(source=manifest.format, is_tree=manifest.tree is not None))
 
 
 def open_place(url: str | Path) -> Place:

@@ -17,12 +17,13 @@ from ckpt_tools.cli.clean import clean_command
 from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command, reshard_command
 from ckpt_tools.cli.diff import diff_command
 from ckpt_tools.cli.formats import formats_command
+from ckpt_tools.cli.group import Group
 from ckpt_tools.cli.inspect import inspect_command
 from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.scan import scan_command
 from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
-from ckpt_tools.cli.wrapping import Group, say
+from ckpt_tools.cli.wrapping import say
 from ckpt_tools.errors import CkptError, StoreError
 
 INTERRUPTED = 130

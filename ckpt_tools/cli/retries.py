@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import click
-
 from ckpt_tools import notices
+from ckpt_tools.cli.wrapping import columns, filled
 
 LINE_SECONDS = 2.0
 """Many threads may be retrying at once, each every few tenths of a second: one line this often is enough."""
@@ -35,7 +35,10 @@ def _lines() -> notices.Listener:
             if time.monotonic() - last < LINE_SECONDS:
                 return
             last = time.monotonic()
-            # rich keeps its bar below whatever is printed to stderr while it is drawn.
-            click.echo(sentence, err=True)
+            width = columns(sys.stderr)
+            # Not by click: it writes past the stream with which rich keeps its bar below what is printed.
+            lines = filled(sentence, width) if width else [sentence]
+            sys.stderr.write("\n".join(lines) + "\n")
+            sys.stderr.flush()
 
     return say

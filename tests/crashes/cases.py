@@ -15,6 +15,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import MemoryBudgetError
 from tests.crashes.runs import Runs
+from tests.support.ranks import for_ranks
 
 SOURCES = {
     "dcp": ("dcp", "dcp", 2),
@@ -108,8 +109,8 @@ def make_sources(folder: Path) -> None:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
     torch.save(state, folder / "made.pt")
     for name, format_name, world_size in SOURCES.values():
-        cut = {"max_shard_size": "300kB"} if name == "sharded" else {}
-        ckpt_tools.convert(folder / "made.pt", folder / name, to=format_name, state="all", world_size=world_size, **cut)
+        cut: dict[str, Any] = {"max_shard_size": "300kB"} if name == "sharded" else for_ranks(format_name, world_size)
+        ckpt_tools.convert(folder / "made.pt", folder / name, to=format_name, state="all", **cut)
 
 
 def make_case(name: str, sources: Path, folder: Path, runs: Runs) -> Case:
