@@ -29,7 +29,7 @@ def check_renaming(
     known = set(names) if key_map else frozenset[str]()
     unknown = [old for old in key_map if old not in known]
     if unknown:
-        text = f"--key-map renames {listed(list(map(repr, unknown)))}, which the checkpoint does not hold"
+        text = f"--key-map renames {listed([f"'{old}'" for old in unknown])}, which the checkpoint does not hold"
         raise UsageError(f"{text}; {_nearest(unknown[0], names)}")
     current = [key_map.get(name, name) for name in names] if rules else []
     for text, pattern, replacement in rules:
@@ -39,7 +39,7 @@ def check_renaming(
 
 
 def _matches_nothing(option: str, pattern: str, letters: str, names: Collection[str]) -> UsageError:
-    return UsageError(f"{option} {pattern!r} matches no tensor; {_nearest(letters, names)}")
+    return UsageError(f"{option} '{pattern}' matches no tensor; {_nearest(letters, names)}")
 
 
 def _nearest(wanted: str, names: Collection[str]) -> str:

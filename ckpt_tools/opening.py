@@ -22,7 +22,6 @@ from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.names import MARKERS
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.staging import LocalPlace
-from ckpt_tools.wording import listed
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -158,10 +157,11 @@ def implied_format(name: str) -> str | None:
 def check_ending(name: str, to: str | None) -> None:
     """Raises UsageError where ``name`` looks like a file of a format that is not written, whatever ``to`` says."""
     suffix = PurePosixPath(name).suffix
+    *first, last = FILE_SUFFIXES
     as_file = to is None or to in FILES_OR_FOLDERS.get(suffix.lower(), ())
     is_foreign = suffix.lower() in FOREIGN_SUFFIXES or (suffix.lower() in FILES_OR_FOLDERS and as_file)
     if is_foreign or (suffix not in FILE_SUFFIXES and suffix.lower() in FILE_SUFFIXES):
         raise UsageError(
-            f"{name}: files ending in {suffix} are not written; a file ends in {listed(list(FILE_SUFFIXES))}, "
-            "and any other destination is a folder, whose name has no such ending"
+            f"{name}: files that end in {suffix} are not written; name a file that ends in {', '.join(first)} or {last}, "
+            "or a folder without such an ending"
         )
