@@ -29,7 +29,8 @@ def check_renaming(
     known = set(names) if key_map else frozenset[str]()
     unknown = [old for old in key_map if old not in known]
     if unknown:
-        text = f"--key-map renames {listed([f"'{old}'" for old in unknown])}, which the checkpoint does not hold"
+        quoted = [f"'{old}'" for old in unknown]
+        text = f"--key-map renames {listed(quoted)}, which the checkpoint does not hold"
         raise UsageError(f"{text}; {_nearest(unknown[0], names)}")
     current = [key_map.get(name, name) for name in names] if rules else []
     for text, pattern, replacement in rules:

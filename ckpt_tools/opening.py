@@ -162,6 +162,6 @@ def check_ending(name: str, to: str | None) -> None:
     is_foreign = suffix.lower() in FOREIGN_SUFFIXES or (suffix.lower() in FILES_OR_FOLDERS and as_file)
     if is_foreign or (suffix not in FILE_SUFFIXES and suffix.lower() in FILE_SUFFIXES):
         raise UsageError(
-            f"{name}: files that end in {suffix} are not written; name a file that ends in {', '.join(first)} or {last}, "
-            "or a folder without such an ending"
+            f"{name}: files that end in {suffix} are not written; name a file that ends in {', '.join(first)} or {last}"
+            ", or a folder without such an ending"
         )
