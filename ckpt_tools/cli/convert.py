@@ -20,11 +20,16 @@ _to = click.option("--to", metavar="FORMAT", help="The format to write; see form
 _state = click.option(
     "--state",
     type=click.Choice(["model", "all"]),
-    help="Weights alone, or the whole training state; all where the format can hold it if left out.",
+    help="Weights alone, or the whole training state. Default: all where the format can hold it.",
 )
-_max_shard_size = click.option("--max-shard-size", metavar="SIZE", help="Cut the output into files of at most this.")
+_max_shard_size = click.option(
+    "--max-shard-size", metavar="SIZE", help="Cut safetensors or torch into files of at most this."
+)
 _world_size = click.option(
-    "--world-size", type=click.IntRange(min=1), metavar="N", help="Ranks to write for; the source's own if left out."
+    "--world-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks to write for, of dcp and zero*. Default: the source's own.",
 )
 _strict = click.option("--strict", is_flag=True, help="Fail where something would be dropped.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the destination if it exists.")

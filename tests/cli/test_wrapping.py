@@ -97,6 +97,12 @@ def test_help_on_a_terminal(columns: int) -> None:
     assert "Sign every file of a checkpoint, or a list of digests, by OpenSSF model-signing." in said
 
 
+def test_help_is_shown_where_no_command_is_named() -> None:
+    code, text = shown(columns=60)
+    assert code == 2
+    assert words(text) == words(shown("--help", columns=60)[1])
+
+
 def test_counts_have_their_plural(tmp_path: Path, checkpoint: Any) -> None:
     import torch
 
