@@ -247,8 +247,9 @@ def make_plan(
     needed = max(reading_bytes, fixed + num_workers * BUFFERS_PER_TASK * smallest)
     if needed > memory_bytes:
         raise MemoryBudgetError(
-            f"this checkpoint needs {size(needed, at_least=True)} of memory with {count(num_workers, 'worker')}, and "
-            f"the budget is {size(memory_bytes)}: raise --memory or lower --workers"
+            f"this checkpoint needs at least {size(needed, at_least=True)} of memory with "
+            f"{count(num_workers, 'worker')}, and the budget is {size(memory_bytes)}: "
+            "raise --memory or lower --workers"
         )
     fitting = (memory_bytes - fixed) // (num_workers * BUFFERS_PER_TASK)
     aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES

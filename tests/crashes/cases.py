@@ -15,6 +15,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import MemoryBudgetError
+from ckpt_tools.options import parse_size
 from tests.crashes.runs import Runs
 from tests.support.ranks import for_ranks
 
@@ -130,6 +131,6 @@ def _least_memory(words: tuple[str | Path, ...]) -> int:
 
     with pytest.raises(MemoryBudgetError) as caught:
         group.main([*map(str, words), "--memory", "1"], standalone_mode=False)
-    found = re.search(r"at least ([\d,]+) bytes", str(caught.value))
+    found = re.search(r"at least ([\d.]+ MB) of memory", str(caught.value))
     assert found is not None
-    return int(found[1].replace(",", ""))
+    return parse_size(found[1])
