@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.applicability import ARGUMENTS, Case, check
 from ckpt_tools.conversion import (
     SAME,
     ConvertReport,
@@ -23,7 +24,15 @@ from ckpt_tools.conversion import (
 )
 from ckpt_tools.crews import Crew
 from ckpt_tools.errors import UsageError
-from ckpt_tools.opening import implied_format, is_remote, open_place, open_source, reaching_stores, read_checkpoint
+from ckpt_tools.opening import (
+    check_reading,
+    implied_format,
+    is_remote,
+    open_place,
+    open_source,
+    reaching_stores,
+    read_checkpoint,
+)
 from ckpt_tools.options import REMOTE_WORKERS, ConvertOptions, default_workers, parse_size
 from ckpt_tools.options_names import DEFAULT_MEMORY
 
@@ -61,6 +70,7 @@ def inspect(
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     _, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    check_reading(manifest, options.reading)
     return summarize(manifest, str(src))
 
 
@@ -79,6 +89,7 @@ def open(
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    check_reading(manifest, options.reading)
     return Checkpoint.of(source.store, manifest)
 
 
@@ -99,7 +110,7 @@ def convert(
     world_size: int | None = None,
     state: str | None = None,
     dtype: str | None = None,
-    weights: str = "master",
+    weights: str | None = None,
     max_shard_size: str | int | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -240,14 +251,16 @@ def verify(
     from ckpt_tools.proofs import Running, verify_alone, verify_pair
     from ckpt_tools.signing import check_signature
 
-    if dst is not None and (digests is not None or public_key is not None):
-        raise UsageError("--digests and --public-key are for one checkpoint; two are compared with each other")
+    chosen = ConvertOptions(**options)
+    given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
+    case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
+    check(ARGUMENTS["verify"], given, case)
     if public_key is not None:
         check_signature(digests or src, public_key=public_key, signature=signature)
-    chosen = ConvertOptions(**options)
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
     how = Running(_workers(workers, src, dst), on_progress)
     if dst is None:
+        check_reading(manifest, chosen.reading)
         return verify_alone(source, manifest, chosen, how, against=digests)
     return verify_pair(source, manifest, dst, chosen, how)
 
@@ -273,6 +286,7 @@ def diff(
     from ckpt_tools.proofs import Running, compare_all
 
     chosen = ConvertOptions(**options)
+    check(ARGUMENTS["diff"], chosen.given, Case())
     first = read_checkpoint(a, chosen.reading, format_name=from_)
     second = read_checkpoint(b, ConvertOptions().reading)
     return compare_all(first, second, chosen, Running(_workers(workers, a, b), on_progress))
@@ -299,7 +313,9 @@ def checksum(
     from ckpt_tools.proofs import Running, write_digests
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
+    check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    check_reading(manifest, options.reading)
     how = Running(_workers(workers, src), on_progress)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import transforms
+from ckpt_tools.applicability import WRITING, Case, check
 from ckpt_tools.crews import Crew
 from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, SourceNotFoundError, UsageError
 from ckpt_tools.execute import execute
@@ -18,14 +19,15 @@ from ckpt_tools.format.registry import readers, writer_for
 from ckpt_tools.journal import Journal
 from ckpt_tools.layout import Layout
 from ckpt_tools.ledger import Fate, Note
-from ckpt_tools.manifest import Manifest
-from ckpt_tools.opening import implied_format, open_place, open_source, read_checkpoint
+from ckpt_tools.manifest import MASTER, Kind, Manifest
+from ckpt_tools.opening import check_ending, implied_format, open_place, open_source, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.base import Claim, Located, Place, Source, Store
 from ckpt_tools.stores.names import DIGESTS_SUFFIX
+from ckpt_tools.wording import listed
 
 if TYPE_CHECKING:
     from ckpt_tools.comparison import Progress
@@ -44,6 +46,7 @@ class Prepared:
     source_format: str
     target_format: str
     place: Place
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_file(self) -> bool:
@@ -52,7 +55,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What a conversion will do. Sizes in bytes."""
+    """What a conversion will do. Sizes in bytes; ``renamed`` are the names that change, by their old ones."""
 
     source_format: str
     target_format: str
@@ -63,6 +66,7 @@ class PlanReport:
     bytes_written: int
     peak_memory_bytes: int
     notes: tuple[Note, ...]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -74,6 +78,7 @@ class PlanReport:
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "peak_memory_bytes": self.peak_memory_bytes,
+            "renamed": dict(self.renamed),
             "ledger": [note.to_json() for note in self.notes],
         }
 
@@ -106,8 +111,18 @@ class ConvertReport:
         return {**self.plan.to_json(), **done}
 
 
-def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool) -> transforms.Transformed:
-    """The manifest as it is to be written, with notes on what was cast or left behind.
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A manifest as it is to be written, with notes on what was cast or left behind; ``renamed`` has the new names by
+    the old ones."""
+
+    manifest: Manifest
+    notes: tuple[Note, ...]
+    renamed: Mapping[str, str]
+
+
+def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool) -> Reduced:
+    """The manifest as ``options`` make it.
 
     ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
 
@@ -118,7 +133,24 @@ def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_m
     for step in _steps(options, whole, holds_masters):
         manifest, more = step(manifest)
         notes += more
-    return manifest, notes
+    new_name = transforms.substitutions(options.rename, options.names)
+    renamed = transforms.new_names(manifest, new_name) if options.rename or options.names else {}
+    if renamed:
+        manifest, _ = transforms.rename(manifest, new_name)
+    manifest, more = transforms.cast(manifest, options.target_dtype)
+    return Reduced(manifest, notes + more, renamed)
+
+
+def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
+    """What options are checked against where ``manifest`` is read and ``target`` written."""
+    return Case(
+        source=manifest.format,
+        target=target,
+        is_tree=manifest.tree is not None,
+        has_masters=any(key.slot == MASTER for key in manifest.tensors),
+        keeps_both=keeps_both,
+        has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
+    )
 
 
 def is_whole(options: ConvertOptions, writer: Writer) -> bool:
@@ -130,19 +162,18 @@ def _steps(
     options: ConvertOptions, whole: bool, holds_masters: bool
 ) -> list[Callable[[Manifest], transforms.Transformed]]:
     asked = options.state == "model"
-    new_name = transforms.substitutions(options.rename, options.names)
     steps: list[Callable[[Manifest], transforms.Transformed]] = []
     if not whole:
-        steps.append(lambda manifest: transforms.model_only(manifest, weights=options.weights, asked=asked))
+        steps.append(lambda manifest: transforms.model_only(manifest, weights=options.weight_copy, asked=asked))
         steps.append(transforms.without_wrappers)
     elif not holds_masters:
-        steps.append(lambda manifest: transforms.one_copy(manifest, weights=options.weights))
+        steps.append(lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy))
+    if options.rename or options.names:
+        # Before names are chosen, so that a map of a whole model fits a part of it.
+        steps.append(lambda manifest: transforms.check_renaming(manifest, options.rename, options.names))
     steps.append(
         lambda manifest: transforms.select(manifest, include=tuple(options.include), exclude=tuple(options.exclude))
     )
-    if options.rename or options.names:
-        steps.append(lambda manifest: transforms.rename(manifest, new_name))
-    steps.append(lambda manifest: transforms.cast(manifest, options.target_dtype))
     return steps
 
 
@@ -168,8 +199,13 @@ def prepare(
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
     source_format, reading = manifest.format, reading_bytes(manifest)
     writer = writer or _same_writer(manifest, place.name)
+    whole = is_whole(options, writer)
+    check(
+        WRITING, options.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
+    )
     writing = _write_options(place.name, manifest, options)
-    manifest, notes = reduced(manifest, options, whole=is_whole(options, writer), holds_masters=writer.holds_masters)
+    made = reduced(manifest, options, whole=whole, holds_masters=writer.holds_masters)
+    manifest, notes = made.manifest, made.notes
     layout = writer.layout(manifest, writing)
     notes += layout.notes
     if strict:
@@ -184,7 +220,7 @@ def prepare(
         reading_bytes=reading,
         copies=_copies(source, place),
     )
-    return Prepared(source.store, plan, notes, source_format, writer.name, place)
+    return Prepared(source.store, plan, notes, source_format, writer.name, place, made.renamed)
 
 
 def _wanted_bytes(place: Place, layout: Layout) -> int:
@@ -205,6 +241,7 @@ def _copies(source: Source, place: Place) -> CopyRules | None:
 
 
 def _writer(to: str | None, name: str) -> Writer:
+    check_ending(name, to)
     implied = implied_format(name)
     if to is None and implied is None:
         raise UsageError(f"say with --to in which format {name} is to be written")
@@ -237,7 +274,7 @@ def _write_options(name: str, manifest: Manifest, options: ConvertOptions) -> Wr
 def _refuse_losses(notes: tuple[Note, ...]) -> None:
     lost = [note.what for note in notes if note.fate is Fate.DROPPED and not note.asked]
     if lost:
-        raise LossError(f"with --strict nothing may be left behind, and this would drop {', '.join(lost)}")
+        raise LossError(f"with --strict nothing may be left behind, and this would drop {listed(lost)}")
 
 
 def described(prepared: Prepared) -> PlanReport:
@@ -253,6 +290,7 @@ def described(prepared: Prepared) -> PlanReport:
         bytes_written=figures.bytes_written,
         peak_memory_bytes=plan.peak_memory_bytes,
         notes=prepared.notes,
+        renamed=prepared.renamed,
     )
 
 

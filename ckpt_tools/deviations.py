@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.dtypes import DType, to_numpy
+from ckpt_tools.wording import count
 
 MEASURED_ELEMENTS = 1 << 16
 """Looked at together: as float64 with their temporaries, about 4 MB."""
@@ -62,7 +63,7 @@ class Deviation:
 
     def described(self, numel: int) -> str:
         """In words: ``3 of 10 elements differ, by at most 0.5 (relative 0.1); 1 in the sign of a zero``."""
-        text = f"{self.num_differing:,} of {numel:,} elements differ"
+        text = f"{self.num_differing:,} of {count(numel, 'element')} differ{'s' if numel == 1 else ''}"
         if self.max_abs:
             text += f", by at most {self.max_abs:.6g} (relative {self.max_rel:.3g})"
         apart = (
@@ -70,7 +71,7 @@ class Deviation:
             (self.num_zero_signs, "in the sign of a zero"),
             (self.num_one_nan, "NaN on one side alone"),
         )
-        return "; ".join([text, *(f"{count:,} {what}" for count, what in apart if count)])
+        return "; ".join([text, *(f"{number:,} {what}" for number, what in apart if number)])
 
 
 def _json_number(value: float) -> float | str:

@@ -19,6 +19,7 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Kind, Manifest, ParamGroup, Path, StateKey, StateTree, TensorRef
 from ckpt_tools.references import references
+from ckpt_tools.wording import count
 
 APP_TREE = StateTree(("app", "model"), ("app", "optim"))
 """What the FSDP2 recipes of torch use: one Stateful, saved as ``app``."""
@@ -141,7 +142,7 @@ class _Found:
                 path = self._state_path(StateKey(key.fqn, slot.slot))
                 self._add_tensor(path, key if state[slot].shape else slot)
         if empty:
-            what = f"optimizer state of {len(empty)} empty parameters"
+            what = f"optimizer state of {count(len(empty), 'empty parameter')}"
             self.notes.append(Note(Fate.DEFAULTED, what, "the source keeps none", len(empty)))
 
     def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[Path, Any]]:

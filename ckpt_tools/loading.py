@@ -22,7 +22,8 @@ from ckpt_tools.filling import SCRATCH_BYTES, Filling, fill_all, read_whole
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.live import live
 from ckpt_tools.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
-from ckpt_tools.opening import read_checkpoint
+from ckpt_tools.opening import check_reading, read_checkpoint
+from ckpt_tools.wording import listed
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,7 @@ def load_into(
     """
     options = ReadOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(url, options, format_name=from_)
+    check_reading(manifest, options)
     manifest, _ = transforms.one_copy(manifest, weights=weights)
     manifest, _ = transforms.without_wrappers(manifest)
     loader = _Loader(manifest, Assembler(source.store, SCRATCH_BYTES), _Problems())
@@ -85,14 +87,9 @@ class _Problems:
 
     def check(self) -> None:
         """Raises UsageError where there is any."""
-        parts = [f"{kind} {_listed(names)}" for kind, names in self.found.items() if names]
+        parts = [f"{kind} {listed(names, MAX_NAMED)}" for kind, names in self.found.items() if names]
         if parts:
             raise UsageError(f"the checkpoint does not fit the job: {'; '.join(parts)}")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from ckpt_tools.applicability import READING, STORES, Case, check
 from ckpt_tools.companions import with_companions
-from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
+from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.format.registry import reader_for
 from ckpt_tools.manifest import Manifest
@@ -28,6 +29,21 @@ Result = TypeVar("Result")
 FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 """Destinations that are one file, and the format each implies."""
 
+_FOREIGN = """
+    npz npy gguf ggml ggmf ggjt h5 hdf5 keras onnx tflite pb msgpack mlmodel mlpackage engine plan joblib pkl pickle
+    nemo mar ot pdparams pdopt safetensor tensors distcp metadata json yaml yml csv parquet arrow zarr zip tar tgz gz
+    bz2 xz zst 7z rar txt md
+"""
+FOREIGN_SUFFIXES = frozenset(f".{name}" for name in _FOREIGN.split())
+"""Endings of files in formats that are not written: a folder of that name is not what anybody means."""
+
+FILES_OR_FOLDERS = {".ckpt": ("safetensors", "torch")}
+"""Lightning calls a torch file so, and the folder of a sharded checkpoint too: an ending that is refused for formats
+that could be one file."""
+
+_URLS = ("src", "dst", "a", "b", "digests", "output")
+"""The parameters of verbs that may name places in stores."""
+
 _STORAGE_OPTIONS: ContextVar[Mapping[str, Any]] = ContextVar("storage_options", default=MappingProxyType({}))
 """How the stores of the call under way are reached: it may open several, of which one names another."""
 
@@ -38,6 +54,8 @@ def reaching_stores(verb: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(verb)
     def call(*given: P.args, **options: P.kwargs) -> Result:
         asked: Any = options.get("storage_options")
+        urls = [*given, *(value for name, value in options.items() if name in _URLS)]
+        check(STORES, {"storage_options": asked}, Case(is_remote=any(is_remote(str(url)) for url in urls)))
         token = _STORAGE_OPTIONS.set(_STORAGE_OPTIONS.get() if asked is None else asked)
         try:
             return verb(*given, **options)
@@ -117,6 +135,11 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 
+def check_reading(manifest: Manifest, options: ReadOptions) -> None:
+    """Raises UsageError where an option says how to read and ``manifest`` is of a format that does not have it."""
+    check(READING, asdict(options), Case(source=manifest.format, is_tree=manifest.tree is not None))
+
+
 def open_place(url: str | Path) -> Place:
     """Where an output is to be; nothing is touched. Raises UsageError where nothing can be written there."""
     if is_remote(url):
@@ -129,3 +152,16 @@ def open_place(url: str | Path) -> Place:
 def implied_format(name: str) -> str | None:
     """The format that a destination's name implies, where it is one file."""
     return FILE_SUFFIXES.get(PurePosixPath(name).suffix)
+
+
+def check_ending(name: str, to: str | None) -> None:
+    """Raises UsageError where ``name`` looks like a file of a format that is not written, whatever ``to`` says."""
+    suffix = PurePosixPath(name).suffix
+    *first, last = FILE_SUFFIXES
+    as_file = to is None or to in FILES_OR_FOLDERS.get(suffix.lower(), ())
+    is_foreign = suffix.lower() in FOREIGN_SUFFIXES or (suffix.lower() in FILES_OR_FOLDERS and as_file)
+    if is_foreign or (suffix not in FILE_SUFFIXES and suffix.lower() in FILE_SUFFIXES):
+        raise UsageError(
+            f"{name}: files that end in {suffix} are not written; name a file that ends in {', '.join(first)} or {last}"
+            ", or a folder without such an ending"
+        )

@@ -6,8 +6,9 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import SourceNotFoundError, UsageError
@@ -46,7 +47,7 @@ def default_workers() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """Everything that decides what is written; the same meaning in every command.
+    """Everything that decides what is written; the same meaning in every command. None and nothing ask for nothing.
 
     Raises:
         UsageError: a value is not among those allowed.
@@ -54,7 +55,7 @@ class ConvertOptions:
 
     state: str | None = None
     dtype: str | None = None
-    weights: str = "master"
+    weights: str | None = None
     max_shard_size: str | int | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -69,11 +70,21 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         _one_of("--state", self.state, ("model", "all", None))
         _one_of("--dtype", self.dtype, (*WEIGHT_DTYPES, None))
-        _one_of("--weights", self.weights, ("master", "model"))
+        _one_of("--weights", self.weights, ("master", "model", None))
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"--world-size {self.world_size}: at least one rank is needed")
         if self.key_map is not None:
             object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
+
+    @property
+    def weight_copy(self) -> str:
+        """Which copy of a weight stands for it: the master unless asked otherwise, so that no precision is lost."""
+        return self.weights or "master"
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """Every option by name; what is not asked for is empty."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
     @property
     def target_dtype(self) -> DType | None:
@@ -103,4 +114,6 @@ def read_key_map(path: Path) -> Mapping[str, str]:
         raise UsageError(f"--key-map {path} is not valid JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise UsageError(f"--key-map {path} must be a JSON object that maps old names to new ones")
+    if not found:
+        raise UsageError(f"--key-map {path} is empty, so it renames nothing")
     return found

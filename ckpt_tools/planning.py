@@ -23,6 +23,7 @@ from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.layout import FILES_KEPT, Crc32, FileLayout, Layout, LazyFile, Literal, Padding, Payload
 from ckpt_tools.manifest import ByteRange, FlatIndex, Framing, Manifest, ShardTable
 from ckpt_tools.parts import ends_at_runs, smallest_limit
+from ckpt_tools.wording import count, size
 
 MAX_TASK_BYTES = 4 << 20
 """Measured on 2 cores, 4.49 GB: writes of 4 MiB 0.64 s, of 1 MiB 0.73 s, of 256 KiB 0.88 s; larger ones gain
@@ -246,8 +247,9 @@ def make_plan(
     needed = max(reading_bytes, fixed + num_workers * BUFFERS_PER_TASK * smallest)
     if needed > memory_bytes:
         raise MemoryBudgetError(
-            f"this checkpoint needs at least {needed:,} bytes of memory with {num_workers} workers, "
-            f"and the budget is {memory_bytes:,}: raise --memory or lower --workers"
+            f"this checkpoint needs at least {size(needed, at_least=True)} of memory with "
+            f"{count(num_workers, 'worker')}, and the budget is {size(memory_bytes)}: "
+            "raise --memory or lower --workers"
         )
     fitting = (memory_bytes - fixed) // (num_workers * BUFFERS_PER_TASK)
     aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES

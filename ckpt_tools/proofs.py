@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools import digests, transforms
+from ckpt_tools import digests, matching, transforms
+from ckpt_tools.applicability import COMPARING, DIFFING, check
 from ckpt_tools.comparison import Progress, Side, VerifyReport, compare
-from ckpt_tools.conversion import reduced
+from ckpt_tools.conversion import case_of, reduced
 from ckpt_tools.digest_files import digests_url, read_digests, stored_digests, write_list
 from ckpt_tools.digests import Digests
 from ckpt_tools.errors import UsageError
+from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.format.registry import writers
 from ckpt_tools.integrity import check_integrity
 from ckpt_tools.ledger import Fate, Note
@@ -19,6 +21,7 @@ from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.opening import open_place, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.stores.base import Source
+from ckpt_tools.wording import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,11 @@ def verify_alone(
 def _converted(listed: Digests, options: ConvertOptions) -> Digests:
     """The list as converting its checkpoint makes it: weights alone, chosen and renamed. Raises UsageError."""
     if options.state == "model":
-        copies = digests.one_copy(listed, weights=options.weights)
+        copies = digests.one_copy(listed, weights=options.weight_copy)
         listed = {key: digest for key, digest in copies.items() if key.slot == WEIGHT}
+    names = sorted({key.fqn for key in listed})
+    matching.check_renaming(names, rules=transforms.parsed_rules(options.rename), key_map=options.names)
+    matching.check_globs(names, include=options.include, exclude=options.exclude)
     new_name = transforms.substitutions(options.rename, options.names)
     chosen = [key for key in listed if transforms.is_chosen(key.fqn, options.include, options.exclude)]
     renamed = {key._replace(fqn=new_name(key.fqn)): listed[key] for key in chosen}
@@ -80,7 +86,7 @@ def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions
     """Where one side alone keeps fp32 masters, one copy of each weight on both."""
     if digests.has_masters(wanted) == digests.has_masters(found):
         return wanted, found
-    return digests.one_copy(wanted, weights=options.weights), digests.one_copy(found, weights=options.weights)
+    return digests.one_copy(wanted, weights=options.weight_copy), digests.one_copy(found, weights=options.weight_copy)
 
 
 def verify_pair(
@@ -91,17 +97,26 @@ def verify_pair(
     Raises:
         CkptError: one of them cannot be read.
     """
-    other_source, other = read_checkpoint(dst, ConvertOptions().reading)
+    other_source, other = read_checkpoint(dst, _reading_beside(manifest, options))
     target = writers().get(other.format)
-    expected, _ = reduced(
-        manifest,
-        options,
-        whole=options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE)),
-        holds_masters=target is None or target.holds_masters,
-    )
+    whole = options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE))
+    holds_masters = target is None or target.holds_masters
+    case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
+    check(COMPARING, options.given, case)
+    expected = reduced(manifest, options, whole=whole, holds_masters=holds_masters).manifest
     theirs = Side.of("the destination", other_source.store, other)
     ours = Side.of("the source", source.store, expected).with_masters_like(theirs)
     return compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
+
+
+def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
+    """How the destination is read: with the tag and the keys that are not for reading the source."""
+    case = case_of(manifest, "", keeps_both=False, whole=False)
+    return ReadOptions(
+        tag=None if case.reads_tag else options.tag,
+        model_key=None if case.reads_keys else options.model_key,
+        optim_key=None if case.reads_keys else options.optim_key,
+    )
 
 
 def compare_all(
@@ -112,12 +127,18 @@ def compare_all(
     Raises:
         CkptError: bytes cannot be read. UsageError: no tensor is chosen.
     """
+    has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
+    is_both = all(has_masters) and options.state != "model"
+    check(DIFFING, options.given, case_of(a[1], "", keeps_both=is_both, whole=True))
     manifests, notes = _comparable([a[1], b[1]], options)
     if options.rename or options.names:
+        transforms.check_renaming(manifests[0], options.rename, options.names)
         new_name = transforms.substitutions(options.rename, options.names)
         manifests[0], _ = transforms.rename(manifests[0], new_name)
     sides = [Side.of(name, each[0].store, m) for name, each, m in zip("AB", (a, b), manifests, strict=True)]
     if options.include or options.exclude:
+        names = sorted({key.fqn for side in sides for key in side.tensors})
+        matching.check_globs(names, include=options.include, exclude=options.exclude)
         sides = [
             side.selected(lambda fqn: transforms.is_chosen(fqn, options.include, options.exclude)) for side in sides
         ]
@@ -133,14 +154,14 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
     Where one side alone keeps fp32 masters, ``options.weights`` says which of its copies stands for a weight.
     """
     if options.state == "model":
-        bare = [transforms.model_only(each, weights=options.weights, asked=True) for each in manifests]
+        bare = [transforms.model_only(each, weights=options.weight_copy, asked=True) for each in manifests]
         return [transforms.without_wrappers(each)[0] for each, _ in bare], ()
     counts = [sum(key.slot == MASTER for key in each.tensors) for each in manifests]
     if all(counts) or not any(counts):
         return manifests, ()
-    left_out = "model copies" if options.weights == "master" else "fp32 masters"
-    note = Note(Fate.DROPPED, f"{left_out} of {max(counts)} tensors", "one side alone has them", max(counts))
-    return [transforms.one_copy(each, weights=options.weights)[0] for each in manifests], (note,)
+    left_out = "model copies" if options.weight_copy == "master" else "fp32 masters"
+    note = Note(Fate.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "one side alone has them", max(counts))
+    return [transforms.one_copy(each, weights=options.weight_copy)[0] for each in manifests], (note,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.job_names import JobNames
 from ckpt_tools.live import live
 from ckpt_tools.manifest import Manifest, TensorRef
-from ckpt_tools.opening import read_checkpoint
+from ckpt_tools.opening import check_reading, read_checkpoint
 from ckpt_tools.values import GlobalRef, Opaque
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def storage_reader(
     """
     options = ReadOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(url, options, format_name=from_)
+    check_reading(manifest, options)
     manifest, _ = transforms.one_copy(manifest, weights=weights)
     manifest, _ = transforms.without_wrappers(manifest)
     # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.

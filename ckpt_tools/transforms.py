@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from ckpt_tools import matching
 from ckpt_tools.casts import check_cast
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UsageError
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.wording import count
 
 Transformed = tuple[Manifest, tuple[Note, ...]]
 
@@ -45,7 +47,11 @@ def one_copy(manifest: Manifest, *, weights: str) -> Transformed:
     kept = {key: entry for key, entry in manifest.tensors.items() if key.slot != MASTER}
     if weights == "model":
         masters = [entry for key, entry in manifest.tensors.items() if key.slot == MASTER]
-        notes = (replace(_dropped(f"{MASTER} of {len(masters)} tensors", masters), why="--weights model", asked=True),)
+        notes = (
+            replace(
+                _dropped(f"{MASTER} of {count(len(masters), 'tensor')}", masters), why="--weights model", asked=True
+            ),
+        )
         return replace(manifest, tensors=kept), notes if masters else ()
     return replace(manifest, tensors={key: _chosen_copy(manifest, key, entry) for key, entry in kept.items()}), ()
 
@@ -64,7 +70,7 @@ def _dropped_state(manifest: Manifest, kept: Mapping[StateKey, TensorEntry]) -> 
     for slot in dict.fromkeys(key.slot for key, entry in manifest.tensors.items() if key not in kept):
         entries = [entry for key, entry in manifest.tensors.items() if key.slot == slot and key not in kept]
         if slot != MASTER:
-            notes.append(_dropped(f"{slot} of {len(entries)} tensors", entries))
+            notes.append(_dropped(f"{slot} of {count(len(entries), 'tensor')}", entries))
     if manifest.groups:
         notes.append(Note(Fate.DROPPED, "parameter groups", "only the model is written", len(manifest.groups)))
     notes += [Note(Fate.DROPPED, name, "only the model is written") for name in manifest.extra]
@@ -82,15 +88,12 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     A tied name that is chosen without the one that owns its bytes takes ownership.
 
     Raises:
-        UsageError: nothing is left, or a glob of ``include`` matches nothing.
+        UsageError: nothing is left, or a glob matches nothing.
     """
     if not include and not exclude:
         return manifest, ()
+    matching.check_globs(sorted(model_names(manifest)), include=include, exclude=exclude)
     manifest = _reowned(manifest, lambda fqn: is_chosen(fqn, include, exclude))
-    names = _model_names(manifest)
-    for glob in include:
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise UsageError(f"--include {glob!r} matches no tensor; see inspect --tensors")
     kept = {
         key: entry
         for key, entry in manifest.tensors.items()
@@ -108,11 +111,11 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
         replace(group, params=tuple(name for name in group.params if is_chosen(name, include, exclude)))
         for group in manifest.groups
     )
-    notes = (Note(Fate.DROPPED, f"{left} tensors", "not selected", left, asked=True),) if left else ()
+    notes = (Note(Fate.DROPPED, count(left, "tensor"), "not selected", left, asked=True),) if left else ()
     return replace(manifest, tensors=kept, aliases=aliases, groups=groups), notes
 
 
-def _model_names(manifest: Manifest) -> frozenset[str]:
+def model_names(manifest: Manifest) -> frozenset[str]:
     """Every name of the model's; tensors of the user's own entries are no part of it, and keep the keys by which their
     entries refer to them."""
     kinds = manifest.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
@@ -146,7 +149,7 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
     Raises:
         UsageError: two names become one, or one becomes empty.
     """
-    names = {name: new_name(name) for name in sorted(_model_names(manifest))}
+    names = {name: new_name(name) for name in sorted(model_names(manifest))}
     taken: dict[str, str] = {}
     for old, new in names.items():
         if not new or new in taken:
@@ -162,6 +165,17 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
     return renamed, ()
 
 
+def new_names(manifest: Manifest, new_name: Callable[[str], str]) -> dict[str, str]:
+    """The names that ``rename`` changes, and what they become."""
+    return {old: new for old in sorted(model_names(manifest)) if (new := new_name(old)) != old}
+
+
+def check_renaming(manifest: Manifest, rules: Iterable[str], key_map: Mapping[str, str]) -> Transformed:
+    """The manifest as it is. Raises UsageError for a rule or a key of the map that is of none of its names."""
+    matching.check_renaming(sorted(model_names(manifest)), rules=parsed_rules(rules), key_map=key_map)
+    return manifest, ()
+
+
 def _renamed(key: StateKey, entry: TensorEntry, names: Mapping[str, str]) -> StateKey:
     return key if entry.kind is Kind.EXTRA else StateKey(names[key.fqn], key.slot)
 
@@ -172,15 +186,20 @@ def substitutions(rules: Iterable[str], key_map: Mapping[str, str]) -> Callable[
     Raises:
         UsageError: a rule is no ``REGEX=REPL``, or its regular expression is not valid.
     """
-    parsed = [_rule(rule) for rule in rules]
+    parsed = parsed_rules(rules)
 
     def new_name(name: str) -> str:
         name = key_map.get(name, name)
-        for pattern, replacement in parsed:
+        for _, pattern, replacement in parsed:
             name = pattern.sub(replacement, name)
         return name
 
     return new_name
+
+
+def parsed_rules(rules: Iterable[str]) -> list[tuple[str, re.Pattern[str], str]]:
+    """Each ``REGEX=REPL`` with its two halves. Raises UsageError."""
+    return [(rule, *_rule(rule)) for rule in rules]
 
 
 def _rule(rule: str) -> tuple[re.Pattern[str], str]:
@@ -198,7 +217,7 @@ def _rule(rule: str) -> tuple[re.Pattern[str], str]:
 def without_wrappers(manifest: Manifest) -> Transformed:
     """Names as the bare model has them: parts that wrappers put in are taken out, and a ``module.`` that all names
     share."""
-    names = _model_names(manifest)
+    names = model_names(manifest)
     shared = bool(names) and all(name.startswith("module.") for name in names)
 
     def bare(name: str) -> str:
@@ -222,7 +241,7 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
     notes = [
         Note(
             Fate.CAST,
-            f"{sum(entry.dtype is source for entry in changed.values())} tensors",
+            count(sum(entry.dtype is source for entry in changed.values()), "tensor"),
             f"{source.value} to {dtype.value}",
             sum(entry.dtype is source for entry in changed.values()),
             sum(entry.num_bytes for entry in changed.values() if entry.dtype is source),

@@ -34,6 +34,7 @@ from ckpt_tools.manifest import (
 from ckpt_tools.manifest import Path as Path
 from ckpt_tools.numbered import NumberedGroup, match_numbers
 from ckpt_tools.values import Distinct, StoredTensor
+from ckpt_tools.wording import listed
 
 MODEL_NAMES = ("model", "module", "state_dict")
 """What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
@@ -113,7 +114,7 @@ def _given(key: str, paths: Mapping[str, Path], option: str) -> Path:
 def _optim_prefix(paths: Iterable[Path]) -> Path | None:
     found = Counter(prefix for path in paths if (prefix := _optim_part(path)) is not None)
     if len(found) > 1:
-        names = ", ".join(".".join(map(str, prefix)) for prefix in found)
+        names = listed([".".join(map(str, prefix)) for prefix in found])
         raise UnsupportedError(f"there are several optimizers ({names}); choose one with --optim-key")
     return next(iter(found), None)
 

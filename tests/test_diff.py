@@ -23,6 +23,7 @@ from ckpt_tools.comparison import Aspect, VerifyReport
 from ckpt_tools.deviations import Deviation, measure
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UsageError
+from tests.support.ranks import for_ranks
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -128,8 +129,10 @@ def test_names_are_rewritten_and_chosen(tmp_path: Path) -> None:
     assert diff_of(tmp_path, a, b, rename=[r"^m\.="], include=["w"]).num_tensors == 1
     (tmp_path / "map.json").write_text('{"m.w": "w", "m.x": "x"}')
     assert only(diff_of(tmp_path, a, b, key_map=tmp_path / "map.json"))[0] == "x"
-    with pytest.raises(UsageError, match="no tensor on either side"):
+    with pytest.raises(UsageError, match="matches no tensor"):
         diff_of(tmp_path, a, b, include=["nothing"])
+    with pytest.raises(UsageError, match="no tensor on either side"):
+        diff_of(tmp_path, a, b, include=["w"], exclude=["*"])
 
 
 FULL = ["dcp", "zero1", "zero2", "zero3", "universal", "torch", "safetensors"]
@@ -140,7 +143,7 @@ def test_all_formats_of_one_state_are_the_same(source: str, checkpoint: Any, tmp
     """Optimizer state too, at three world sizes; each against the next."""
     made = checkpoint(source, "awkward", 2).checkpoint
     for number, to in enumerate(FULL):
-        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", world_size=1 + number % 3)
+        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", **for_ranks(to, 1 + number % 3))
     for a, b in zip(["", *FULL], [*FULL, FULL[0]], strict=True):
         report = ckpt_tools.diff(tmp_path / a if a else made, tmp_path / b)
         assert report.equal and report.num_tensors >= 100, (a, b, report.differences[:3])
@@ -240,11 +243,11 @@ def run(*words: str | Path) -> int:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     diff_of(tmp_path, {"w": torch.ones(4)}, {"w": torch.tensor([1.0, 1.0, 1.0, 1.5])})
     assert run("diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors") == 0
-    assert "1 tensors, 16 B: all are the same" in capsys.readouterr().out
+    assert "1 tensor, 16 B: all are the same" in capsys.readouterr().out
     assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.pt") == 6
     shown = capsys.readouterr()
     assert "1 of 4 elements differ, by at most 0.5 (relative 0.333)" in shown.out
-    assert shown.err == "Error: 1 of 1 tensors differ\n"
+    assert shown.err == "Error: 1 of 1 tensor differs\n"
     assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.pt", "--json") == 6
     (found,) = json.loads(capsys.readouterr().out)["differences"]
     assert found["name"] == "w" and found["aspect"] == "values" and found["max_abs"] == 0.5

@@ -311,7 +311,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run("verify", path) == 0
     assert "no digests lie with" in capsys.readouterr().out
     assert run("checksum", path) == 0
-    assert capsys.readouterr().out == f"{path}.digests.json: digests of 1 tensors, 8 B\n"
+    assert capsys.readouterr().out == f"{path}.digests.json: digests of 1 tensor, 8 B\n"
     assert run("checksum", path) == 8
     capsys.readouterr()
     assert run("checksum", path, "--output", "-") == 0

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt_tools
 from ckpt_tools.dtypes import DType
+from tests.support.ranks import for_ranks
 from tests.test_casts import our_cast, torch_cast
 
 State = Mapping[str, torch.Tensor]
@@ -174,7 +175,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
             FRAMEWORKS[name](state, folder / name)
         else:
             torch.save(state, folder / f"{name}.pt")
-            ckpt_tools.convert(folder / f"{name}.pt", folder / name, to=name, world_size=3)
+            ckpt_tools.convert(folder / f"{name}.pt", folder / name, to=name, **for_ranks(name, 3))
     return folder
 
 
@@ -183,7 +184,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_bit_of_every_dtype(source: str, target: str, sources: Path, tmp_path: Path) -> None:
     held = tuple(dtype for dtype in HOLDS[source] if dtype in HOLDS[target])
     names = [f"{dtype.value}.*" for dtype in held]
-    ckpt_tools.convert(sources / source, tmp_path / "out", to=target, world_size=2, include=[*names, "main"])
+    ckpt_tools.convert(sources / source, tmp_path / "out", to=target, include=[*names, "main"], **for_ranks(target, 2))
     assert_same(state_of(held), LOADERS[target](tmp_path / "out"))
 
 
@@ -195,7 +196,7 @@ def test_every_bit_of_a_moment(through: str, tmp_path: Path) -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": ["w"]}
     optim = {"state": {"w": moments}, "param_groups": [group]}
     torch.save({"model": {"w": special_bits}, "optim": optim}, tmp_path / "all.pt")
-    ckpt_tools.convert(tmp_path / "all.pt", tmp_path / "there", to=through, world_size=3, state="all")
+    ckpt_tools.convert(tmp_path / "all.pt", tmp_path / "there", to=through, state="all", **for_ranks(through, 3))
     ckpt_tools.convert(tmp_path / "there", tmp_path / "back.pt", state="all")
     found = torch.load(tmp_path / "back.pt", weights_only=True)
     weights = found["model"] if "model" in found else {"w": found["w"]}

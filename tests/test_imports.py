@@ -25,24 +25,39 @@ ROOMS: dict[str, set[str]] = {
     "boxes": set(),
     "buffers": set(),
     "ledger": set(),
+    "notices": set(),
+    "wording": set(),
+    "applicability": {"errors"},
+    "matching": {"errors", "wording"},
     "options_names": set(),
     "signals": set(),
     "values": {"errors", "dtypes", "boxes"},
     "manifest": {"errors", "dtypes", "boxes", "ledger"},
     "numbered": {"boxes"},
     "casts": {"errors", "dtypes"},
-    "transforms": {*NOUNS, "casts", "ledger"},
+    "transforms": {*NOUNS, "casts", "ledger", "matching", "wording"},
     "layout": {*NOUNS, "ledger"},
     "coalesce": {*NOUNS},
-    "tree": {*NOUNS, "ledger", "numbered"},
+    "tree": {*NOUNS, "ledger", "numbered", "wording"},
     "references": {*NOUNS},
-    "entries": {*NOUNS, "ledger", "references"},
+    "entries": {*NOUNS, "ledger", "references", "wording"},
     "parts": set(),
-    "planning": {*NOUNS, "layout", "coalesce", "parts"},
-    "stores": {"errors", "parts", "signals"},
+    "planning": {*NOUNS, "layout", "coalesce", "parts", "wording"},
+    "stores": {"errors", "notices", "parts", "signals", "wording"},
     "runners": {"errors", "checksums", "signals"},
-    "containers": {*NOUNS, "layout", "stores.base"},
-    "format": {*NOUNS, "casts", "ledger", "tree", "entries", "references", "layout", "containers", "stores.base"},
+    "containers": {*NOUNS, "layout", "stores.base", "wording"},
+    "format": {
+        *NOUNS,
+        "casts",
+        "ledger",
+        "tree",
+        "entries",
+        "references",
+        "layout",
+        "containers",
+        "stores.base",
+        "wording",
+    },
     "assemble": {*NOUNS, "buffers", "casts", "planning", "containers", "coalesce", "stores.base"},
     "checksums": set(),
     "execute": {
@@ -62,7 +77,7 @@ ROOMS: dict[str, set[str]] = {
 """What each room below the public API may import of the others. A room that is not listed wires them together, and may
 import any but ``cli`` and ``testing``."""
 
-PUBLIC = {"errors", "options_names", "signals"}
+PUBLIC = {"errors", "notices", "options_names", "signals", "wording"}
 """What the command line may import beside the package itself: neither costs anything."""
 
 FAMILIES = [{"deepspeed", "zero_writer", "universal"}]

@@ -19,6 +19,7 @@ import pytest
 import ckpt_tools
 from fixtures.store import Fixture
 from tests.conftest import Resume
+from tests.support.ranks import for_ranks
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
 SOURCES = {
@@ -76,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_cell(cell: Cell, checkpoint: Checkpoint, resume: Resume, tmp_path: Path) -> None:
     made = checkpoint(SOURCES[cell.source], cell.case, cell.from_ranks)
     to, kind = TARGETS[cell.target]
-    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=cell.to_ranks)
+    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, **for_ranks(to, cell.to_ranks))
     truth = Truth.load(made.root)
     resumed = resume(kind, cell.case, tmp_path / "out", cell.to_ranks)
     assert_same_state(truth, resumed)
@@ -157,8 +158,8 @@ ROUND_TRIPS = [(a, b) for a, b in itertools.product(TARGETS, TARGETS) if a != b]
 def test_there_and_back_is_the_same_state(first: str, second: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     made = checkpoint(SOURCES[first], "plain" if "universal" in (first, second) else "awkward", 2)
     to_first, to_second = TARGETS[first][0], TARGETS[second][0]
-    ckpt_tools.convert(made.checkpoint, tmp_path / "there", to=to_second, world_size=3)
-    ckpt_tools.convert(tmp_path / "there", tmp_path / "back", to=to_first, world_size=2)
+    ckpt_tools.convert(made.checkpoint, tmp_path / "there", to=to_second, **for_ranks(to_second, 3))
+    ckpt_tools.convert(tmp_path / "there", tmp_path / "back", to=to_first, **for_ranks(to_first, 2))
     report = ckpt_tools.verify(made.checkpoint, tmp_path / "back")
     assert report.equal, report.differences
 

@@ -7,7 +7,9 @@ from typing import Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, size
+from ckpt_tools.cli.render import print_json, progress
+from ckpt_tools.cli.wrapping import say
+from ckpt_tools.wording import count, size
 
 
 @click.command("checksum")
@@ -30,4 +32,4 @@ def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, *
     if as_json or report.destination is None:
         print_json(report.to_json())
     else:
-        click.echo(f"{report.destination}: digests of {len(report.digests):,} tensors, {size(report.num_bytes)}")
+        say(f"{report.destination}: digests of {count(len(report.digests), 'tensor')}, {size(report.num_bytes)}")

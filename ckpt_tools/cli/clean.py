@@ -5,7 +5,9 @@ from __future__ import annotations
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, size
+from ckpt_tools.cli.render import print_json
+from ckpt_tools.cli.wrapping import say
+from ckpt_tools.wording import size
 
 
 @click.command("clean")
@@ -23,6 +25,6 @@ def clean_command(dst: str, dry_run: bool, as_json: bool, storage_options: dict[
         print_json(report.to_json())
         return
     for left in report.leftovers:
-        click.echo(f"{left.url}: {left.kind}, {size(left.num_bytes)}")
+        say(f"{left.url}: {left.kind}, {size(left.num_bytes)}")
     done = f"{size(report.num_bytes)} {'removed' if report.is_removed else 'to be removed'}"
-    click.echo(f"{report.destination}: {done if report.leftovers else 'no leftovers'}")
+    say(f"{report.destination}: {done if report.leftovers else 'no leftovers'}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, show, show_notes, size, table
+from ckpt_tools.cli.render import print_json, printable, progress, show, show_notes, table
+from ckpt_tools.cli.wrapping import say
+from ckpt_tools.wording import MAX_NAMES, count, size
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
@@ -17,11 +20,16 @@ _to = click.option("--to", metavar="FORMAT", help="The format to write; see form
 _state = click.option(
     "--state",
     type=click.Choice(["model", "all"]),
-    help="Weights alone, or the whole training state; all where the format can hold it if left out.",
+    help="Weights alone, or the whole training state. Default: all where the format can hold it.",
 )
-_max_shard_size = click.option("--max-shard-size", metavar="SIZE", help="Cut the output into files of at most this.")
+_max_shard_size = click.option(
+    "--max-shard-size", metavar="SIZE", help="Cut safetensors or torch into files of at most this."
+)
 _world_size = click.option(
-    "--world-size", type=click.IntRange(min=1), metavar="N", help="Ranks to write for; the source's own if left out."
+    "--world-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks to write for, of dcp and zero*. Default: the source's own.",
 )
 _strict = click.option("--strict", is_flag=True, help="Fail where something would be dropped.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the destination if it exists.")
@@ -135,14 +143,23 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
-    click.echo(f"{report.source_format} to {report.target_format}: {report.num_tensors:,} tensors")
-    click.echo(f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {report.num_tasks:,} tasks")
-    click.echo(f"peak memory {size(report.peak_memory_bytes)}")
+    say(f"{report.source_format} to {report.target_format}: {count(report.num_tensors, 'tensor')}")
+    say(f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
+    say(f"peak memory {size(report.peak_memory_bytes)}")
     drawn = table(None, "file", "bytes", right=("bytes",))
     for path, num_bytes in report.files.items():
         drawn.add_row(path, f"{num_bytes:,}")
     show(drawn)
+    _show_renamed(report)
     show_notes(report.notes)
+
+
+def _show_renamed(report: PlanReport) -> None:
+    if report.renamed:
+        pairs = [f"{old} to {new}" for old, new in islice(report.renamed.items(), MAX_NAMES)]
+        more = len(report.renamed) - len(pairs)
+        text = ", ".join(pairs) + (f" and {more:,} more" if more else "")
+        say(printable(f"renamed: {count(len(report.renamed), 'name')} ({text})"))
 
 
 def _show_done(report: ConvertReport, as_json: bool) -> None:
@@ -150,12 +167,13 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
         print_json(report.to_json())
         return
     rate = size(report.bytes_written / max(report.seconds, 1e-9))
-    click.echo(
-        f"{report.destination}: {report.plan.num_tensors:,} tensors, {size(report.bytes_written)} in "
-        f"{len(report.plan.files):,} files, {report.seconds:.2f} s ({rate}/s)"
+    say(
+        f"{report.destination}: {count(report.plan.num_tensors, 'tensor')}, {size(report.bytes_written)} in "
+        f"{count(len(report.plan.files), 'file')}, {report.seconds:.2f} s ({rate}/s)"
     )
     if report.bytes_recovered:
-        click.echo(f"{size(report.bytes_recovered)} more were there from an earlier run")
+        say(f"{size(report.bytes_recovered)} more were there from an earlier run")
     if report.digests:
-        click.echo(f"digests in {report.digests}")
+        say(f"digests in {report.digests}")
+    _show_renamed(report.plan)
     show_notes(report.plan.notes)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, show, show_notes, size, table
+from ckpt_tools.cli.render import print_json, progress, show, show_notes, table
+from ckpt_tools.cli.wrapping import say
 from ckpt_tools.errors import DifferenceError
+from ckpt_tools.wording import count, size
 
 if TYPE_CHECKING:
     from ckpt_tools.comparison import VerifyReport
@@ -47,7 +49,7 @@ def diff_command(a: str, b: str, as_json: bool, quiet: bool, **chosen: Any) -> N
 def show_report(report: VerifyReport, same: str) -> None:
     """The differences, or one line that says that there are none."""
     if report.equal:
-        click.echo(f"{report.num_tensors:,} tensors, {size(report.num_bytes)}: all {same}")
+        say(f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}: all {same}")
     else:
         drawn = table(None, "tensor", "difference")
         for difference in report.differences:
@@ -59,4 +61,5 @@ def show_report(report: VerifyReport, same: str) -> None:
 def refuse(report: VerifyReport) -> None:
     """Raises DifferenceError where there are differences."""
     if not report.equal:
-        raise DifferenceError(f"{report.num_differing:,} of {report.num_tensors:,} tensors differ")
+        differ = "differs" if report.num_differing == 1 else "differ"
+        raise DifferenceError(f"{report.num_differing:,} of {count(report.num_tensors, 'tensor')} {differ}")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, show, size, table
+from ckpt_tools.cli.render import MAX_NOTES, print_json, show, table
+from ckpt_tools.wording import count, listed, size
 
 if TYPE_CHECKING:
     from ckpt_tools.summary import Summary
@@ -48,7 +49,10 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("step", "unknown" if summary.step is None else f"{summary.step:,}"),
         ("world size", "unknown" if summary.world_size is None else str(summary.world_size)),
         ("parameters", f"{summary.num_parameters:,}"),
-        ("tensors", f"{summary.num_tensors:,} in {summary.num_shards:,} shards of {summary.num_files:,} files"),
+        (
+            "tensors",
+            f"{summary.num_tensors:,} in {count(summary.num_shards, 'shard')} of {count(summary.num_files, 'file')}",
+        ),
         ("bytes", size(summary.num_bytes)),
         ("dtypes", dtypes),
         ("optimizer", ", ".join(summary.optimizer_slots) or "none"),
@@ -56,9 +60,9 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.group_sizes:
         rows.append(("groups", f"{len(summary.group_sizes)} of {', '.join(map(str, summary.group_sizes))} parameters"))
     if summary.aliases:
-        rows.append(("tied", ", ".join(f"{alias} = {owner}" for alias, owner in summary.aliases.items())))
+        rows.append(("tied", listed([f"{alias} = {owner}" for alias, owner in summary.aliases.items()], MAX_NOTES)))
     if summary.extras:
-        rows.append(("extras", ", ".join(summary.extras)))
+        rows.append(("extras", listed(summary.extras, MAX_NOTES)))
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import traceback
@@ -16,22 +17,23 @@ from ckpt_tools.cli.checksum import checksum_command
 from ckpt_tools.cli.clean import clean_command
 from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command, reshard_command
 from ckpt_tools.cli.diff import diff_command
-from ckpt_tools.cli.ending import StoppableGroup, end, ended_by_signals
+from ckpt_tools.cli.ending import end, ended_by_signals
 from ckpt_tools.cli.formats import formats_command
+from ckpt_tools.cli.group import Group
 from ckpt_tools.cli.inspect import inspect_command
 from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.scan import scan_command
 from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
+from ckpt_tools.cli.wrapping import say
 from ckpt_tools.errors import CkptError, StoreError
 
 
-@click.group(cls=StoppableGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ckpt-tools")
 def group() -> None:
     """Open any sharded training checkpoint and write any other, without executing a pickle.
 
-    \b
     Exit codes: 0 done, 1 other failure, 2 usage, 3 source not found, 4 malformed or unsupported checkpoint,
     5 I/O failure (a retry may help), 6 differences found, 7 refused as unsafe, 8 destination exists,
     9 over the memory budget; 129, 130, 143 ended by SIGHUP, SIGINT (Ctrl-C), SIGTERM.
@@ -78,7 +80,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     except CkptError as error:
         _explain(f"Error: {error}", error.exit_code, verbose)
     except click.ClickException as error:
-        error.show()
+        _show(error)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as error:
         end(error, words, lambda sentence: _say(sentence, verbose), is_process=arguments is None)
@@ -105,4 +107,11 @@ def _say(sentence: str, verbose: bool) -> None:
     """On stderr; with ``--verbose``, after the traceback."""
     if verbose:
         traceback.print_exc()
-    click.echo(printable(sentence), err=True)
+    say(printable(sentence), err=True)
+
+
+def _show(error: click.ClickException) -> None:
+    """The usage, and what is wrong with the arguments."""
+    shown = io.StringIO()
+    error.show(file=shown)
+    say(shown.getvalue().rstrip("\n"), err=True)

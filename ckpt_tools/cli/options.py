@@ -26,6 +26,10 @@ def _pairs(context: click.Context, option: click.Parameter, given: tuple[str, ..
     for name, equals, _ in pairs:
         if not name or not equals:
             raise click.BadParameter(f"{name!r} is no KEY=VALUE")
+    names = [name for name, _, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise click.BadParameter(f"{name!r} is given twice")
     return {name: value for name, _, value in pairs}
 
 
@@ -42,19 +46,15 @@ source = _all(click.argument("src", metavar="SRC"), storage)
 
 reading = _all(
     click.option("--from", "from_", metavar="FORMAT", help="The source's format, where it is not detected."),
-    click.option(
-        "--tag", help="Which checkpoint of a DeepSpeed folder; the one that its file latest names if left out."
-    ),
-    click.option("--model-key", help="Where the model lives in a DCP tree, e.g. app.model; found out if left out."),
-    click.option("--optim-key", help="Where the optimizer lives in a DCP tree; found out if left out."),
+    click.option("--tag", help="Which checkpoint of a DeepSpeed folder. Default: the one that its file latest names."),
+    click.option("--model-key", help="Where the model lives in a DCP tree, e.g. app.model. Default: found out."),
+    click.option("--optim-key", help="Where the optimizer lives in a DCP tree. Default: found out."),
 )
 
 weights = click.option(
     "--weights",
     type=click.Choice(["master", "model"]),
-    default="master",
-    show_default=True,
-    help="Which copy of a weight: the fp32 master where there is one, or the model's own.",
+    help="Which copy of a weight: the fp32 master if there is one, or the model's own. Default: master.",
 )
 
 naming = _all(
@@ -70,13 +70,13 @@ choosing = _all(
     naming,
 )
 
-workers = click.option("--workers", type=click.IntRange(min=1), help="Threads; one a processor if left out.")
+workers = click.option("--workers", type=click.IntRange(min=1), help="Threads. Default: one for each processor.")
 
 running = _all(
     click.option(
         "--memory",
         metavar="SIZE",
-        help=f"Peak memory of the whole process; {DEFAULT_MEMORY}, or what a larger index needs, if left out.",
+        help=f"Peak memory of the whole process; default: {DEFAULT_MEMORY}, or what a larger index needs.",
     ),
     workers,
 )
@@ -97,6 +97,6 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print the result
 verbose = click.option("--verbose", "-v", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 
 talking = _all(
-    click.option("--quiet", "-q", is_flag=True, help="No progress."),
+    click.option("--quiet", "-q", is_flag=True, help="No progress, and no lines about retries."),
     verbose,
 )

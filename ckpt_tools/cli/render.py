@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt_tools.cli.wrapping import say
+from ckpt_tools.wording import listed, size
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -19,16 +22,10 @@ if TYPE_CHECKING:
 QUIET_LINE_SECONDS = 5.0
 """Where stderr is no terminal, a line of progress this often: enough to see that it lives, few enough for a log."""
 
+MAX_NOTES = 20
+"""How many things of one fate and reason a line lists; ``--json`` has them all."""
+
 Progress = Callable[[int, int], None]
-
-
-def size(num_bytes: float) -> str:
-    """Bytes as people read them: 4.49 GB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if num_bytes < 1000 or unit == "TB":
-            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.2f} {unit}"
-        num_bytes /= 1000
-    raise AssertionError("the loop returns")
 
 
 def print_json(found: dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -71,7 +68,7 @@ def show_notes(notes: Iterable[Note]) -> None:
     for note in notes:
         lines.setdefault((note.fate.value, note.why), []).append(note.what)
     for (fate, why), what in lines.items():
-        click.echo(printable(f"{fate}: {', '.join(what)} ({why})"))
+        say(printable(f"{fate}: {listed(what, MAX_NOTES)} ({why})"))
 
 
 @contextmanager

@@ -8,7 +8,9 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, show, table
+from ckpt_tools.cli.wrapping import say
 from ckpt_tools.errors import MalformedError, UnsafeError
+from ckpt_tools.wording import count
 
 if TYPE_CHECKING:
     from ckpt_tools.scanning import ScanReport
@@ -30,13 +32,13 @@ def scan_command(src: str, as_json: bool, quiet: bool, storage_options: dict[str
     if as_json:
         print_json(report.to_json())
     elif report.clean:
-        click.echo(f"{report.num_pickles:,} pickles in {report.num_files:,} files: nothing in them would run")
+        say(f"{count(report.num_pickles, 'pickle')} in {count(report.num_files, 'file')}: nothing in them would run")
     else:
         _show(report)
     if report.unsafe:
-        raise UnsafeError(f"{src} is not safe to load: {report.num_findings:,} findings")
+        raise UnsafeError(f"{src} is not safe to load: {count(report.num_findings, 'finding')}")
     if not report.clean:
-        raise MalformedError(f"{src} could not be followed to the end: {report.num_findings:,} findings")
+        raise MalformedError(f"{src} could not be followed to the end: {count(report.num_findings, 'finding')}")
 
 
 def _show(report: ScanReport) -> None:
@@ -48,4 +50,4 @@ def _show(report: ScanReport) -> None:
         drawn.add_row(*map(Text, (finding.file, finding.place, finding.danger.value, finding.what)))
     show(drawn)
     if report.num_findings > len(report.findings):
-        click.echo(f"and {report.num_findings - len(report.findings):,} more")
+        say(f"and {report.num_findings - len(report.findings):,} more")

@@ -8,6 +8,7 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json
+from ckpt_tools.cli.wrapping import say
 
 
 @click.command("sign")
@@ -25,4 +26,4 @@ def sign_command(src: str, as_json: bool, **chosen: Any) -> None:
     if as_json:
         print_json(report.to_json())
     else:
-        click.echo(report.signature)
+        say(report.signature)

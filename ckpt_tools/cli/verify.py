@@ -9,6 +9,7 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.diff import refuse, show_report
 from ckpt_tools.cli.render import print_json, progress
+from ckpt_tools.wording import count
 
 
 @click.command("verify")
@@ -42,4 +43,4 @@ def verify_command(src: str, dst: str | None, as_json: bool, quiet: bool, **chos
 def _whole(num_digests: int | None) -> str:
     if num_digests is None:
         return "are whole; no digests lie with them (see checksum)"
-    return f"are whole, and have the {num_digests:,} digests written down for them"
+    return f"are whole, and have the {count(num_digests, 'digest')} written down for them"

@@ -12,6 +12,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.layout import FileLayout, Literal
 from ckpt_tools.manifest import TensorEntry
 from ckpt_tools.stores.base import Source, checked_name
+from ckpt_tools.wording import listed
 
 MAX_INDEX_BYTES = 256 << 20
 """A million names of 200 characters; no index is larger."""
@@ -49,7 +50,7 @@ def choose_index(indexes: list[str], preferred: str) -> str:
     """The one index of a folder, or ``preferred`` where there are several. Raises UnsupportedError."""
     if preferred in indexes or len(indexes) == 1:
         return preferred if preferred in indexes else indexes[0]
-    raise UnsupportedError(f"several models lie here ({', '.join(indexes)}); name the index of the one you mean")
+    raise UnsupportedError(f"several models lie here ({listed(indexes)}); name the index of the one you mean")
 
 
 def read_weight_map(source: Source, index: str) -> Mapping[str, str]:

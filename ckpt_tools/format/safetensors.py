@@ -58,6 +58,7 @@ from ckpt_tools.references import references
 from ckpt_tools.stores.base import Source
 from ckpt_tools.tree import MAX_PATH_PARTS, Leaves, TensorLeaf, manifest_of
 from ckpt_tools.values import MAX_DIMS, brief
+from ckpt_tools.wording import listed
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
@@ -161,7 +162,7 @@ def _check_shards(files: list[str]) -> None:
         return
     numbers = [_SHARD_NAME.fullmatch(file) for file in files]
     if not all(numbers):
-        raise UnsupportedError(f"several models lie here ({', '.join(files[:4])}); name the file of the one you mean")
+        raise UnsupportedError(f"several models lie here ({listed(files)}); name the file of the one you mean")
     present = {(int(match[1]), int(match[2])) for match in numbers if match}
     totals = {total for _, total in present}
     expected = {(number, total) for total in totals for number in range(1, total + 1)}

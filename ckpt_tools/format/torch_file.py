@@ -23,6 +23,7 @@ from ckpt_tools.references import extracted, replaced
 from ckpt_tools.stores.base import Source
 from ckpt_tools.tree import Leaves, Path, TensorLeaf, manifest_of
 from ckpt_tools.values import PARAMETER, OrderedDict, StorageRef, StoredTensor
+from ckpt_tools.wording import listed
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
@@ -79,7 +80,7 @@ def _files(source: Source) -> tuple[Mapping[str, str], list[str]]:
 def _check_shards(files: list[str]) -> None:
     numbers = {(int(m[1]), int(m[2])) for file in files if (m := _SHARD_NAME.fullmatch(file))}
     if len(numbers) != len(files):
-        raise UnsupportedError(f"several files lie here ({', '.join(files[:4])}); name the one you mean")
+        raise UnsupportedError(f"several files lie here ({listed(files)}); name the one you mean")
     totals = {total for _, total in numbers}
     if numbers != {(number, total) for total in totals for number in range(1, total + 1)} or len(totals) > 1:
         raise IncompleteError(f"of the shards {files[0]} ... {files[-1]} some are missing")

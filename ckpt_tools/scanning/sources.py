@@ -17,6 +17,7 @@ from ckpt_tools.scanning.carriers import UNPICKLED, Inspector, Piece
 from ckpt_tools.scanning.report import Danger, Notebook, ScanReport
 from ckpt_tools.stores.base import Source, checked_name
 from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.wording import listed
 
 MAX_METADATA_BYTES = 4 << 30
 """As where it is read: a million chunks take 150 MB."""
@@ -119,7 +120,7 @@ class _Scan:
     def _inflated(self, piece: Piece, transforms: tuple[str, ...]) -> str | None:
         """Look at an item that went through ``transforms``; why not, if not."""
         if transforms != (_ZSTD,):
-            return f"it is stored through {', '.join(transforms)}"
+            return f"it is stored through {listed(transforms)}"
         data, reason = inflated_zstd(piece.read, piece.size)
         self._inspector.look_at(piece.holding(data, "", is_expected=not reason))
         return reason

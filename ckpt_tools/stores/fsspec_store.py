@@ -26,9 +26,11 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.signals import held_back, let_through
+from ckpt_tools.stores import fsspec_errors
 from ckpt_tools.stores.base import Buffer, Leftover, PartRules, Store, checked_name
+from ckpt_tools.stores.fsspec_errors import shown
 from ckpt_tools.stores.names import PARTIAL, is_marker, is_shown
-from ckpt_tools.stores.retrying import RetryPolicy, TransientError, retried
+from ckpt_tools.stores.retrying import RetryPolicy, retried
 
 Result = TypeVar("Result")
 
@@ -67,15 +69,13 @@ def asked(url: str, call: Callable[[], Result]) -> Result:
 def _asked_once(url: str, call: Callable[[], Result]) -> Result:
     try:
         return call()
-    except (FileNotFoundError, CkptError):
+    except CkptError:
         raise
-    except (PermissionError, NotImplementedError) as error:
-        raise StoreError(f"it was refused: {error or type(error).__name__}", path=url) from error
-    except (OSError, EOFError) as error:
-        raise TransientError(StoreError(f"it failed: {error or type(error).__name__}", path=url)) from error
     except Exception as error:
-        # Each service's library has a root of its own; what it means by it cannot be told apart here.
-        raise StoreError(f"it failed: {type(error).__name__}: {error}", path=url) from error
+        judged = fsspec_errors.judged(error, url)
+        if judged is error:
+            raise
+        raise judged from error
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class FsspecStore:
         try:
             return asked(self.url, self._sizes)
         except FileNotFoundError as error:
-            raise SourceNotFoundError(f"there is no file or folder {self.url}") from error
+            raise SourceNotFoundError(f"there is no file or folder {shown(self.url)}") from error
 
     def _sizes(self) -> dict[str, int]:
         self.fs.invalidate_cache()
@@ -126,6 +126,12 @@ class FsspecStore:
         size = _size(self.fs.info(full), full)
         if size < start + len(buffer):
             raise IncompleteError(f"the file ends at byte {size:,}", path=full)
+        if len(data) == size:
+            raise StoreError(
+                "its server sends the whole file where a part is asked for (it ignores the header Range), so nothing "
+                "can be read from it in place; download the file first, or serve it from a server that sends parts",
+                path=shown(full),
+            )
         raise EOFError(f"{len(data):,} bytes came where {len(buffer):,} were asked for")
 
 
@@ -144,10 +150,26 @@ def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | Non
         StoreError: it cannot be asked; others as ``file_system`` says.
     """
     fs, path = file_system(url, options)
-    if asked(url, lambda: fs.isfile(path)):
+    kind = kind_at(fs, path, url)
+    if kind == "file":
         folder, _, name = path.rpartition("/")
         return FsspecStore(fs, folder, only=name)
-    return FsspecStore(fs, path) if asked(url, lambda: fs.exists(path)) else None
+    return None if kind is None else FsspecStore(fs, path)
+
+
+def kind_at(fs: Any, path: str, url: str) -> str | None:
+    """``file`` or ``directory``; None where nothing is.
+
+    ``isfile``, ``isdir`` and ``exists`` of fsspec say no where the service could not be asked, and ``info`` of some
+    services knows nothing of a folder that is only the beginning of other names.
+
+    Raises:
+        StoreError: it cannot be asked.
+    """
+    try:
+        return str(asked(url, lambda: fs.info(path))["type"])
+    except FileNotFoundError:
+        return "directory" if asked(url, lambda: fs.exists(path)) else None
 
 
 @dataclass(slots=True)
@@ -303,7 +325,8 @@ class FsspecPlace:
         return PartRules()
 
     def existing(self) -> Store | None:
-        is_full = asked(self.url, lambda: self.fs.isdir(self.path) and bool(self._files()))
+        is_folder = kind_at(self.fs, self.path, self.url) == "directory"
+        is_full = is_folder and asked(self.url, lambda: bool(self._files()))
         return FsspecStore(self.fs, self.path) if is_full else None
 
     def _files(self) -> list[str]:
@@ -324,7 +347,7 @@ class FsspecPlace:
     def check_free(self, *, is_file: bool, overwrite: bool) -> None:
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
         self.fs.invalidate_cache()
-        single = asked(self.url, lambda: self.fs.isfile(self.path))
+        single = kind_at(self.fs, self.path, self.url) == "file"
         inside = self.existing() is not None
         if (single or inside) and not overwrite:
             raise DestinationExistsError(

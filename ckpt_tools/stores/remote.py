@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.stores.base import Place, Source, Store
 from ckpt_tools.stores.blocks import BlockCache
+from ckpt_tools.stores.fsspec_errors import shown
 from ckpt_tools.stores.fsspec_lock import FsspecObjects
 from ckpt_tools.stores.fsspec_store import FsspecPlace, open_fsspec_store
 from ckpt_tools.stores.names import PARTIAL
@@ -30,7 +31,7 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
     """
     store = _open_s3(url, options) if _is_s3(url) else open_fsspec_store(url, options)
     if store is None:
-        raise SourceNotFoundError(f"there is no file or folder {url}")
+        raise SourceNotFoundError(f"there is no file or folder {shown(url)}")
     source = Source.open(store)
     return replace(source, store=BlockCache(store, source.files))
 

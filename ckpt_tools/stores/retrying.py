@@ -8,12 +8,15 @@ clients who failed together do not come back together. What is tried again has t
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.notices import tell
 
 Result = TypeVar("Result")
 
@@ -32,11 +35,23 @@ TRANSIENT_CODES = frozenset(
 
 
 class TransientError(Exception):
-    """Another attempt may succeed; ``error`` is what to say where none did."""
+    """Another attempt may succeed; ``error`` is what to say where none did, ``trouble`` what is wrong until then, in
+    words that hold no credentials."""
 
-    def __init__(self, error: CkptError) -> None:
+    def __init__(self, error: CkptError, trouble: str = "no answer from the store yet") -> None:
         super().__init__(str(error))
         self.error = error
+        self.trouble = trouble
+
+
+def host_of(url: str) -> str:
+    """The host and port of a URL, without the credentials that it may hold."""
+    return urlsplit(url).netloc.rpartition("@")[2] or "the store"
+
+
+def without_credentials(text: str) -> str:
+    """``text`` whose URLs lack what stands before an ``@``."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def is_transient(status: int, code: str) -> bool:
@@ -73,7 +88,7 @@ def retried(
     sleep: Callable[[float], None] = time.sleep,
     fraction: Callable[[], float] = random.random,
 ) -> Result:
-    """What ``call`` gives in the first attempt that raises no ``TransientError``.
+    """What ``call`` gives in the first attempt that raises no ``TransientError``. Whoever listens hears of each other.
 
     Raises:
         CkptError: the last attempt's, where all failed. Whatever else ``call`` raises ends it at once.
@@ -81,7 +96,8 @@ def retried(
     for num_failures in range(1, policy.attempts):
         try:
             return call()
-        except TransientError:
+        except TransientError as failure:
+            tell(f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
             sleep(policy.wait_seconds(num_failures, fraction()))
     try:
         return call()

@@ -26,7 +26,7 @@ from isal import isal_zlib
 
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.stores.base import Buffer
-from ckpt_tools.stores.retrying import RetryPolicy, TransientError, is_transient, retried
+from ckpt_tools.stores.retrying import RetryPolicy, TransientError, host_of, is_transient, retried, without_credentials
 
 Result = TypeVar("Result")
 
@@ -389,23 +389,30 @@ class Bucket:
         except (exceptions.CredentialRetrievalError, exceptions.TokenRetrievalError) as error:
             raise StoreError(f"credentials for S3 cannot be had: {error}", path=self.url(key)) from error
         except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:
-            raise TransientError(self._unanswered(key, error)) from error
+            raise self._silence(key, error) from error
         except (exceptions.IncompleteReadError, exceptions.ResponseParserError) as error:
-            raise TransientError(self._unanswered(key, error)) from error
+            raise self._silence(key, error) from error
         except (OSError, http.client.HTTPException, urllib3.HTTPError, EOFError) as error:
-            raise TransientError(self._unanswered(key, error)) from error
+            raise self._silence(key, error) from error
         except exceptions.BotoCoreError as error:
             raise StoreError(f"S3 cannot be asked: {error}", path=self.url(key)) from error
 
-    def _unanswered(self, key: str, error: Exception) -> StoreError:
+    @property
+    def _host(self) -> str:
+        endpoint = self.options.endpoint_url or os.environ.get("AWS_ENDPOINT_URL")
+        return host_of(endpoint) if endpoint else "the S3 service"
+
+    def _silence(self, key: str, error: Exception) -> TransientError:
         endpoint = self.options.endpoint_url or os.environ.get("AWS_ENDPOINT_URL") or "the S3 service"
-        return StoreError(f"no answer from {endpoint}: {error or type(error).__name__}", path=self.url(key))
+        reason = without_credentials(f"no answer from {endpoint}: {error or type(error).__name__}")
+        return TransientError(StoreError(reason, path=self.url(key)), f"no answer from {self._host} yet")
 
     def _answered(self, operation: str, key: str, answer: Mapping[str, Any]) -> Exception:
         status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         code, message = answer["Error"].get("Code", ""), answer["Error"].get("Message", "")
         if is_transient(status, code):
-            return TransientError(StoreError(f"the S3 service failed: {code} {message}", path=self.url(key)))
+            failed = StoreError(f"the S3 service failed: {code} {message}", path=self.url(key))
+            return TransientError(failed, f"{self._host} answers {code}")
         if code == "NoSuchBucket" or (status == 404 and operation.startswith("list_objects")):
             return SourceNotFoundError(f"there is no bucket {self.name}")
         if code in _REFUSED:

@@ -8,13 +8,16 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ckpt_tools
 from ckpt_tools.errors import MemoryBudgetError
+from ckpt_tools.options import parse_size
 from tests.crashes.runs import Runs
+from tests.support.ranks import for_ranks
 
 SOURCES = {
     "dcp": ("dcp", "dcp", 2),
@@ -108,8 +111,8 @@ def make_sources(folder: Path) -> None:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
     torch.save(state, folder / "made.pt")
     for name, format_name, world_size in SOURCES.values():
-        cut = {"max_shard_size": "300kB"} if name == "sharded" else {}
-        ckpt_tools.convert(folder / "made.pt", folder / name, to=format_name, state="all", world_size=world_size, **cut)
+        cut: dict[str, Any] = {"max_shard_size": "300kB"} if name == "sharded" else for_ranks(format_name, world_size)
+        ckpt_tools.convert(folder / "made.pt", folder / name, to=format_name, state="all", **cut)
 
 
 def make_case(name: str, sources: Path, folder: Path, runs: Runs) -> Case:
@@ -128,6 +131,6 @@ def _least_memory(words: tuple[str | Path, ...]) -> int:
 
     with pytest.raises(MemoryBudgetError) as caught:
         group.main([*map(str, words), "--memory", "1"], standalone_mode=False)
-    found = re.search(r"at least ([\d,]+) bytes", str(caught.value))
+    found = re.search(r"at least ([\d.]+ MB) of memory", str(caught.value))
     assert found is not None
-    return int(found[1].replace(",", ""))
+    return parse_size(found[1])

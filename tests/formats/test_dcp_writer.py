@@ -517,7 +517,7 @@ def test_empty_parameters_get_the_state_that_torch_asks_for(
     made = checkpoint("zero2-fp32", "empty", 2)
     report = ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=3)
     assert [note.what for note in report.plan.notes if note.fate is Fate.DEFAULTED] == [
-        "optimizer state of 1 empty parameters"
+        "optimizer state of 1 empty parameter"
     ]
     truth, resumed = Truth.load(made.root), resume("fsdp2", "empty", tmp_path / "out", 3)
     np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=1e-6, atol=0)

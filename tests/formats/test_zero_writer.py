@@ -329,7 +329,7 @@ def test_16_bit_moments_become_fp32_and_integers_stay() -> None:
 def test_float64_moments_are_noted_as_cast() -> None:
     made = Checkpoint().weight("a", floats(3)).add("a", "exp_avg", floats(3).astype(np.float64))
     (note,) = layout_of(made.manifest(["a"], extra={"lr_scheduler": {}, "global_step": 1}), stage=1).notes
-    assert (note.fate, note.what, note.why) == (Fate.CAST, "exp_avg of 1 tensors", "float64 to float32")
+    assert (note.fate, note.what, note.why) == (Fate.CAST, "exp_avg of 1 tensor", "float64 to float32")
 
 
 def test_state_of_parameters_in_no_group_is_dropped_with_a_note() -> None:
@@ -368,7 +368,7 @@ def test_masters_come_from_the_weights_as_they_are_stored() -> None:
 
 def test_masters_widened_from_16_bits_are_noted() -> None:
     layout = layout_of(Checkpoint().weight("a", floats(3).astype(BF16)).manifest(["a"]), stage=2)
-    assert notes_about(layout.notes, "fp32 masters of 1 parameters")[0].fate is Fate.DEFAULTED
+    assert notes_about(layout.notes, "fp32 masters of 1 parameter")[0].fate is Fate.DEFAULTED
 
 
 def test_in_fp32_the_weights_are_the_masters() -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.wording import newest
 
 METADATA = ".metadata"
 
@@ -44,7 +45,7 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
     folders = [path.rpartition("/")[0] for path in found]
     if len(found) == 1 or _is_one_of_accelerates(folders):
         return found
-    raise UnsupportedError(f"several checkpoints lie here ({', '.join(folders[:5])}); name the folder of one")
+    raise UnsupportedError(f"several checkpoints lie here ({newest(folders)}); name the folder of one")
 
 
 def _is_one_of_accelerates(folders: list[str]) -> bool:

@@ -28,6 +28,7 @@ from ckpt_tools.manifest import ByteRange, Framing, Ints, ShardTable
 from ckpt_tools.stores.base import Source, checked_name
 from ckpt_tools.tree import MAX_PATH_PARTS, Path, TensorLeaf
 from ckpt_tools.values import Size
+from ckpt_tools.wording import listed
 
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""
@@ -90,7 +91,7 @@ class _Files:
         Raises UnsupportedError, IncompleteError.
         """
         for info in filter(attrgetter("transform_descriptors"), infos):
-            names = ", ".join(info.transform_descriptors or ())
+            names = listed(info.transform_descriptors or ())
             raise UnsupportedError(f"its items are stored through {names}; save it without", path=info.relative_path)
         numbers = self._column(map(self._number, map(attrgetter("relative_path"), infos)), len(infos))
         starts = self._column(map(attrgetter("offset"), infos), len(infos))

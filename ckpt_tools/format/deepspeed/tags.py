@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
 from ckpt_tools.stores.base import Source, checked_name
+from ckpt_tools.wording import newest
 
 MAX_LATEST_BYTES = 4096
 """The name of a folder is no longer."""
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """A key that puts ``global_step9`` before ``global_step10``."""
-    parts = re.split(r"([0-9]+)", name)
-    return [(len(part.lstrip("0")), part.lstrip("0")) if number % 2 else (0, part) for number, part in enumerate(parts)]
 
 
 def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: str, what: str) -> str:
@@ -59,6 +52,5 @@ def _latest(source: Source, folders: list[str], latest: str) -> str:
     return tag
 
 
-def _listed(folders: list[str], limit: int = 8) -> str:
-    shown = [folder or "the folder itself" for folder in folders[-limit:]]
-    return ("..., " if len(folders) > limit else "") + ", ".join(shown)
+def _listed(folders: list[str]) -> str:
+    return newest(folder or "the folder itself" for folder in folders)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import IncompleteError, UnsupportedError
-from ckpt_tools.format.deepspeed.tags import choose_tag, natural
+from ckpt_tools.format.deepspeed.tags import choose_tag
 from ckpt_tools.stores.base import Source
+from ckpt_tools.wording import natural
 
 LATEST = "latest_universal"
 

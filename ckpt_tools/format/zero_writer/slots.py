@@ -15,9 +15,7 @@ from ckpt_tools.casts import CASTABLE
 from ckpt_tools.dtypes import DType
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
-
-MAX_NAMES = 4
-"""Names that a note lists."""
+from ckpt_tools.wording import count, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ class _Column:
         why = "the source has none, as of parameters that never had a gradient; zeros, at their group's step"
         notes = [noted(Fate.DEFAULTED, f"{self.name} of {listed(missing)}", why, fresh)] if missing else []
         if wide:
-            notes.append(noted(Fate.CAST, f"{self.name} of {len(wide)} tensors", "float64 to float32", wide))
+            notes.append(noted(Fate.CAST, f"{self.name} of {count(len(wide), 'tensor')}", "float64 to float32", wide))
         return notes
 
     def shared_notes(self, number: int) -> list[Note]:
@@ -152,9 +150,3 @@ def noted(fate: Fate, what: str, why: str, entries: Iterable[TensorEntry] = ()) 
     """A note about these tensors."""
     found = list(entries)
     return Note(fate, what, why, max(1, len(found)), sum(entry.num_bytes for entry in found))
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of ``names``, and how many more."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more

@@ -10,9 +10,10 @@ from typing import Any
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.format.zero_writer.kinds import is_deepspeed, untrained
-from ckpt_tools.format.zero_writer.slots import OptimizerState, Slot, listed, noted
+from ckpt_tools.format.zero_writer.slots import OptimizerState, Slot, noted
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.wording import count, listed
 
 FLAVOURS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 """What DeepSpeed trains in."""
@@ -160,8 +161,8 @@ class _Reading:
         torch's do not have because they always correct."""
         if is_deepspeed(self.manifest) or not options.keys() >= _ADAM_OPTIONS or "bias_correction" in options:
             return options
-        why = "DeepSpeed's own Adam asks for it, and the source's always corrects: True"
-        self.notes.append(Note(Fate.DEFAULTED, f"bias_correction of parameter group {number}", why))
+        why = "DeepSpeed's Adam requires this setting; torch's Adam always corrects the bias and does not store it"
+        self.notes.append(Note(Fate.DEFAULTED, f"bias_correction = True in parameter group {number}", why))
         return {**options, "bias_correction": True}
 
     def _note_lost(self, trained: Mapping[str, None], empty: Mapping[str, TensorEntry]) -> None:
@@ -179,7 +180,7 @@ class _Reading:
         narrow = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
         if narrow:
             why = "the source keeps none, so the weights are widened"
-            self.notes.append(noted(Fate.DEFAULTED, f"fp32 masters of {len(narrow)} parameters", why, narrow))
+            self.notes.append(noted(Fate.DEFAULTED, f"fp32 masters of {count(len(narrow), 'parameter')}", why, narrow))
 
 
 def _master(manifest: Manifest, name: str) -> StateKey:

@@ -13,12 +13,12 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.format.base import WriteOptions
 from ckpt_tools.format.zero_writer.model_states import CutModel, WholeModel
 from ckpt_tools.format.zero_writer.optim_states import GroupCutOptim, ParamCutOptim
-from ckpt_tools.format.zero_writer.slots import listed
 from ckpt_tools.format.zero_writer.state import TrainingState
 from ckpt_tools.format.zero_writer.target import Target
 from ckpt_tools.layout import FileLayout, Layout, LazyFile, Literal, Workshop
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
+from ckpt_tools.wording import listed
 
 
 @dataclass(frozen=True, slots=True)

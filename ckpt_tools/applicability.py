@@ -1,0 +1,233 @@
+"""Which options apply to what: one table, so that nothing that a user asked for is ignored in silence. Pure.
+
+An option that is given and does not apply is an error that says what it is for. An option that is not given, or has
+its default, asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.errors import UsageError
+
+RANKED = ("dcp", "zero1", "zero2", "zero3")
+"""Formats that are written for a number of ranks."""
+SHARDED = ("safetensors", "torch")
+"""Formats whose output is cut into shards of at most a given size."""
+TAGGED = ("zero1", "zero2", "zero3", "universal")
+"""Formats whose checkpoints lie in a folder each, named by its tag."""
+TREES = ("dcp", "torch", "safetensors")
+"""Formats in which model and optimizer lie in a tree. A safetensors file has one only with whole state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a command works on, as far as it is known when options are checked.
+
+    ``target`` is the format that is written, for ``verify`` that of DST. ``has_masters`` says that the source keeps
+    fp32 masters, ``keeps_both`` that the target keeps them beside the weights, ``has_state`` that optimizer state is
+    written.
+    """
+
+    source: str = ""
+    target: str = ""
+    is_tree: bool = False
+    has_masters: bool = False
+    keeps_both: bool = False
+    has_state: bool = False
+    has_destination: bool = False
+    has_digests: bool = False
+    has_key: bool = False
+    is_printed: bool = False
+    is_remote: bool = False
+
+    @property
+    def formats(self) -> str:
+        """For messages: what is read, and what is written."""
+        return f"this reads {self.source}" + (f" and writes {self.target}" if self.target else "")
+
+    @property
+    def reads_tag(self) -> bool:
+        return self.source in TAGGED or self.source.startswith("zero")
+
+    @property
+    def reads_keys(self) -> bool:
+        return self.source in TREES and (self.is_tree or self.source != "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``options`` apply to ``what``, if ``applies`` says so; with ``value``, only that value is checked."""
+
+    options: tuple[str, ...]
+    applies: Callable[[Case], bool]
+    what: str
+    here: Callable[[Case], str]
+    value: Any = None
+
+    def check(self, given: Mapping[str, Any], case: Case) -> None:
+        """Raises UsageError for an option that is given and does not apply."""
+        for option in self.options:
+            value = given.get(option)
+            if value and self.value in (None, value) and not self.applies(case):
+                raise UsageError(f"{flag(option)} is for {self.what}; {self.here(case)}")
+
+
+def flag(option: str) -> str:
+    """The option's name on the command line."""
+    names = {"from_": "--from", "storage_options": "--storage-option"}
+    return names.get(option, f"--{option.replace('_', '-')}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}"
+
+
+def _writes(case: Case) -> str:
+    return f"this writes {case.target}"
+
+
+def _formats(case: Case) -> str:
+    return case.formats
+
+
+_TAGS = Rule(
+    ("tag",),
+    lambda case: case.reads_tag or case.target in TAGGED,
+    f"DeepSpeed's formats ({_listed(TAGGED)})",
+    _formats,
+)
+_MODEL_KEY = Rule(
+    ("model_key",),
+    lambda case: case.reads_keys or case.target == "dcp",
+    f"checkpoints that are trees ({_listed(TREES)} with whole state), and for writing dcp",
+    _formats,
+)
+_OPTIM_KEY = Rule(
+    ("optim_key",),
+    lambda case: case.reads_keys or (case.target == "dcp" and case.has_state),
+    f"checkpoints that are trees ({_listed(TREES)} with whole state), and for writing optimizer state to dcp",
+    _formats,
+)
+_WEIGHTS = Rule(
+    ("weights",),
+    lambda case: not (case.has_masters and case.keeps_both),
+    "outputs that hold one copy of each weight; choose --state model, or leave it out",
+    lambda case: f"{case.target} keeps the fp32 masters and the model's weights",
+    value="model",
+)
+
+READING = (_TAGS, _MODEL_KEY, _OPTIM_KEY)
+"""Of every command that reads one checkpoint, once its format is known."""
+
+WRITING = (
+    *READING,
+    Rule(
+        ("world_size",),
+        lambda case: case.target in RANKED,
+        f"formats that are written for a number of ranks ({_listed(RANKED)})",
+        _writes,
+    ),
+    Rule(
+        ("max_shard_size",),
+        lambda case: case.target in SHARDED,
+        f"formats that are cut into shards of a size ({_listed(SHARDED)})",
+        _writes,
+    ),
+    _WEIGHTS,
+)
+"""Of ``convert`` and its like, once the formats are known."""
+
+COMPARING = (*READING, _WEIGHTS)
+"""Of ``verify`` with two checkpoints, once their formats are known."""
+
+DIFFING = (
+    *READING,
+    Rule(
+        ("weights",),
+        lambda case: not (case.has_masters and case.keeps_both),
+        "checkpoints of which one alone keeps fp32 masters, or for --state model",
+        lambda case: "here both keep them, and both copies are compared",
+        value="model",
+    ),
+)
+"""Of ``diff``, once both checkpoints are read; ``keeps_both`` says that masters are compared too."""
+
+_CHOOSING = ("state", "weights", "include", "exclude", "rename", "key_map")
+
+ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
+    "verify": (
+        Rule(
+            ("digests", "public_key", "signature"),
+            lambda case: not case.has_destination,
+            "verify with one checkpoint",
+            lambda case: "two are compared with each other",
+        ),
+        Rule(
+            ("signature",),
+            lambda case: case.has_key,
+            "checking a signature",
+            lambda case: "name the key too, with --public-key",
+        ),
+        Rule(
+            _CHOOSING,
+            lambda case: case.has_destination or case.has_digests,
+            "verify with DST or --digests",
+            lambda case: "a checkpoint alone is checked whole, as it is stored",
+        ),
+        Rule(
+            ("dtype",),
+            lambda case: case.has_destination,
+            "verify with DST",
+            lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",
+        ),
+        Rule(
+            ("world_size", "max_shard_size"),
+            lambda case: False,
+            "writing",
+            lambda case: "verify compares tensors however they are cut; leave it out",
+        ),
+    ),
+    "diff": (
+        Rule(
+            ("dtype",),
+            lambda case: False,
+            "convert, consolidate and verify",
+            lambda case: "diff compares elements as they are stored, and tensors of other dtypes by their values",
+        ),
+        Rule(
+            ("world_size", "max_shard_size"),
+            lambda case: False,
+            "writing",
+            lambda case: "diff compares tensors however they are cut; leave it out",
+        ),
+    ),
+    "checksum": (
+        Rule(
+            ("overwrite",),
+            lambda case: not case.is_printed,
+            "digests that are written to a file",
+            lambda case: "with --output - they are printed",
+        ),
+    ),
+}
+"""By command, what its arguments alone tell before anything is opened."""
+
+STORES = (
+    Rule(
+        ("storage_options",),
+        lambda case: case.is_remote,
+        "URLs of stores, such as s3://bucket/folder",
+        lambda case: "only local paths are named here",
+    ),
+)
+"""Of every command that opens stores."""
+
+
+def check(rules: Iterable[Rule], given: Mapping[str, Any], case: Case) -> None:
+    """Raises UsageError for the first option of ``given`` that does not apply to ``case``."""
+    for rule in rules:
+        rule.check(given, case)

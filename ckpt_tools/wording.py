@@ -1,0 +1,64 @@
+"""Numbers, sizes and lists of names as messages say them. Imports nothing that costs time at start-up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from heapq import nlargest
+from math import ceil
+
+MAX_NAMES = 4
+"""How many names a message lists before it says how many more there are."""
+
+MAX_COMPARED = 2000
+"""How many names are compared letter by letter to find the nearest: 2,000 take about 50 ms."""
+
+NUM_NEAREST = 3
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """``1 file``, ``1,024 files``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def size(num_bytes: float, *, at_least: bool = False) -> str:
+    """Bytes as people read them: 4.49 GB; with ``at_least``, rounded up."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000 or unit == "TB":
+            shown = ceil(num_bytes * 100) / 100 if at_least else num_bytes
+            return f"{shown:,.0f} {unit}" if unit == "B" else f"{shown:,.2f} {unit}"
+        num_bytes /= 1000
+    raise AssertionError("the loop returns")
+
+
+def listed(names: Collection[str], limit: int = MAX_NAMES) -> str:
+    """The first of ``names``, and how many more there are: ``a, b and 7 more``."""
+    shown = [name for _, name in zip(range(limit), names, strict=False)]
+    more = f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
+    return ", ".join(shown) + more
+
+
+def newest(names: Iterable[str], limit: int = MAX_NAMES) -> str:
+    """Folders of a run, the newest first by the numbers in their names: ``epoch_12, epoch_11 and 10 more``."""
+    return listed(sorted(names, key=natural, reverse=True), limit)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that puts ``global_step9`` before ``global_step10``."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(len(part.lstrip("0")), part.lstrip("0")) if number % 2 else (0, part) for number, part in enumerate(parts)]
+
+
+def nearest(wanted: str, names: Collection[str]) -> Sequence[str]:
+    """The names that look most like ``wanted``, the most alike first."""
+    from difflib import get_close_matches
+
+    parts = set(_parts(wanted))
+    compared = names
+    if len(names) > MAX_COMPARED:
+        compared = nlargest(MAX_COMPARED, names, key=lambda name: sum(part in parts for part in _parts(name)))
+    return get_close_matches(wanted, list(compared), n=NUM_NEAREST, cutoff=0.0)
+
+
+def _parts(name: str) -> list[str]:
+    return re.findall(r"[A-Za-z]+|[0-9]+", name)

@@ -1,0 +1,232 @@
+"""What a server of files answers, and what is said of it: nothing there is 3, no or a bad answer is 5."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools import notices
+from ckpt_tools.cli import retries
+from ckpt_tools.cli.main import main
+from ckpt_tools.errors import StoreError
+from ckpt_tools.stores import fsspec_store
+from ckpt_tools.stores.retrying import RetryPolicy
+from tests.cli.terminals import shown
+
+NO_PORT = "http://127.0.0.1:9"
+"""The port of the service discard, which nobody runs."""
+
+
+@dataclass
+class Server:
+    """Sends ``data`` at ``/m.safetensors``; ``statuses`` are answered first, one a request."""
+
+    port: int
+    data: bytes
+    status: int = 0
+    num_failing: int = 1 << 30
+    sends_ranges: bool = True
+    hangs_up: bool = False
+
+    def url(self, path: str = "m.safetensors") -> str:
+        return f"http://127.0.0.1:{self.port}/{path}"
+
+
+@contextmanager
+def serving(data: bytes) -> Iterator[Server]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Quietly."""
+
+        def do_HEAD(self) -> None:
+            self.answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self.answer(with_body=True)
+
+        def answer(self, *, with_body: bool) -> None:
+            if served.hangs_up:
+                self.close_connection = True
+                return
+            if served.status and served.num_failing > 0:
+                served.num_failing -= 1
+                self.send_error(served.status)
+                return
+            if not self.path.startswith("/m.safetensors"):
+                self.send_error(404)
+                return
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            start, stop = (int(asked[1]), int(asked[2]) + 1) if asked and served.sends_ranges else (0, len(served.data))
+            body = served.data[start:stop]
+            self.send_response(206 if asked and served.sends_ranges else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    served = Server(server.server_address[1], data)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield served
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("http")
+    torch.save({"w": torch.arange(300_000, dtype=torch.float32)}, folder / "m.pt")
+    ckpt_tools.convert(folder / "m.pt", folder / "m.safetensors")
+    return (folder / "m.safetensors").read_bytes()
+
+
+@pytest.fixture
+def server(data: bytes) -> Iterator[Server]:
+    with serving(data) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_store, "_POLICY", RetryPolicy(attempts=4, base_seconds=0.01, cap_seconds=0.02))
+
+
+def said_of(url: str, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, list[str]]:
+    """The exit code of ``inspect --json``, whose stdout stays empty, and the lines on stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", url, "--json", *more])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, captured.err.splitlines()
+
+
+def test_a_file_is_read(server: Server, tmp_path: Path) -> None:
+    assert ckpt_tools.inspect(server.url()).num_parameters == 300_000
+    ckpt_tools.convert(server.url(), tmp_path / "m.pt")
+    assert torch.equal(torch.load(tmp_path / "m.pt")["w"], torch.arange(300_000, dtype=torch.float32))
+
+
+def test_a_refused_connection(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said_of(f"{NO_PORT}/x", capsys)
+    assert code == 5
+    assert lines[0] == "no answer from 127.0.0.1:9 yet; trying again (2 of 4)"
+    assert lines[-1].startswith("Error: http://127.0.0.1:9/x: no answer from 127.0.0.1:9: ")
+
+
+def test_an_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said_of("https://no-such-host.invalid/x", capsys)
+    assert code == 5
+    assert "no-such-host.invalid" in lines[-1]
+    assert "no file or folder" not in lines[-1]
+
+
+def test_a_file_that_is_not_there(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said_of(server.url("nothing"), capsys)
+    assert code == 3
+    assert lines == [f"Error: there is no file or folder {server.url('nothing')}"]
+
+
+@pytest.mark.parametrize(("status", "words"), [(403, "access was refused"), (401, "access was refused")])
+def test_a_refusal(status: int, words: str, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.status = status
+    code, lines = said_of(server.url(), capsys)
+    assert code == 5
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert str(status) in lines[0]
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_server_that_fails(status: int, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.status = status
+    code, lines = said_of(server.url(), capsys)
+    assert code == 5
+    assert lines[0] == f"127.0.0.1:{server.port} answers {status}; trying again (2 of 4)"
+    assert f"answers {status}" in lines[-1]
+
+
+def test_a_server_that_hangs_up(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.hangs_up = True
+    code, lines = said_of(server.url(), capsys)
+    assert code == 5
+    assert "no answer from" in lines[-1]
+
+
+def test_a_server_that_recovers(server: Server) -> None:
+    server.status, server.num_failing = 503, 4
+    assert ckpt_tools.inspect(server.url()).num_parameters == 300_000
+
+
+def test_a_server_without_ranges(server: Server, tmp_path: Path) -> None:
+    server.sends_ranges = False
+    with pytest.raises(StoreError, match=r"sends the whole file where a part is asked for.*download the file first"):
+        ckpt_tools.convert(server.url(), tmp_path / "m.pt")
+
+
+def test_retries_are_told_to_whoever_listens_in_any_thread(server: Server, tmp_path: Path) -> None:
+    heard: list[str] = []
+    server.status, server.num_failing = 503, 2
+    with notices.hearing(heard.append):
+        ckpt_tools.inspect(server.url())
+    assert heard == [f"127.0.0.1:{server.port} answers 503; trying again (2 of 4)"]
+
+
+def test_lines_about_retries_are_few(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with retries.telling_of_retries(quiet=False):
+        for _ in range(100):
+            notices.tell("again")
+        assert capsys.readouterr().err == "again\n"
+        monkeypatch.setattr(retries, "LINE_SECONDS", 0)
+        notices.tell("again")
+        assert capsys.readouterr().err == "again\n"
+
+
+def test_quiet_means_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said_of(f"{NO_PORT}/x", capsys, "--quiet")
+    assert code == 5
+    assert len(lines) == 1
+
+
+def test_credentials_are_in_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said_of("http://me:hidden@127.0.0.1:9/x?X-Amz-Signature=hidden", capsys)
+    assert code == 5
+    assert "hidden" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize("endpoint", [NO_PORT, "http://me:hidden@127.0.0.1:9", "http://no-such-host.invalid:9"])
+def test_an_s3_endpoint_that_does_not_answer(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"endpoint_url={endpoint}", "key=a", "secret=b", "retries=1", "region=us-east-1"]
+    code, lines = said_of("s3://bucket/m", capsys, *(word for each in given for word in ("--storage-option", each)))
+    assert code == 5
+    host = endpoint.rpartition("/")[2].rpartition("@")[2]
+    assert lines[0] == f"no answer from {host} yet; trying again (2 of 2)"
+    assert "no answer from" in lines[-1]
+    assert "hidden" not in "\n".join(lines)
+
+
+def test_a_bar_is_not_broken_by_a_line(tmp_path: Path) -> None:
+    """On a terminal: the line stands alone, the bar is drawn again below it and gone in the end."""
+    given = [f"endpoint_url={NO_PORT}", "key=a", "secret=b", "retries=3"]
+    options = [word for each in given for word in ("--storage-option", each)]
+    code, text = shown("convert", "s3://bucket/m", tmp_path / "x.pt", *options, columns=100)
+    assert code == 5
+    # A line as it stands in the end: what was erased before is gone, codes for colours and the cursor are no text.
+    rows = [row.split("\x1b[2K")[-1] for row in text.split("\n")]
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", row).rstrip() for row in rows]
+    assert "no answer from 127.0.0.1:9 yet; trying again (2 of 4)" in lines
+    assert any(line.startswith("Error: s3://bucket/m: no answer from") for line in lines)
