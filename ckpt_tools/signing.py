@@ -22,8 +22,8 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.opening import local_path
+from ckpt_tools.stores.names import SIGNATURE_NAME
 
-FOLDER_NAME = "model.sig"
 FILE_SUFFIX = ".sig"
 
 
@@ -109,7 +109,7 @@ def _signature_path(src: str | Path, signature: str | Path | None) -> Path:
     path = local_path(src)
     if signature is not None:
         return local_path(signature)
-    return path / FOLDER_NAME if path.is_dir() else path.with_name(path.name + FILE_SUFFIX)
+    return path / SIGNATURE_NAME if path.is_dir() else path.with_name(path.name + FILE_SUFFIX)
 
 
 def _calling(failed: str, kind: type[CkptError], action: Callable[[], Any]) -> Any:
