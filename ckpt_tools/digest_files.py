@@ -15,9 +15,7 @@ from ckpt_tools.digests import Digests
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
-    FormatError,
     SourceNotFoundError,
-    UnsupportedError,
     UsageError,
 )
 from ckpt_tools.format.base import ReadOptions
@@ -77,15 +75,11 @@ def check_list(place: Place) -> Mapping[str, int]:
     present = place.present(is_file=True)
     if present is None:
         return NOTHING
-    try:
-        digests.read_list(Source(present.store, present.files), place.name)
-    except UnsupportedError:
-        pass  # of a later version
-    except FormatError as error:
+    if present.others or not digests.is_list(Source(present.store, present.files), place.name):
         raise DestinationExistsError(
-            f"{place.url} is not a list of digests, so it is not replaced: {error}; remove it yourself, or choose "
-            "another --output"
-        ) from error
+            f"{place.url} is not a list of digests, so it is not replaced; remove it yourself, or choose another "
+            "--output"
+        )
     return present.files
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from ckpt_tools.digests import place_in
+from ckpt_tools.digests import is_list, place_in
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.format.registry import reader_for
 from ckpt_tools.opening import whereabouts
+from ckpt_tools.signing import is_signature
 from ckpt_tools.stores.base import Place, Source
 from ckpt_tools.stores.names import SIGNATURE_NAME, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, listed
+
+MAX_SIGNATURE_BYTES = 512 << 20
+"""It lists every file of a folder with its digest."""
 
 _ELSEWHERE = "choose another destination"
 
@@ -79,6 +83,7 @@ def _own_files(present: Present, url: str) -> frozenset[str]:
         reader = reader_for(source, None)
         manifest = reader.read_manifest(source, ReadOptions())
         own = reader.own_files(source, manifest)
+        return own | _beside(source, place_in(manifest)) if own else own
     except StoreError:
         raise
     except CkptError as error:
@@ -87,9 +92,15 @@ def _own_files(present: Present, url: str) -> frozenset[str]:
             f"{url} is not a checkpoint that can be read, so it is not replaced (it holds {names}): {error}; remove it "
             f"yourself, or {_ELSEWHERE}"
         ) from error
-    digests = place_in(manifest)
-    beside = {digests, SIGNATURE_NAME, digests.rpartition("/")[0] + f"/{SIGNATURE_NAME}"}
-    return own | beside if own else own
+
+
+def _beside(source: Source, digests: str) -> frozenset[str]:
+    """The list of digests and the signatures that lie with a checkpoint, if they are what their names say."""
+    folder = digests.rpartition("/")[0]
+    signatures = {SIGNATURE_NAME, f"{folder}/{SIGNATURE_NAME}"} & source.files.keys()
+    found = {path for path in signatures if is_signature(source.read_all(path, limit_bytes=MAX_SIGNATURE_BYTES))}
+    is_there = digests in source.files and is_list(source, digests)
+    return frozenset(found | ({digests} if is_there else set()))
 
 
 def _check_tags(place: Place, files: Iterable[str], written: Iterable[str]) -> None:

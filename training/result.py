@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from ckpt_tools.errors import DestinationExistsError
 
 from .checkpoints import checkpoint_name, checkpoint_of
 from .config import TrainConfig
 from .loop import EpochMetrics, Trained
 
 RESULT_NAME = "result.json"
+
+
+def check_result_file(out: Path) -> None:
+    """Raises DestinationExistsError where ``OUT/result.json`` is there and no run wrote it: it would be replaced."""
+    path = out / RESULT_NAME
+    if not os.path.lexists(path):
+        return
+    try:
+        RunResult.read(path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DestinationExistsError(
+            f"{path} is not the result of a run, and a run would replace it; move it away or choose another --out"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import ckpt_tools
 from ..checkpoints import resume_folder
 from ..config import TrainConfig, is_url
 from ..data import load_dataset
-from ..result import RunResult
+from ..result import RunResult, check_result_file
 
 # Ray reads these when it is imported: it sends no usage statistics, and exports no metrics of its own.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -39,6 +39,7 @@ def cluster(num_workers: int) -> AbstractContextManager[None]:
 def check_before_start(config: TrainConfig) -> None:
     """Raise here, in one process, what would otherwise be raised by every worker; makes ``OUT``."""
     resume_folder(config)
+    check_result_file(config.out)
     if config.resume is not None and is_url(config.resume):
         ckpt_tools.inspect(config.resume)
     samples = load_dataset(config.dataset, "train", config.data_root).first(config.num_samples)
