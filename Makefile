@@ -32,8 +32,8 @@ test: check
 # The full matrix of formats and world sizes, with its table, the casts of all 2**32 float32 patterns, a kill at every
 # system call that writes, 3,000 calls that fail, and 20,000 random trees around a destination.
 soak: $(STAMP)
-	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py tests/crashes tests/stores/test_s3_faults.py tests/overwrite \
-		--soak -q --timeout=300
+	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py tests/crashes tests/stores/test_s3_faults.py \
+		tests/overwrite --soak -q --timeout=300
 
 # A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an
 # hour of one. ARGS as `python -m tests.fuzzing --help` says.

@@ -145,6 +145,7 @@ def soak(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--soak"))
 
 
+@pytest.mark.timeout(7200)
 def test_on_a_disk(tmp_path: Path, key: Path, soak: bool) -> None:
     ends: Counter[str] = Counter()
     for number in range(NUM_LOCAL_SOAK if soak else NUM_LOCAL):
@@ -155,6 +156,7 @@ def test_on_a_disk(tmp_path: Path, key: Path, soak: bool) -> None:
     assert_both_ends(ends)
 
 
+@pytest.mark.timeout(7200)
 def test_in_a_bucket(s3: S3Server, key: Path, soak: bool) -> None:
     ends: Counter[str] = Counter()
     for number in range(NUM_REMOTE_SOAK if soak else NUM_REMOTE):
