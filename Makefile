@@ -30,10 +30,11 @@ test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The full matrix of formats and world sizes, with its table, the casts of all 2**32 float32 patterns, a kill at every
-# system call that writes, 3,000 calls that fail, kills of conversions on Ray and of training runs, and every extra
-# installed from the package index.
+# system call that writes, 3,000 calls that fail, 20,000 random trees around a destination, kills of conversions on Ray
+# and of training runs, and every extra installed from the package index.
 soak: $(STAMP)
-	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py tests/crashes tests/stores/test_s3_faults.py tests/runners/test_ray_signals.py tests/training/test_stopping.py --soak -q --timeout=300
+	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py tests/crashes tests/stores/test_s3_faults.py \
+		tests/overwrite tests/runners/test_ray_signals.py tests/training/test_stopping.py --soak -q --timeout=300
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
 
 # A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an

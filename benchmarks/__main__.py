@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import costs, machine, report
+from benchmarks.inputs import FolderError, claim
 from benchmarks.journal import Journal
 from benchmarks.suite import WAYS, OutOfTimeError, Runner, Settings, say
 from benchmarks.works import WORKS
@@ -80,7 +81,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) -> None:
-    settings.data.mkdir(parents=True, exist_ok=True)
+    try:
+        claim(settings.data)
+    except FolderError as error:
+        raise SystemExit(f"error: {error}") from None
     if asked.fresh:
         _forget(asked.works, journal)
     facts = {"kind": "machine", **machine.described(settings.data)}

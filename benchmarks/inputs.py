@@ -7,6 +7,7 @@ when it is made: the suite itself imports no framework. An input of another size
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import sys
 import tempfile
@@ -47,6 +48,27 @@ KINDS = {
 }
 
 
+MARK = ".ckpt-tools-benchmarks"
+"""A file in a folder of ours: what has the names of ours in it may be removed, and is in no other."""
+
+
+class FolderError(Exception):
+    """A folder holds somebody's files, and would lose some."""
+
+
+def claim(folder: Path) -> None:
+    """Make the folder of inputs and outputs, or take one that a run made before; the one in the checkout is ours.
+
+    Raises:
+        FolderError: there are files that no benchmark wrote.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    is_ours = (folder / MARK).is_file() or folder.is_relative_to(HERE.parent / ".cache")
+    if not is_ours and any(folder.iterdir()):
+        raise FolderError(f"{folder} holds files that no benchmark wrote; name an empty folder with --data")
+    (folder / MARK).touch()
+
+
 class BuildError(Exception):
     """An input could not be made; the message is the last line of what its builder said."""
 
@@ -82,9 +104,13 @@ class Cache:
             shutil.rmtree(partial, ignore_errors=True)
 
     def make_room(self, num_bytes: int, keep: Collection[Path]) -> bool:
-        """Delete inputs, the least recently made first and none of `keep`, until so much is free; whether it is."""
+        """Delete inputs, the least recently made first and none of `keep`, until so much is free; whether it is.
+
+        What has not the name of an input stays.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        folders = sorted(self.root.iterdir(), key=lambda folder: folder.stat().st_mtime)
+        inputs = [path for path in self.root.iterdir() if _is_input(path)]
+        folders = sorted(inputs, key=lambda folder: folder.stat().st_mtime)
         for folder in folders:
             if self.free_bytes() < num_bytes and folder not in keep:
                 shutil.rmtree(folder)
@@ -101,6 +127,12 @@ def _make(command: Sequence[str], log: Path) -> None:
         raise BuildError(f"not made in {BUILD_SECONDS} s")
     if usage.exit_code:
         raise BuildError((log.read_text(errors="replace").strip().splitlines() or ["no word of why"])[-1])
+
+
+def _is_input(path: Path) -> bool:
+    known = "|".join(map(re.escape, KINDS))
+    is_named = re.fullmatch(rf"({known})-\d+-[0-9a-f]+(\.partial)?", path.name) is not None
+    return is_named and path.is_dir() and not path.is_symlink()
 
 
 def _digest() -> str:

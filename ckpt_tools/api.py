@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ckpt_tools.signing import SignReport
     from ckpt_tools.summary import Summary
 
-_RUNNING = ("overwrite", "resume", "fsync", "checksum", "on_progress", "storage_options")
+_RUNNING = ("resume", "fsync", "on_progress", "storage_options")
 """Options of ``convert`` that change nothing about what is to be done."""
 
 
@@ -95,7 +95,8 @@ def open(
 
 @reaching_stores
 def plan(src: str | Path, dst: str | Path, **options: Any) -> PlanReport:
-    """What ``convert`` with the same arguments will read, write, cast and drop; writes nothing."""
+    """What ``convert`` with the same arguments will read, write, cast, drop and, with ``overwrite``, remove; writes
+    nothing, and refuses what ``convert`` refuses."""
     known = {name: options.pop(name) for name in list(options) if name not in _RUNNING}
     return described(_prepared(src, dst, **known))
 
@@ -137,6 +138,9 @@ def convert(
     conversion wrote is checked and not written again, and is kept where this one fails too. ``on_progress`` hears of
     bytes written and in all.
 
+    With ``overwrite`` the one checkpoint that lies at ``dst`` itself is replaced. Where anything else is there, or the
+    source is, or is a folder above or below it, nothing is replaced, and DestinationExistsError says why.
+
     With ``checksum`` the digests of what was written lie with it, for ``verify``.
 
     With ``runner="ray"`` the work is done by processes of a Ray cluster: the one at ``address``, or one of this machine
@@ -166,16 +170,16 @@ def convert(
         runner=runner,
         address=address,
         strict=strict,
+        overwrite=overwrite,
+        checksum=checksum,
     )
     crew = Crew(runner, address, workers)
     return run(
         prepared,
         crew=crew,
-        overwrite=overwrite,
         fsync=fsync,
         on_progress=on_progress,
         resume=resume,
-        checksum=checksum,
     )
 
 
@@ -204,6 +208,8 @@ def _prepared(
     runner: str = "threads",
     address: str | None = None,
     strict: bool = False,
+    overwrite: bool = False,
+    checksum: bool = False,
     **options: Any,
 ) -> Prepared:
     return prepare(
@@ -216,6 +222,8 @@ def _prepared(
         memory_is_limit=memory is not None,
         num_workers=Crew(runner, address, workers).workers_per_process,
         strict=strict,
+        overwrite=overwrite,
+        checksum=checksum,
     )
 
 

@@ -30,7 +30,7 @@ UNREAD = ("random_states_*.pkl", "rng_state*.pth", "sampler*.bin", "dl_state_dic
 def with_companions(manifest: Manifest, source: Source) -> Manifest:
     """``manifest`` with what the companions of the checkpoint say; what it says itself wins."""
     extra, notes, step = dict(manifest.extra), [], manifest.step
-    used = {file for entry in manifest.tensors.values() for file in entry.shards.files}
+    used = manifest.files
     for path in source.files:
         name = path.rpartition("/")[2]
         if path in used:

@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools import transforms
 from ckpt_tools.applicability import WRITING, Case, check
 from ckpt_tools.crews import Crew
-from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
 from ckpt_tools.execute import execute
 from ckpt_tools.format.base import WriteOptions, Writer
-from ckpt_tools.format.registry import readers, writer_for
+from ckpt_tools.format.registry import writer_for
 from ckpt_tools.journal import Journal
 from ckpt_tools.layout import Layout
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import MASTER, Kind, Manifest
-from ckpt_tools.opening import check_ending, implied_format, open_place, open_source, read_checkpoint
+from ckpt_tools.opening import check_ending, implied_format, open_place, read_checkpoint
 from ckpt_tools.options import ConvertOptions
 from ckpt_tools.planning import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.base import Claim, Located, Place, Source, Store
 from ckpt_tools.stores.names import DIGESTS_SUFFIX
+from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.wording import listed
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class Prepared:
     source_format: str
     target_format: str
     place: Place
+    overwrite: bool
+    checksum: bool
+    removed: Mapping[str, int]
+    """What is there now and goes: names and sizes."""
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -55,7 +60,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What a conversion will do. Sizes in bytes; ``renamed`` are the names that change, by their old ones."""
+    """What a conversion will do. Sizes in bytes. ``renamed`` are the names that change, by their old ones.
+    ``removed_files`` lie at the destination now and are replaced."""
 
     source_format: str
     target_format: str
@@ -67,6 +73,11 @@ class PlanReport:
     peak_memory_bytes: int
     notes: tuple[Note, ...]
     renamed: Mapping[str, str] = field(default_factory=dict)
+    removed_files: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def removed_bytes(self) -> int:
+        return sum(self.removed_files.values())
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,6 +90,8 @@ class PlanReport:
             "bytes_written": self.bytes_written,
             "peak_memory_bytes": self.peak_memory_bytes,
             "renamed": dict(self.renamed),
+            "removed_files": dict(self.removed_files),
+            "removed_bytes": self.removed_bytes,
             "ledger": [note.to_json() for note in self.notes],
         }
 
@@ -188,6 +201,8 @@ def prepare(
     memory_is_limit: bool,
     num_workers: int,
     strict: bool,
+    overwrite: bool,
+    checksum: bool,
 ) -> Prepared:
     """Everything about a conversion but the moving of bytes; writes nothing.
 
@@ -220,7 +235,12 @@ def prepare(
         reading_bytes=reading,
         copies=_copies(source, place),
     )
-    return Prepared(source.store, plan, notes, source_format, writer.name, place, made.renamed)
+    removed = removed_files(src, dst, place, layout, checksum=checksum) if overwrite else NOTHING
+    if not overwrite:
+        check_absent(place, checksum=checksum)
+    return Prepared(
+        source.store, plan, notes, source_format, writer.name, place, overwrite, checksum, removed, made.renamed
+    )
 
 
 def _wanted_bytes(place: Place, layout: Layout) -> int:
@@ -291,6 +311,7 @@ def described(prepared: Prepared) -> PlanReport:
         peak_memory_bytes=plan.peak_memory_bytes,
         notes=prepared.notes,
         renamed=prepared.renamed,
+        removed_files=prepared.removed,
     )
 
 
@@ -298,25 +319,20 @@ def run(
     prepared: Prepared,
     *,
     crew: Crew,
-    overwrite: bool,
     fsync: bool,
     on_progress: Progress,
     resume: bool = False,
-    checksum: bool = False,
 ) -> ConvertReport:
-    """Write the destination: whole, or not at all. With ``checksum``, the digests of what was written too.
+    """Write the destination: whole, or not at all.
 
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
     """
     started = time.perf_counter()
-    if overwrite:
-        check_replaceable(prepared)
-    if prepared.is_file:
-        check_beside(prepared.place, checksum=checksum, overwrite=overwrite)
-    plan, report = prepared.plan, described(prepared)
+    plan, report, checksum = prepared.plan, described(prepared), prepared.checksum
+    taking = prepared.place.claim(is_file=prepared.is_file, overwrite=prepared.overwrite, resume=resume, fsync=fsync)
     with (
-        prepared.place.claim(is_file=prepared.is_file, overwrite=overwrite, resume=resume, fsync=fsync) as claim,
+        taking as claim,
         crew.at_work(plan, prepared.store, claim.destination) as (runner, board),
     ):
         meter = _Meter(on_progress, report.bytes_written)
@@ -335,7 +351,7 @@ def run(
             journal.flush() if resume else journal.flush_if_due()
             listed = _staged_digests(prepared, claim, on_progress) if checksum else []
             with held_back():
-                claim.publish([*listed, *(file.path for file in plan.layout.files)])
+                claim.publish([*listed, *(file.path for file in plan.layout.files)], prepared.removed)
     return ConvertReport(
         report,
         prepared.place.url,
@@ -388,44 +404,49 @@ def _noting(journal: Journal, *, kept: bool) -> Iterator[None]:
         raise
 
 
-def check_beside(place: Place, *, checksum: bool, overwrite: bool) -> None:
-    """A list of digests beside a file to be written is replaced with it, and never left to speak of another file.
+def check_absent(place: Place, *, checksum: bool) -> None:
+    """Raises DestinationExistsError where something is at the destination, or digests that would be of another file."""
+    is_file = implied_format(place.name) is not None
+    place.check_free(is_file=is_file, overwrite=False)
+    if is_file and (url := digests_beside(place)) is not None:
+        raise _exists(url) if checksum else _of_another(url)
+
+
+def removed_files(
+    src: str | Path, dst: str | Path, place: Place, layout: Layout, *, checksum: bool
+) -> Mapping[str, int]:
+    """What goes of what is at the destination now: one checkpoint, and its digests where they lie beside it.
 
     Raises:
-        DestinationExistsError: there is one, and it may not be replaced, or no other would take its place.
+        DestinationExistsError: the source would go, or something else than a checkpoint, or digests would be of
+        another file then.
     """
-    url = place.url + DIGESTS_SUFFIX
-    try:
-        open_source(url)
-    except SourceNotFoundError:
-        return
+    from ckpt_tools.digest_files import check_list
+    from ckpt_tools.replacing import check_apart, replaced_files
+
+    is_file = implied_format(place.name) is not None
+    check_apart(src, dst)
+    removed = replaced_files(place, [file.path for file in layout.files], is_file=is_file)
+    url = digests_beside(place) if is_file else None
+    if url is None:
+        return removed
     if not checksum:
-        raise DestinationExistsError(f"{url} would be of another file then; remove it, or replace it with --checksum")
-    if not overwrite:
-        raise DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
+        raise _of_another(url)
+    return {**removed, **check_list(open_place(url))}
 
 
-def check_replaceable(prepared: Prepared) -> None:
-    """A folder is replaced only if it is a checkpoint, and nothing in it but the one to be written anew.
+def digests_beside(place: Place) -> str | None:
+    """Where a list of digests lies beside a file, if there is one: it would speak of another file than before."""
+    url = place.url + DIGESTS_SUFFIX
+    return None if open_place(url).present(is_file=True) is None else url
 
-    Raises:
-        DestinationExistsError: replacing it would delete other things with it.
-    """
-    place = prepared.place
-    existing = place.existing()
-    if existing is None:
-        return
-    present = Source.open(existing)
-    if not any(reader.detect(present) for reader in readers().values()):
-        raise DestinationExistsError(
-            f"{place.url} is no checkpoint, so it is not replaced; remove it or choose another"
-        )
-    written = {file.path.partition("/")[0] for file in prepared.plan.layout.files}
-    others = sorted(place.folders() - written)
-    if others and any("/" in file.path for file in prepared.plan.layout.files):
-        raise DestinationExistsError(
-            f"{place.url} holds {others[0]} too, which replacing it would delete; choose another destination"
-        )
+
+def _of_another(url: str) -> DestinationExistsError:
+    return DestinationExistsError(f"{url} would be of another file then; remove it, or replace it with --checksum")
+
+
+def _exists(url: str) -> DestinationExistsError:
+    return DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
 
 
 @dataclass(slots=True)

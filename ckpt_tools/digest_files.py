@@ -7,17 +7,23 @@ before the file. Elsewhere it follows the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckpt_tools import digests
 from ckpt_tools.digests import Digests
-from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    DestinationExistsError,
+    SourceNotFoundError,
+    UsageError,
+)
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.opening import open_place, open_source, read_checkpoint, read_source
 from ckpt_tools.stores.base import Claim, Destination, Place, Readable, Source
 from ckpt_tools.stores.names import DIGESTS_SUFFIX
+from ckpt_tools.stores.present import NOTHING
 
 OnTotal = Callable[[int], digests.OnBytes]
 """Told how many bytes there are to hash, gives what is to hear of them."""
@@ -60,16 +66,36 @@ def put(destination: Destination, path: str, data: bytes) -> None:
     destination.finish(path, handle, [destination.write(path, handle, 0, 0, data)])
 
 
+def check_list(place: Place) -> Mapping[str, int]:
+    """The name and size of the list at ``place``, which may be replaced; nothing where nothing is there.
+
+    Raises:
+        DestinationExistsError: it is something else than a list of digests.
+    """
+    present = place.present(is_file=True)
+    if present is None:
+        return NOTHING
+    if present.others or not digests.is_list(Source(present.store, present.files), place.name):
+        raise DestinationExistsError(
+            f"{place.url} is not a list of digests, so it is not replaced; remove it yourself, or choose another "
+            "--output"
+        )
+    return present.files
+
+
 def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) -> Digests:
     """A list as a file of its own; ``make`` is called once it is known that it can be written.
 
     Raises:
-        DestinationExistsError: a list is there. CkptError: as ``make`` and the place say.
+        DestinationExistsError: something is there, and it is not a list, or ``overwrite`` is False. CkptError: as
+        ``make`` and the place say.
     """
+    place.check_free(is_file=True, overwrite=overwrite)
+    replaced = check_list(place)
     with place.claim(is_file=True, overwrite=overwrite, resume=False) as claim:
         found = make()
         put(claim.destination, place.name, digests.dumps(found))
-        claim.publish([place.name])
+        claim.publish([place.name], replaced)
     return found
 
 

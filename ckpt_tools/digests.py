@@ -28,7 +28,7 @@ from ckpt_tools.buffers import page_aligned
 from ckpt_tools.comparison import Aspect, Difference, named_tensors
 from ckpt_tools.containers.hf_index import parse_json
 from ckpt_tools.dtypes import DType, from_torch
-from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.runners.threads import ThreadRunner
 from ckpt_tools.stores.base import Source, Store
@@ -209,6 +209,17 @@ def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
         return key, Digest(dtype, tuple(shape), row["xxh3_128"], row["blake3"])
     except ValueError as error:
         raise MalformedError(str(error), path=path, key=str(key)) from error
+
+
+def is_list(source: Source, path: str) -> bool:
+    """Whether a file is a list of digests, if only one of a later version. Raises StoreError."""
+    try:
+        read_list(source, path)
+    except UnsupportedError:
+        return True
+    except FormatError:
+        return False
+    return True
 
 
 def place_in(manifest: Manifest) -> str:

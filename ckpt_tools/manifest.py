@@ -490,6 +490,11 @@ class Manifest:
                 raise MalformedError(f"a parameter group names {name!r}, and there is no such tensor")
 
     @property
+    def files(self) -> frozenset[str]:
+        """The files that hold bytes of tensors; of ``literals`` too, which are files nowhere."""
+        return frozenset(file for entry in self.tensors.values() for file in entry.shards.files)
+
+    @property
     def fqns(self) -> frozenset[str]:
         return frozenset(key.fqn for key in self.tensors)
 

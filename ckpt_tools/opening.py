@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import posixpath
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, replace
@@ -147,6 +149,25 @@ def open_place(url: str | Path) -> Place:
 
         return open_remote_place(str(url), _STORAGE_OPTIONS.get())
     return LocalPlace(local_path(url))
+
+
+def whereabouts(url: str | Path) -> tuple[str, PurePosixPath]:
+    """The service that keeps what is at ``url``, and its whole path there: links are followed, ``..`` is resolved.
+
+    A file that stands for the folder it lies in, such as ``.metadata`` or an index, is that folder.
+    """
+    service, path = _located(url)
+    return (service, path.parent) if path.name in MARKERS or path.name.endswith(".index.json") else (service, path)
+
+
+def _located(url: str | Path) -> tuple[str, PurePosixPath]:
+    if is_remote(url):
+        from ckpt_tools.stores.remote import located
+
+        service, path = located(str(url), _STORAGE_OPTIONS.get())
+    else:
+        service, path = "file", str(local_path(url))
+    return service, PurePosixPath(os.path.realpath(path) if service == "file" else posixpath.normpath(f"/{path}"))
 
 
 def implied_format(name: str) -> str | None:

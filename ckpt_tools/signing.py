@@ -8,6 +8,8 @@ every format that holds them.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +24,8 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.opening import local_path
+from ckpt_tools.stores.names import SIGNATURE_NAME
 
-FOLDER_NAME = "model.sig"
 FILE_SUFFIX = ".sig"
 
 
@@ -47,13 +49,39 @@ def sign_with_key(
     """
     from_model_signing = _model_signing()
     path, target = _existing(src), _signature_path(src, signature)
-    if target.exists() and not overwrite:
-        raise DestinationExistsError(f"{target} exists; choose another --signature, or replace it with --overwrite")
+    if os.path.lexists(target):
+        _check_replaceable(target, overwrite=overwrite)
     key = _existing(private_key)
     signer = _calling("the private key cannot be used", UsageError, lambda: from_model_signing.signer(key))
     signer.set_hashing_config(from_model_signing.hashing(path, target))
     _calling("signing failed", StoreError, lambda: signer.sign(path, target))
     return SignReport(str(target))
+
+
+def _check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Raises DestinationExistsError where a signature may not be replaced, or something else is in its place."""
+    if not overwrite:
+        raise DestinationExistsError(f"{target} exists; choose another --signature, or replace it with --overwrite")
+    if target.is_symlink() or not _is_signature(target):
+        raise DestinationExistsError(
+            f"{target} is not a signature, so it is not replaced; remove it yourself, or choose another --signature"
+        )
+
+
+def _is_signature(path: Path) -> bool:
+    try:
+        return path.is_file() and is_signature(path.read_bytes())
+    except OSError:
+        return False
+
+
+def is_signature(data: bytes) -> bool:
+    """Whether these are a Sigstore bundle, by what it says of itself."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "sigstore" in str(content.get("mediaType"))
 
 
 def check_signature(src: str | Path, *, public_key: str | Path, signature: str | Path | None) -> None:
@@ -109,7 +137,7 @@ def _signature_path(src: str | Path, signature: str | Path | None) -> Path:
     path = local_path(src)
     if signature is not None:
         return local_path(signature)
-    return path / FOLDER_NAME if path.is_dir() else path.with_name(path.name + FILE_SUFFIX)
+    return path / SIGNATURE_NAME if path.is_dir() else path.with_name(path.name + FILE_SUFFIX)
 
 
 def _calling(failed: str, kind: type[CkptError], action: Callable[[], Any]) -> Any:

@@ -94,7 +94,7 @@ def summarize(manifest: Manifest, source: str) -> Summary:
         num_parameters=sum(entry.numel for entry in weights),
         num_tensors=len(tensors),
         num_shards=sum(tensor.num_shards for tensor in tensors),
-        num_files=len({file for entry in manifest.tensors.values() for file in entry.shards.files}),
+        num_files=len(manifest.files),
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
         bytes_by_dtype=dict(by_dtype.most_common()),
         optimizer_slots=tuple(

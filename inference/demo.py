@@ -8,7 +8,8 @@ by sample, the predictions of the run that it came from, and these are good.
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, DestinationExistsError
 
 from .inputs import held_out_inputs
 from .rows import predict_rows
@@ -27,8 +28,22 @@ from .training_package import config, launchers, result
 
 NUM_WORKERS = 2
 DEMO_ENGINES: tuple[config.EngineName, ...] = ("fsdp2", "zero3")
+RESULTS_NAME = "results.json"
 FORMAT_FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
 LEAST_ACCURACY = 0.90
+
+MAX_LISTED = 8
+"""Names in one message."""
+
+_CHECKPOINT = r"checkpoints/(epoch_\d{4,}|\.epoch_\d{4,}\.partial)"
+_RUN_FOLDERS = re.compile(rf"checkpoints|{_CHECKPOINT}(/global_step\d+)?")
+_RUN_FILES = re.compile(
+    r"(result\.json|error\.log|torchrun\.log|model\.(safetensors|pt)"
+    r"|checkpoints/(checkpoint_manager_snapshot\.json|\.validate_storage_marker)"
+    rf"|{_CHECKPOINT}/(\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_fp32\.py"
+    r"|global_step\d+/\w+_(model|optim)_states\.pt))"
+)
+"""All that the runs of a demo leave in their folders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +97,50 @@ def train_one(engine: config.EngineName, out: Path, console: Console) -> result.
     """Train into ``out/<engine>``, which a former demo may have left."""
     console.rule(f"train: {engine}, {NUM_WORKERS} Ray workers", align="left")
     folder = out / engine
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_former(folder)
     asked = config.TrainConfig(out=folder, engine=engine, launcher="ray", num_workers=NUM_WORKERS)
     return launchers.launch(asked)
+
+
+def remove_former(folder: Path) -> None:
+    """Remove the run that a former demo left in ``folder``, which is known by its names alone.
+
+    Raises:
+        DestinationExistsError: something else is there; nothing is removed then.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise DestinationExistsError(
+            f"{folder} is not a folder that a demo made; move it away, or choose another --out"
+        )
+    found = sorted(folder.rglob("*"), key=lambda path: -len(path.parts))
+    strangers = sorted(str(path.relative_to(folder)) for path in found if not _is_of_a_run(path, folder))
+    if strangers:
+        more = f" and {len(strangers) - MAX_LISTED:,} more" if len(strangers) > MAX_LISTED else ""
+        raise DestinationExistsError(
+            f"{folder} holds files that no demo wrote: {', '.join(strangers[:MAX_LISTED])}{more}; move them away, or "
+            "choose another --out"
+        )
+    for path in found:
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _is_of_a_run(path: Path, folder: Path) -> bool:
+    name = path.relative_to(folder).as_posix()
+    pattern = _RUN_FOLDERS if path.is_dir() else _RUN_FILES
+    return not path.is_symlink() and pattern.fullmatch(name) is not None
+
+
+def check_results(path: Path) -> None:
+    """Raises DestinationExistsError where ``path`` is there and a demo did not write it."""
+    try:
+        rows = json.loads(path.read_text()) if os.path.lexists(path) else []
+        is_ours = isinstance(rows, list) and all(Row.__dataclass_fields__.keys() <= row.keys() for row in rows)
+    except (OSError, ValueError, AttributeError):
+        is_ours = False
+    if not is_ours:
+        raise DestinationExistsError(
+            f"{path} is not a demo's, and a demo would replace it; move it away, or choose another --out"
+        )
 
 
 def describe(checkpoint: Path) -> str:
@@ -141,16 +197,17 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def run_demo(out: Path, console: Console) -> list[Row]:
-    """Everything; leaves ``out/results.json``."""
+    """Everything; leaves ``out/results.json``. Raises DestinationExistsError where that is another's."""
     # The workers' number of threads: sums are then ordered alike, and logits are the same to the last bit.
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
+    check_results(out / RESULTS_NAME)
     runs = train_all(out, console)
     console.rule("inspect, convert, verify, predict", align="left")
     for run in runs:
         console.print(describe(Path(run.checkpoint)), soft_wrap=True)
     rows = [convert_and_check(run, name, out / run.engine) for run in runs for name in FORMAT_FILES]
-    (out / "results.json").write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+    (out / RESULTS_NAME).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     return rows
 
 

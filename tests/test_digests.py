@@ -36,6 +36,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.manifest import Framing, Manifest, ShardTable, StateKey
 from ckpt_tools.opening import read_checkpoint
 from ckpt_tools.options import ConvertOptions
+from ckpt_tools.stores import staging
 from ckpt_tools.stores.base import Source, Store
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.names import DIGESTS_NAME
@@ -345,8 +346,8 @@ def test_digests_of_a_file_lie_beside_it_and_are_published_first(
     torch.save(small_state(), tmp_path / "m.pt")
     monkeypatch.chdir(tmp_path)
     appeared: list[str] = []
-    rename = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda self, to: (appeared.append(Path(to).name), rename(self, to))[1])
+    rename = staging._rename_new
+    monkeypatch.setattr(staging, "_rename_new", lambda old, new: (appeared.append(new.name), rename(old, new))[1])
     report = ckpt_tools.convert("m.pt", name, checksum=True)
     assert report.digests == f"{name}.digests.json"
     assert appeared == [f"{name}.digests.json", name]

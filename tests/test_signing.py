@@ -140,3 +140,18 @@ def test_the_commands(dcp: Path, key: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as ended:
         main(["verify", str(dcp), "--public-key", str(key.with_suffix(".pub"))])
     assert ended.value.code == 6 and "is not the signature of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "key.pem", "link", "folder"])
+def test_a_signature_replaces_signatures_alone(name: str, dcp: Path, key: Path) -> None:
+    """A link is no signature either: what it leads to would be written."""
+    ckpt_tools.sign(dcp, private_key=key)
+    (dcp / "link").symlink_to("model.sig")
+    (dcp / "folder").mkdir()
+    target = key if name == "key.pem" else dcp / name
+    before = {path: path.read_bytes() for path in [key, *dcp.iterdir()] if path.is_file()}
+    with pytest.raises(DestinationExistsError, match="is not a signature"):
+        ckpt_tools.sign(dcp, private_key=key, signature=target, overwrite=True)
+    assert {path: path.read_bytes() for path in [key, *dcp.iterdir()] if path.is_file()} == before
+    (dcp / "link").unlink()
+    ckpt_tools.sign(dcp, private_key=key, overwrite=True)

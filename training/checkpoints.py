@@ -23,10 +23,37 @@ MAX_NAMED = 5
 
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}")
 
+_SHARD = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_fp32\.py|[^/]+/[^/]*(model|optim)_states\.pt")
+"""The files that PyTorch and DeepSpeed write into the folder of a checkpoint."""
+
 
 def checkpoint_name(epoch: int) -> str:
     """The folder name of the checkpoint after ``epoch`` finished epochs; names sort as epochs do up to 9999."""
     return f"epoch_{epoch:04d}"
+
+
+def make_partial(folder: Path, name: str) -> Path:
+    """A new, empty folder for a checkpoint that is being written; what a killed run left in its place is removed.
+
+    Raises:
+        DestinationExistsError: there are files in its place that no run wrote; nothing is removed then.
+    """
+    partial = folder / f".{name}.partial"
+    found = sorted(partial.rglob("*"), key=lambda path: -len(path.parts))
+    strangers = [path for path in found if path.is_symlink() or not (path.is_dir() or _is_shard(path, partial))]
+    if strangers or partial.is_symlink():
+        raise DestinationExistsError(
+            f"{partial} is where a checkpoint is written, and holds {strangers[0] if strangers else 'a link'}, which "
+            "no run wrote; move it away"
+        )
+    for path in found:
+        path.rmdir() if path.is_dir() else path.unlink()
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def _is_shard(path: Path, partial: Path) -> bool:
+    return _SHARD.fullmatch(path.relative_to(partial).as_posix()) is not None
 
 
 def checkpoint_of(config: TrainConfig, name: str) -> Path | str:

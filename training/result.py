@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -10,12 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import ckpt_tools
+from ckpt_tools.errors import DestinationExistsError
 
 from .checkpoints import checkpoint_name, checkpoint_of
 from .config import Settings, TrainConfig
 from .loop import EpochMetrics, Trained
 
 RESULT_NAME = "result.json"
+
+
+def check_result_file(out: Path) -> None:
+    """Raises DestinationExistsError where ``OUT/result.json`` is there and no run wrote it: it would be replaced."""
+    path = out / RESULT_NAME
+    if not os.path.lexists(path):
+        return
+    try:
+        is_result = {"engine", "launcher", "history"} <= json.loads(path.read_text()).keys()
+    except (OSError, ValueError, AttributeError):
+        is_result = False
+    if not is_result:
+        raise DestinationExistsError(
+            f"{path} is not the result of a run, and a run would replace it; move it away or choose another --out"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ _world_size = click.option(
     help="Ranks to write for, of dcp and zero*. Default: the source's own.",
 )
 _strict = click.option("--strict", is_flag=True, help="Fail where something would be dropped.")
-_overwrite = click.option("--overwrite", is_flag=True, help="Replace the destination if it exists.")
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is DST, and nothing else.")
 _resume = click.option(
     "--resume", is_flag=True, help="Continue what a killed run of the same conversion left; keep it on failure."
 )
@@ -105,10 +105,12 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
 @_max_shard_size
 @options.running
 @_strict
+@_overwrite
+@_checksum
 @options.as_json
 @options.talking
 def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
-    """Say what convert would read, write, cast and drop. Writes nothing."""
+    """Say what convert would read, write, cast, drop and remove. Writes nothing."""
     from ckpt_tools import plan
 
     _show_plan(plan(src, dst, **chosen), as_json)
@@ -151,6 +153,8 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
         drawn.add_row(path, f"{num_bytes:,}")
     show(drawn)
     _show_renamed(report)
+    if report.removed_files:
+        _show_removed(report)
     show_notes(report.notes)
 
 
@@ -160,6 +164,15 @@ def _show_renamed(report: PlanReport) -> None:
         more = len(report.renamed) - len(pairs)
         text = ", ".join(pairs) + (f" and {more:,} more" if more else "")
         say(printable(f"renamed: {count(len(report.renamed), 'name')} ({text})"))
+
+
+def _show_removed(report: PlanReport) -> None:
+    files = count(len(report.removed_files), "file")
+    click.echo(f"removes {files}, {size(report.removed_bytes)}, that DST holds now")
+    drawn = table(None, "file", "bytes", right=("bytes",))
+    for path, num_bytes in report.removed_files.items():
+        drawn.add_row(path, f"{num_bytes:,}")
+    show(drawn)
 
 
 def _show_done(report: ConvertReport, as_json: bool) -> None:

@@ -62,8 +62,11 @@ class Group(StoppableGroup):
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        rows = [(name, _summary(command.help or "")) for name, command in found.items() if command is not None]
+        known = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        helps = {
+            name: command.help or command.short_help or "" for name, command in known.items() if command is not None
+        }
+        rows = [(name, _summary(text)) for name, text in helps.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

@@ -58,6 +58,13 @@ class Reader(Protocol):
             outside.
         """
 
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        """The files of ``source`` that are those of the checkpoint ``manifest``, which was read without options.
+
+        They are named as the format names its files, or are named by such a file. None where the checkpoint does not
+        lie in ``source`` itself, but in a folder below it. Raises as ``read_manifest``.
+        """
+
 
 class Writer(Protocol):
     """One format, to write."""

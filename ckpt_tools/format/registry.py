@@ -50,6 +50,9 @@ class _Bounded:
         except RecursionError as error:
             raise MalformedError(f"{source.store.url} holds values that lie too deep inside each other") from error
 
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return self.reader.own_files(source, manifest)
+
 
 _READERS = {
     "dcp": "dcp.reader:DcpReader",

@@ -97,6 +97,9 @@ class SafetensorsReader:
         tensors = {StateKey(name): _entry(leaf) for name, leaf in leaves.items()}
         return Manifest("safetensors", tensors, aliases=_ties(headers.values(), leaves))
 
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return frozenset([*_files(source), *_index(source)])
+
 
 def _whole_state(
     tensors: Mapping[str, TensorLeaf], ties: Mapping[str, str], state: str, options: ReadOptions
@@ -138,13 +141,18 @@ def _is_ours(path: str) -> bool:
 
 def _files(source: Source) -> list[str]:
     """The files that make up the model, in order."""
-    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
-    if indexes:
-        return _indexed_files(source, choose_index(indexes, f"model{INDEX_SUFFIX}"))
+    for index in _index(source):
+        return _indexed_files(source, index)
     files = [path for path in source.files if _is_ours(path)]
     if len(files) > 1:
         _check_shards(files)
     return files
+
+
+def _index(source: Source) -> list[str]:
+    """The one index, if there is any."""
+    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
+    return [choose_index(indexes, f"model{INDEX_SUFFIX}")] if indexes else []
 
 
 def _indexed_files(source: Source, index: str) -> list[str]:

@@ -60,6 +60,9 @@ class TorchReader:
             ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
         )
 
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return frozenset([*_files(source)[1], *_index(source)])
+
 
 def _is_ours(path: str) -> bool:
     return "/" not in path and path.endswith((*SUFFIXES, INDEX_SUFFIX))
@@ -67,14 +70,19 @@ def _is_ours(path: str) -> bool:
 
 def _files(source: Source) -> tuple[Mapping[str, str], list[str]]:
     """The index's map, empty where there is none, and the files that make up the state."""
-    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
-    if indexes:
-        weight_map = read_weight_map(source, choose_index(indexes, INDEX_NAME))
+    for index in _index(source):
+        weight_map = read_weight_map(source, index)
         return weight_map, list(dict.fromkeys(weight_map.values()))
     files = [path for path in source.files if _is_ours(path)] or list(source.files)
     if len(files) > 1:
         _check_shards(files)
     return {}, files
+
+
+def _index(source: Source) -> list[str]:
+    """The one index, if there is any."""
+    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
+    return [choose_index(indexes, INDEX_NAME)] if indexes else []
 
 
 def _check_shards(files: list[str]) -> None:

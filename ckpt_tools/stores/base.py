@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 from ckpt_tools.parts import SPARE_BYTES
+from ckpt_tools.stores.present import NOTHING, Present
 
 Buffer = bytes | bytearray | memoryview
 
@@ -204,8 +205,12 @@ class Claim(Protocol):
     def log(self) -> Log:
         """Where to note what was written."""
 
-    def publish(self, paths: Sequence[str]) -> None:
-        """Make the finished files visible, the last of ``paths`` last. Raises DestinationExistsError, StoreError."""
+    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
+        """Make the finished files visible, the last of ``paths`` last, and remove ``replaced``: names and sizes.
+
+        Raises:
+            DestinationExistsError: something else than ``replaced`` is there; it is kept. StoreError.
+        """
 
 
 @runtime_checkable
@@ -232,11 +237,11 @@ class Place(Protocol):
     def parts(self) -> PartRules:
         """How files are cut there."""
 
-    def existing(self) -> Store | None:
-        """The folder that is there already, if there is one and it holds anything."""
+    def present(self, *, is_file: bool) -> Present | None:
+        """What stands there already, as one file or as a folder that is not empty. Raises StoreError."""
 
-    def folders(self) -> frozenset[str]:
-        """The names of the folders directly in it, hidden ones too."""
+    def check_free(self, *, is_file: bool, overwrite: bool) -> None:
+        """Raises DestinationExistsError or UsageError where the place may not, or cannot, be taken; StoreError."""
 
     def claim(
         self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False

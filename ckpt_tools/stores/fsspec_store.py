@@ -2,17 +2,23 @@
 
 fsspec has no common way to send a file in parts from several processes. A file is therefore one stream, into which
 parts go in order; a part that comes early waits for those before it, in the buffer that it was made in. Files are
-written below ``.ckpt-tools-partial/`` and moved when all are whole, the last one last. Where the service cannot rename,
-a move is a copy; where a move is interrupted, files are missing at the destination and none is half: the one without
-which a folder is no checkpoint comes last.
+written below ``.ckpt-tools-partial/<16 hex digits>/`` and moved when all are whole, the last one last. Where the
+service cannot rename, a move is a copy; where a move is interrupted, files are missing at the destination and none is
+half: the one without which a folder is no checkpoint comes last.
+
+Of what was there before, the files that the caller names are removed, one by one, and nothing else. Of the folder
+``.ckpt-tools-partial``, the folders with such a number for a name are ours.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial as partial_call
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -27,14 +33,19 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores import fsspec_errors
-from ckpt_tools.stores.base import Buffer, Leftover, PartRules, Store, checked_name
+from ckpt_tools.stores.base import Buffer, Leftover, PartRules, checked_name
 from ckpt_tools.stores.fsspec_errors import shown
 from ckpt_tools.stores.names import PARTIAL, is_marker, is_shown
+from ckpt_tools.stores.present import NOTHING, Present, check_only, folders_of
 from ckpt_tools.stores.retrying import RetryPolicy, retried
 
 Result = TypeVar("Result")
 
 _POLICY = RetryPolicy()
+
+_TOKEN_BYTES = 8
+_TOKEN = re.compile(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
+"""The name of a folder in which one run stages its output."""
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -141,6 +152,14 @@ def _size(info: Mapping[str, Any], url: str) -> int:
     if info.get("size") is None:
         raise StoreError("its service does not say how large it is; download it first", path=url)
     return int(info["size"])
+
+
+def _is_link(info: Mapping[str, Any]) -> bool:
+    return bool(info.get("islink")) or info.get("type") not in ("file", "directory")
+
+
+def _is_plain(info: Mapping[str, Any]) -> bool:
+    return info.get("type") == "file" and not _is_link(info)
 
 
 def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | None:
@@ -266,24 +285,26 @@ class FsspecClaim:
     overwrite: bool
     log: FsspecLog = field(default_factory=FsspecLog)
 
-    def publish(self, paths: Sequence[str]) -> None:
+    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
         place = self.place
         place.check_free(is_file=self.is_file, overwrite=self.overwrite)
-        asked(place.url, self._remove_old)
+        check_only(place.present(is_file=self.is_file), place.url, replaced)
+        if not self.is_file:
+            asked(place.url, lambda: self._remove_old(replaced))
         into = place.path.rpartition("/")[0] if self.is_file else place.path
         for path in paths:
             self._move(f"{self.destination.root}/{path}", f"{into}/{path}")
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, replaced: Mapping[str, int]) -> None:
         """What makes it a checkpoint first. The file system may know nothing of a folder but its files."""
-        fs, place = self.place.fs, self.place
+        fs, root = self.place.fs, self.place.path
         fs.invalidate_cache()
-        if self.is_file:
-            return
-        partial = f"{place.path}/{PARTIAL}/"
-        old = [path for path in map(str, fs.find(place.path)) if not path.startswith(partial)]
-        for path in sorted(old, key=lambda path: not is_marker(path)):
-            fs.rm_file(path)
+        for path in sorted(replaced, key=lambda path: not is_marker(path)):
+            with suppress(FileNotFoundError):
+                fs.rm_file(f"{root}/{path}")
+        for folder in folders_of(replaced):
+            with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
+                fs.rmdir(f"{root}/{folder}")
 
     def _move(self, old: str, new: str) -> None:
         def move() -> None:
@@ -324,19 +345,30 @@ class FsspecPlace:
     def parts(self) -> PartRules:
         return PartRules()
 
-    def existing(self) -> Store | None:
-        is_folder = kind_at(self.fs, self.path, self.url) == "directory"
-        is_full = is_folder and asked(self.url, lambda: bool(self._files()))
-        return FsspecStore(self.fs, self.path) if is_full else None
+    def present(self, *, is_file: bool) -> Present | None:
+        return asked(self.url, lambda: self._file() if is_file else self._folder())
 
-    def _files(self) -> list[str]:
-        partial = f"{self.path}/{PARTIAL}/"
-        return [path for path in map(str, self.fs.find(self.path)) if not path.startswith(partial)]
+    def _file(self) -> Present | None:
+        self.fs.invalidate_cache()
+        folder = self.path.rpartition("/")[0]
+        store = FsspecStore(self.fs, folder, only=self.name)
+        kind = kind_at(self.fs, self.path, self.url)
+        if kind != "file":
+            return None if kind is None else Present(store, {}, [self.name])
+        return Present(store, {self.name: _size(self.fs.info(self.path), self.url)})
 
-    def folders(self) -> frozenset[str]:
-        found = asked(self.url, lambda: self.fs.ls(self.path, detail=True))
-        names = {PurePosixPath(each["name"]).name for each in found if each["type"] == "directory"}
-        return frozenset(names) - {PARTIAL}
+    def _folder(self) -> Present | None:
+        """What is in the folder, but for what is staged there."""
+        self.fs.invalidate_cache()
+        if kind_at(self.fs, self.path, self.url) != "directory":
+            return None
+        found = self.fs.find(self.path, withdirs=True, detail=True)
+        inside = {str(path).removeprefix(self.path).strip("/"): info for path, info in found.items()}
+        inside = {path: info for path, info in inside.items() if path and path.partition("/")[0] != PARTIAL}
+        files = {path: _size(info, self.url) for path, info in inside.items() if _is_plain(info)}
+        full = set(folders_of(inside))
+        others = [path for path, info in inside.items() if path not in files and (path not in full or _is_link(info))]
+        return Present(FsspecStore(self.fs, self.path), files, others) if files or others else None
 
     def _partials(self) -> list[str]:
         return [self._partial(is_file=is_file) for is_file in (False, True)]
@@ -348,7 +380,7 @@ class FsspecPlace:
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
         self.fs.invalidate_cache()
         single = kind_at(self.fs, self.path, self.url) == "file"
-        inside = self.existing() is not None
+        inside = self.present(is_file=False) is not None
         if (single or inside) and not overwrite:
             raise DestinationExistsError(
                 f"{self.url} exists; choose another destination, or replace it with --overwrite"
@@ -372,8 +404,8 @@ class FsspecPlace:
             )
         self.check_free(is_file=is_file, overwrite=overwrite)
         partial = self._partial(is_file=is_file)
-        self._remove(partial)
-        destination = FsspecDestination(self.fs, partial)
+        self._remove_ours(partial)
+        destination = FsspecDestination(self.fs, f"{partial}/{secrets.token_hex(_TOKEN_BYTES)}")
         with held_back():
             try:
                 with let_through():
@@ -381,16 +413,29 @@ class FsspecPlace:
             finally:
                 destination.abandon()
                 with suppress(CkptError):
-                    self._remove(partial)
+                    self._remove_ours(partial)
 
-    def _remove(self, partial: str) -> None:
-        with suppress(FileNotFoundError):
-            asked(self.url, lambda: self.fs.rm(partial, recursive=True))
+    def _remove_ours(self, partial: str) -> None:
+        for folder in asked(self.url, lambda: self._staged(partial)):
+            with suppress(FileNotFoundError):
+                asked(self.url, partial_call(self.fs.rm, folder, recursive=True))
+        with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
+            self.fs.rmdir(partial)
+
+    def _staged(self, partial: str) -> list[str]:
+        """The folders in ``partial`` that runs made."""
+        self.fs.invalidate_cache()
+        try:
+            found = [str(path).rstrip("/") for path in self.fs.ls(partial, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [path for path in found if _TOKEN.fullmatch(path.rpartition("/")[2])]
 
     def leftovers(self) -> Sequence[Leftover]:
         def find() -> list[Leftover]:
             self.fs.invalidate_cache()
-            found = {path: info for partial in self._partials() for path, info in self._find(partial).items()}
+            ours = [folder for partial in self._partials() for folder in self._staged(partial)]
+            found = {path: info for folder in ours for path, info in self._find(folder).items()}
             return [
                 Leftover("unfinished output", str(self.fs.unstrip_protocol(path)), int(info.get("size") or 0))
                 for path, info in found.items()
@@ -406,5 +451,5 @@ class FsspecPlace:
     def remove_leftovers(self) -> Sequence[Leftover]:
         found = self.leftovers()
         for partial in self._partials():
-            self._remove(partial)
+            self._remove_ours(partial)
         return found

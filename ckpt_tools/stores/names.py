@@ -15,6 +15,14 @@ DIGESTS_SUFFIX = ".digests.json"
 """Behind the name of a file: the list of its digests beside it."""
 
 
+SIGNATURE_NAME = "model.sig"
+"""The signature of a folder, in it; model-signing's own name."""
+
+TOKEN_NAME = "seen"
+"""A file beside an output that is staged, by which other machines see that they share the folder: never in the output,
+so that no killed run leaves it to be published by the next."""
+
+
 def is_marker(path: str) -> bool:
     """Whether a folder is no checkpoint without the file."""
     name = path.rpartition("/")[2]

@@ -15,7 +15,7 @@ from ckpt_tools.stores.base import Place, Source, Store
 from ckpt_tools.stores.blocks import BlockCache
 from ckpt_tools.stores.fsspec_errors import shown
 from ckpt_tools.stores.fsspec_lock import FsspecObjects
-from ckpt_tools.stores.fsspec_store import FsspecPlace, open_fsspec_store
+from ckpt_tools.stores.fsspec_store import FsspecPlace, file_system, open_fsspec_store
 from ckpt_tools.stores.names import PARTIAL
 from ckpt_tools.stores.s3 import S3Place, bucket_of, open_s3_store
 from ckpt_tools.stores.s3_client import S3Options
@@ -57,6 +57,18 @@ def lock_of(url: str, options: Mapping[str, Any]) -> ObjectLock:
         return place.lock()
     objects = FsspecObjects.of(url, options)
     return ObjectLock(objects, f"{objects.path}/{PARTIAL}/lock", url)
+
+
+def located(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    """The service that ``url`` is of, ``file`` for local folders, and the path there. Raises UsageError."""
+    if _is_s3(url):
+        return "s3", url.partition("://")[2]
+    fs, path = file_system(url, options)
+    while hasattr(fs, "fs"):  # one that keeps copies of another's files
+        fs = fs.fs
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
+    known = sorted(protocols & {"file", "s3"})
+    return (known or sorted(protocols))[0], path
 
 
 def _is_s3(url: str) -> bool:

@@ -7,10 +7,13 @@ the output is published.
 
 S3 renames nothing, so that an existing checkpoint cannot be swapped for another in one step. Its last file goes first,
 then the rest of it, then the new files come, the last of them last: whoever looks meanwhile finds no checkpoint.
+The objects that go are those that the caller names, and no other. Marks that tools make for folders, empty objects with
+a slash at the end of their names, are never ours, and stay.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -20,17 +23,20 @@ from pathlib import PurePosixPath
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
 from ckpt_tools.signals import held_back, let_through
-from ckpt_tools.stores.base import Buffer, CopyingRules, Leftover, Location, PartRules, Store, checked_name
+from ckpt_tools.stores.base import Buffer, CopyingRules, Leftover, Location, PartRules, checked_name
 from ckpt_tools.stores.names import PARTIAL, is_marker, is_shown
+from ckpt_tools.stores.present import NOTHING, Present, check_only, folders_of
 from ckpt_tools.stores.s3_client import Bucket, Copied, Found, Part, RefusedError, S3Options
 from ckpt_tools.stores.s3_lock import ObjectLock, is_held
-from ckpt_tools.stores.s3_traces import TOKEN, Traces, in_parallel
+from ckpt_tools.stores.s3_traces import TOKEN, TOKEN_FORM, Traces, in_parallel
 
 PART_BYTES = 8 << 20
 """Of a file that is uploaded: 8 MiB are what S3's own tools use."""
 
 MAX_PARTS = 10_000
 """Of one upload, the service's limit."""
+
+_LOG_NUMBER = re.compile(r"\d{12}")
 
 MIN_COPY_BYTES = 5 << 20
 """Of a part that the service copies itself, and of any but a file's last: its own limit."""
@@ -184,20 +190,23 @@ class S3Log:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def read(self) -> bytes:
-        keys = [found.key for found in self.bucket.objects(self.prefix)]
-        pieces = in_parallel(self.bucket.get, keys)
+        pieces = in_parallel(self.bucket.get, self._keys())
         return b"".join(piece.data for piece in pieces if piece is not None)
 
     def append(self, data: bytes) -> None:
         with self._lock:
             if self._next is None:
-                last = max((found.key for found in self.bucket.objects(self.prefix)), default=None)
+                last = max(self._keys(), default=None)
                 self._next = count(0 if last is None else int(last.removeprefix(self.prefix)) + 1)
             number = next(self._next)
         self.bucket.put(f"{self.prefix}{number:012d}", data)
 
     def clear(self) -> None:
-        self.bucket.delete([found.key for found in self.bucket.objects(self.prefix)])
+        self.bucket.delete(self._keys())
+
+    def _keys(self) -> list[str]:
+        keys = [found.key for found in self.bucket.objects(self.prefix)]
+        return [key for key in keys if _LOG_NUMBER.fullmatch(key.removeprefix(self.prefix))]
 
 
 @dataclass(slots=True)
@@ -212,8 +221,8 @@ class S3Claim:
     overwrite: bool
     published: bool = False
 
-    def publish(self, paths: Sequence[str]) -> None:
-        """Make the finished files visible, the last of ``paths`` last, and what was there before go.
+    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
+        """Make the finished files visible, the last of ``paths`` last, and ``replaced`` go.
 
         Raises:
             DestinationExistsError: somebody else put something there meanwhile. StoreError: the service failed, or
@@ -221,9 +230,10 @@ class S3Claim:
         """
         self.lock.check()
         self.place.check_free(is_file=self.is_file, overwrite=self.overwrite)
+        check_only(self.place.present(is_file=self.is_file), self.place.url, replaced)
         *data, last = paths
         self._remove_debris(paths)
-        old = self._old([self.destination.prefix + path for path in paths])
+        old = self._old([self.destination.prefix + path for path in paths], replaced)
         self.destination.traces.publish(*self.destination.mark(last), old)
         self._remove(old)
         in_parallel(self.destination.complete, data)
@@ -239,9 +249,10 @@ class S3Claim:
             kept = {key for key in debris if key in marks and traces.token(key) == marks[key]}
             self.place.bucket.delete([key for key in debris if key not in kept])
 
-    def _old(self, new: Sequence[str]) -> list[Found]:
+    def _old(self, new: Sequence[str], replaced: Mapping[str, int]) -> list[Found]:
         """What has to go; but a single file is replaced as it is, in one step."""
-        old = [] if self.is_file else self.place.objects()
+        names = {self.place.inside + path for path in replaced}
+        old = [] if self.is_file else [each for each in self.place.objects() if each.key in names]
         return [] if len(new) == 1 and {each.key for each in old} <= set(new) else old
 
     def _remove(self, old: Sequence[Found]) -> None:
@@ -312,16 +323,25 @@ class S3Place:
     def _log(self, *, is_file: bool) -> S3Log:
         return S3Log(self.bucket, f"{self._partial(is_file=is_file)}log/")
 
-    def existing(self) -> Store | None:
-        return S3Store(self.bucket, self.inside) if self.objects() else None
+    def present(self, *, is_file: bool) -> Present | None:
+        return self._file() if is_file else self._folder()
 
-    def folders(self) -> frozenset[str]:
-        return frozenset(self.bucket.folders(self.inside)) - {PARTIAL}
+    def _file(self) -> Present | None:
+        found = self.bucket.head(self.key) if self.key else None
+        return None if found is None else Present(S3Store(self.bucket, self.beside, self.name), {self.name: found.size})
+
+    def _folder(self) -> Present | None:
+        """The folder's own mark, and those of folders that hold files, say nothing more than these."""
+        sizes = {each.key.removeprefix(self.inside): each.size for each in self.objects()}
+        files = {path: size for path, size in sizes.items() if path and not path.endswith("/")}
+        full = {"", *(f"{folder}/" for folder in folders_of(files))}
+        others = [path or "/" for path, size in sizes.items() if path not in files and (size or path not in full)]
+        return Present(S3Store(self.bucket, self.inside), files, others) if files or others else None
 
     def check_free(self, *, is_file: bool, overwrite: bool) -> None:
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
         single = self.bucket.head(self.key) if self.key else None
-        inside = bool(self.objects())
+        inside = self._folder() is not None
         if (single is not None or inside) and not overwrite:
             raise DestinationExistsError(
                 f"{self.url} exists; choose another destination, or replace it with --overwrite"
@@ -362,8 +382,9 @@ class S3Place:
             debris = self.bucket.head(key)
             yield Leftover("half an output", self.bucket.url(key), 0 if debris is None else debris.size)
         for each in self.bucket.objects(partial):
-            kind = _KINDS.get(each.key.removeprefix(partial).partition("/")[0], "note")
-            yield Leftover(kind, self.bucket.url(each.key), each.size)
+            kind = next((kind for kind, form in _KINDS.items() if form.fullmatch(each.key.removeprefix(partial))), None)
+            if kind is not None:
+                yield Leftover(kind, self.bucket.url(each.key), each.size)
 
     def remove_leftovers(self) -> Sequence[Leftover]:
         found = self.leftovers()
@@ -382,7 +403,12 @@ class S3Place:
             lock.release()
 
 
-_KINDS = {"log": "log", "lock": "lock"}
+_KINDS = {
+    "log": re.compile(rf"log/{_LOG_NUMBER.pattern}"),
+    "lock": re.compile("lock"),
+    "note": re.compile(rf"traces/(begun/{TOKEN_FORM.pattern}/.+|publishing)", re.DOTALL),
+}
+"""The objects below ``.ckpt-tools-partial/`` that are ours."""
 
 
 @contextmanager

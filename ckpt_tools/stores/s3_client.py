@@ -141,12 +141,6 @@ class Bucket:
             for found in page.get("Contents", ()):
                 yield Found(found["Key"], int(found["Size"]), found["ETag"])
 
-    def folders(self, prefix: str) -> Iterator[str]:
-        """The names directly below ``prefix`` that other keys go on from. Raises as ``objects``."""
-        for page in self._pages("list_objects_v2", prefix, Prefix=prefix, Delimiter="/"):
-            for found in page.get("CommonPrefixes", ()):
-                yield found["Prefix"][len(prefix) : -1]
-
     def holds_any(self, prefix: str) -> bool:
         """Whether any key starts with ``prefix``. Raises as ``objects``."""
         return bool(self._call("list_objects_v2", prefix, Prefix=prefix, MaxKeys=1).get("Contents"))

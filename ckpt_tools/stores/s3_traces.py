@@ -8,6 +8,7 @@ open uploads are ours, whether the output was published, and which objects are h
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,12 @@ from ckpt_tools.stores.s3_client import Bucket, Found
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+TOKEN_FORM = re.compile(r"[0-9a-f]{16}")
+"""Of a token. A note by another name is not ours."""
+
+_NOTE = re.compile(rf"{TOKEN_FORM.pattern}/.+", re.DOTALL)
+"""Of an upload, below ``begun/``."""
 
 TOKEN = "ckpt-tools-upload"
 """The metadata by which a finished object is known to be of a certain upload."""
@@ -63,10 +70,14 @@ class Traces:
 
     def begun(self) -> dict[str, str]:
         """The key of each token."""
-        notes = (
-            found.key.removeprefix(f"{self.prefix}begun/") for found in self.bucket.objects(f"{self.prefix}begun/")
-        )
+        notes = (key.removeprefix(f"{self.prefix}begun/") for key in self._notes())
         return {token: self.root + path for token, _, path in (note.partition("/") for note in notes)}
+
+    def _notes(self) -> list[str]:
+        """The keys of the notes of uploads."""
+        prefix = f"{self.prefix}begun/"
+        keys = (found.key for found in self.bucket.objects(prefix))
+        return [key for key in keys if _NOTE.fullmatch(key.removeprefix(prefix))]
 
     def open_uploads(self) -> list[tuple[str, str]]:
         """Keys and ids of our uploads that are neither completed nor aborted."""
@@ -109,5 +120,5 @@ class Traces:
 
     def forget(self) -> None:
         """Remove the notes; the one that says what is debris last."""
-        self.bucket.delete([found.key for found in self.bucket.objects(f"{self.prefix}begun/")])
+        self.bucket.delete(self._notes())
         self.bucket.delete([f"{self.prefix}publishing"])

@@ -17,10 +17,8 @@ from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.base import Destination, Store
 from ckpt_tools.stores.filled import StoreDestination
 from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.names import TOKEN_NAME
 from ckpt_tools.stores.overlay import Overlay
-
-TOKEN_NAME = "seen"
-"""A file beside an output that is staged: never in it, so that no killed run leaves it to be published by the next."""
 
 
 @dataclass(frozen=True, slots=True)

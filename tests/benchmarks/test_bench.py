@@ -14,6 +14,7 @@ import pytest
 from benchmarks import caching, report
 from benchmarks.__main__ import main
 from benchmarks.figures import results
+from benchmarks.inputs import Cache, FolderError, claim
 from benchmarks.journal import Journal
 from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
@@ -248,3 +249,19 @@ def test_a_model_has_about_the_size_that_was_asked_for(num_elements: int) -> Non
 def test_every_work_says_who_is_better_at_what(work: Work) -> None:
     assert work.contestants[:2] == (OURS, COPY)
     assert not work.target.peer or work.rivals
+
+
+def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path: Path) -> None:
+    """In its own folder too, what has not the name of an input is no input, and makes no room."""
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(FolderError, match="no benchmark wrote"):
+        claim(tmp_path)
+    claim(tmp_path / "data")
+    claim(tmp_path / "data")
+    ours, theirs = tmp_path / "data/inputs/dcp-100-0123abcd", tmp_path / "data/inputs/thesis"
+    for folder in (ours, theirs):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("mine")
+    assert not Cache(tmp_path / "data/inputs").make_room(1 << 60, keep=[])
+    assert (ours.exists(), theirs.exists()) == (False, True)
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -112,10 +112,16 @@ def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
 
 
 def test_what_was_moved_aside_and_replaced_is_removed(tmp_path: Path) -> None:
+    """As far as it was written down before it was moved: no more can be known to be ours."""
     for name, text in (("out", "new"), (".out.ckpt-tools-replaced", "old")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model").write_text(text)
-    assert [left.kind for left in ckpt_tools.clean(tmp_path / "out").leftovers] == ["replaced output"]
+    assert ckpt_tools.clean(tmp_path / "out").leftovers == ()
+    assert (tmp_path / ".out.ckpt-tools-replaced/model").read_text() == "old"
+    (tmp_path / ".out.ckpt-tools-partial").mkdir()
+    (tmp_path / ".out.ckpt-tools-partial/names").write_text('"model"\n')
+    kinds = ["unfinished output", "replaced output"]
+    assert [left.kind for left in ckpt_tools.clean(tmp_path / "out").leftovers] == kinds
     assert (names(tmp_path), (tmp_path / "out/model").read_text()) == (["out"], "new")
 
 

@@ -124,14 +124,17 @@ def test_a_harmed_dcp(harm: Callable[[Path], None], dcp: Path, tmp_path: Path) -
 def test_an_existing_destination(dcp: Path, tmp_path: Path) -> None:
     (tmp_path / "m.pt").write_text("mine")
     refused(run("convert", dcp, tmp_path / "m.pt"), 8, "--overwrite")
+    refused(run("convert", dcp, tmp_path / "m.pt", "--overwrite"), 8, "is not a checkpoint")
     assert (tmp_path / "m.pt").read_text() == "mine"
-    assert run("convert", dcp, tmp_path / "m.pt", "--overwrite").returncode == 0
+    (tmp_path / "m.pt").unlink()
+    for words in ((), ("--overwrite",)):
+        assert run("convert", dcp, tmp_path / "m.pt", *words).returncode == 0
 
 
 def test_overwrite_deletes_no_folder_that_is_no_checkpoint(dcp: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("mine")
-    refused(run("convert", dcp, tmp_path / "thesis", "--to", "dcp", "--overwrite"), 8, "no checkpoint")
+    refused(run("convert", dcp, tmp_path / "thesis", "--to", "dcp", "--overwrite"), 8, "is not a checkpoint")
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "mine"
 
 

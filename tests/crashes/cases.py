@@ -54,15 +54,12 @@ class Case:
     name: str
     words: tuple[str | Path, ...]
     expected: dict[str, bytes]
+    old: dict[str, bytes]
+    """Another output of the same names, of a checkpoint of other values."""
 
     @property
     def target(self) -> Path:
         return self.folder / self.name
-
-    @property
-    def old(self) -> dict[str, bytes]:
-        """Another output of the same names and sizes, of which a single mixed-in byte would show."""
-        return {path: data[:-1] + bytes([data[-1] ^ 255]) for path, data in self.expected.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -103,8 +100,14 @@ def done_bytes(log: bytes) -> int:
 
 def make_sources(folder: Path) -> None:
     """A training state in every format: a megabyte, of which a task is a sixteenth."""
+    for place, rate in ((folder, 0.1), (folder / "other", 0.2)):
+        place.mkdir(exist_ok=True)
+        _make_sources(place, rate)
+
+
+def _make_sources(folder: Path, rate: float) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(96, 160) for _ in range(3)), torch.nn.LayerNorm(96))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -121,8 +124,12 @@ def make_case(name: str, sources: Path, folder: Path, runs: Runs) -> Case:
     folder.mkdir()
     start = ("convert", sources / SOURCES[source][0], folder / output, *options, "--workers", "1", "--quiet")
     words = (*start, "--memory", str(_least_memory(start)))
+    runs.warm("convert", sources / "other" / SOURCES[source][0], *words[2:])
+    old = contents(folder)
+    shutil.rmtree(folder)
+    folder.mkdir()
     runs.warm(*words)
-    return Case(folder, output, words, contents(folder))
+    return Case(folder, output, words, contents(folder), old)
 
 
 def _least_memory(words: tuple[str | Path, ...]) -> int:

@@ -88,7 +88,7 @@ def test_nothing_is_seen_before_it_is_published_and_nothing_of_ours_after(
         claim.log.append(b"noted")
         write(claim, FILES, publish=False)
         assert all(PARTIAL in path for path in s3.files(runs))
-        assert place.existing() is None
+        assert place.present(is_file=False) is None
         claim.publish(list(FILES))
     assert s3.files(runs) == {f"out/{path}": data for path, data in FILES.items()}
     assert s3.open_uploads(runs) == []
@@ -192,13 +192,15 @@ def test_replacing_shows_the_old_none_or_the_new(
         with place.claim(is_file=False, overwrite=True, resume=True) as claim:
             write(claim, FILES, publish=False)
             left[0] = allowed
-            claim.publish(list(FILES))
+            claim.publish(list(FILES), {path: len(data) for path, data in OLD.items()})
     left[0] = 10**6
     place.bucket.delete([claim.lock.key])
     seen = {path: data for path, data in s3.files(f"{runs}out/").items() if PARTIAL not in path}
     assert seen in (OLD, FILES) or ".metadata" not in seen
     with place.claim(is_file=False, overwrite=seen in (OLD, FILES), resume=False) as claim:
-        write(claim, {"new": b"new"})
+        write(claim, {"new": b"new"}, publish=False)
+        present = place.present(is_file=False)
+        claim.publish(["new"], {} if present is None else present.files)
     assert s3.files(runs) == {"out/new": b"new"}
     assert s3.open_uploads(runs) == []
 
@@ -209,7 +211,7 @@ def test_one_file_is_replaced_in_one_step(bucket: Bucket, runs: str, s3: S3Serve
     with place.claim(is_file=True, overwrite=True, resume=False) as claim:
         write(claim, {"model.safetensors": b"new"}, publish=False)
         assert bucket.get(f"{runs}model.safetensors").data == b"old"  # type: ignore[union-attr]
-        claim.publish(["model.safetensors"])
+        claim.publish(["model.safetensors"], {"model.safetensors": 3})
     assert s3.files(runs) == {"model.safetensors": b"new", "other": b"kept"}
 
 
@@ -275,7 +277,7 @@ def test_who_lost_the_lock_does_not_publish(place: S3Place, runs: str, s3: S3Ser
         place.bucket.put(claim.lock.key, b'{"token": "somebody else"}')
         with pytest.raises(StoreError, match="took over"):
             claim.publish(list(FILES))
-    assert place.existing() is None
+    assert place.present(is_file=False) is None
 
 
 def test_leftovers_are_ours_alone(place: S3Place, runs: str, s3: S3Server) -> None:

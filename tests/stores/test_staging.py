@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores import staging as staging_module
-from ckpt_tools.stores.staging import Staging, staged
+from ckpt_tools.stores.staging import LocalPlace, Staging, staged
 
 BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
 
@@ -50,7 +52,21 @@ def text_of(target: Path) -> str:
 def convert(target: Path, text: str, *, is_file: bool, overwrite: bool = False, fsync: bool = False) -> None:
     with staged(target, is_file=is_file, overwrite=overwrite, fsync=fsync) as staging:
         fill(staging, text)
-        staging.publish()
+        staging.publish(replaced=there(target, is_file=is_file))
+
+
+def there(target: Path, *, is_file: bool) -> Mapping[str, int]:
+    """The names and sizes of what is at the target now."""
+    present = LocalPlace(target).present(is_file=is_file)
+    return {} if present is None else present.files
+
+
+def note(target: Path, *names: str) -> None:
+    """What a run writes down before it makes files of these names, or replaces them."""
+    folder = target.with_name(f".{target.name}.ckpt-tools-partial")
+    folder.mkdir(exist_ok=True)
+    with (folder / "names").open("a") as file:
+        file.writelines(f"{json.dumps(name)}\n" for name in names)
 
 
 def names(folder: Path) -> list[str]:
@@ -172,9 +188,86 @@ class TestWithoutExchange:
 
     def test_what_was_moved_aside_and_replaced_goes(self, tmp_path: Path) -> None:
         put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
+        note(tmp_path / "out", "a", "deep/b")
         put(tmp_path / "out", "new", is_file=False)
         convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
         assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "newer")
+
+    @pytest.mark.parametrize("noted", [[], ["a"], ["a", "deep/b", "other"]])
+    def test_what_nobody_wrote_down_was_not_moved_by_us(self, tmp_path: Path, noted: list[str]) -> None:
+        put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
+        (tmp_path / ".out.ckpt-tools-replaced/mine").write_text("mine")
+        note(tmp_path / "out", *noted)
+        put(tmp_path / "out", "new", is_file=False)
+        with pytest.raises(DestinationExistsError, match=r"ckpt-tools-replaced .* mine; move it away"):
+            convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
+        assert text_of(tmp_path / "out") == "new"
+        assert names(tmp_path / ".out.ckpt-tools-replaced") == ["a", "deep", "mine"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_comes_while_the_old_is_replaced_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """Between the last look and the swap, and so with both ways to swap."""
+    put(tmp_path / "out", "old", is_file=False)
+    real, came = staging_module._exchange, []
+
+    def late(a: Path, b: Path) -> bool:
+        if not came:
+            (tmp_path / "out/late").write_text("mine")
+        came.append(b)
+        return real(a, b) if exchange else False
+
+    monkeypatch.setattr(staging_module, "_exchange", late)
+    with pytest.raises(DestinationExistsError, match=r"as it was, as files came into it meanwhile: late"):
+        convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["a", "deep", "late"]
+    assert ((tmp_path / "out/a").read_text(), (tmp_path / "out/late").read_text()) == ("old", "mine")
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """By a process that has the old folder open, under the name of a file of the new one."""
+    put(tmp_path / "out", "old", is_file=False)
+    real = staging_module._remove_named
+
+    def late(folder: Path, names: Collection[str]) -> None:
+        if "gone" in names:
+            (folder / "a").write_text("mine")
+        real(folder, names)
+
+    monkeypatch.setattr(staging_module, "_remove_named", late)
+    if not exchange:
+        monkeypatch.setattr(staging_module, "_exchange", lambda a, b: False)
+    (tmp_path / "out/a").rename(tmp_path / "out/gone")
+    with pytest.raises(DestinationExistsError, match=r"out is written; .* are kept in (.*): move them away") as caught:
+        convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+    assert text_of(tmp_path / "out") == "new"
+    kept = Path(re.findall(r"kept in (.*): move", str(caught.value))[0])
+    assert [(path.name, path.read_text()) for path in kept.iterdir()] == [("a", "mine")]
+    with pytest.raises(DestinationExistsError, match=r": a; move"):
+        convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
+    assert (kept / "a").read_text() == "mine"
+
+
+@BOTH
+def test_nothing_but_what_is_named_is_replaced(tmp_path: Path, is_file: bool) -> None:
+    put(tmp_path / "out", "old", is_file=is_file)
+    known = there(tmp_path / "out", is_file=is_file)
+    for wrong in (
+        {},
+        dict.fromkeys(known, 4),
+        {name: size for name, size in known.items() if name not in ("a", "out")},
+    ):
+        with staged(tmp_path / "out", is_file=is_file, overwrite=True) as staging:
+            fill(staging, "new")
+            with pytest.raises(DestinationExistsError, match="was not there at the start"):
+                staging.publish(replaced=wrong)
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
 
 
 CHILD = """
@@ -237,12 +330,33 @@ def test_a_killed_process_leaves_the_old(tmp_path: Path) -> None:
     assert text_of(tmp_path / "out") == "old"
 
 
-def test_cleaning_away_follows_no_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "output/notes.txt", "output/a/b", "link", "output/link", "1.log/x", "empty/"]
+)
+def test_what_is_not_ours_is_never_cleaned_away(tmp_path: Path, name: str, resume: bool) -> None:
     put(tmp_path / "mine", "precious", is_file=False)
-    (tmp_path / ".out.ckpt-tools-partial").mkdir()
-    (tmp_path / ".out.ckpt-tools-partial/link").symlink_to(tmp_path / "mine")
-    convert(tmp_path / "out", "new", is_file=False)
-    assert (text_of(tmp_path / "mine"), text_of(tmp_path / "out")) == ("precious", "new")
+    stranger = tmp_path / ".out.ckpt-tools-partial" / name
+    stranger.parent.mkdir(parents=True)
+    if name.endswith("link"):
+        stranger.symlink_to(tmp_path / "mine")
+    elif name.endswith("/"):
+        stranger.mkdir()
+    else:
+        stranger.write_text("mine")
+    note(tmp_path / "out", "a", "deep/b")
+    before = tree(tmp_path)
+    for _ in range(2):
+        with pytest.raises(DestinationExistsError, match=r"did not write.*; move them away"):
+            staged(tmp_path / "out", is_file=False, overwrite=False, resume=resume).__enter__()
+    assert tree(tmp_path) == before
+    assert all(left.kind == "unfinished output" for left in LocalPlace(tmp_path / "out").remove_leftovers())
+    assert os.path.lexists(stranger)
+    assert text_of(tmp_path / "mine") == "precious"
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
 
 
 def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path: Path) -> None:
@@ -267,7 +381,7 @@ RACE = """
 import sys
 from pathlib import Path
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.staging import staged
+from ckpt_tools.stores.staging import LocalPlace, staged
 published = 0
 while published < 60:
     text = f"{sys.argv[2]} {published}".encode()
@@ -277,7 +391,8 @@ while published < 60:
                 writer = staging.store.create(name, len(text))
                 writer.write_at(0, text)
                 writer.close()
-            staging.publish()
+            there = LocalPlace(Path(sys.argv[1])).present(is_file=False)
+            staging.publish(replaced={} if there is None else there.files)
         published += 1
     except DestinationExistsError:
         pass
@@ -360,7 +475,7 @@ class TestPlaces:
 def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path: Path) -> None:
     with staged(tmp_path / "out", is_file=False, overwrite=False, resume=True) as staging:
         fill(staging, "new")
-        (staging.store.root / "deep/ckpt-tools.digests.json").write_text("{")
+        staging.store.create("deep/ckpt-tools.digests.json", 2).close()
         staging.publish(["a", "deep/b"])
     assert text_of(tmp_path / "out") == "new"
     assert names(tmp_path / "out/deep") == ["b"]

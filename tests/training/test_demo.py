@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from inference.demo import FORMAT_FILES, Row, convert_and_check, describe, table_of
+from ckpt_tools.errors import DestinationExistsError
+from inference.demo import FORMAT_FILES, Row, check_results, convert_and_check, describe, remove_former, table_of
 from tests.training.conftest import SmallRun
 
 GOOD = Row(
@@ -77,3 +80,49 @@ def test_the_table_has_every_figure() -> None:
         console.print(table_of([GOOD]))
     for cell in ("fsdp2, 2 ranks", "safetensors", "4,000,000", "0.25", "128/128", "0.9500 (342/360)"):
         assert cell in captured.get()
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_a_former_run_is_removed(engine: str, small_run: SmallRun, tmp_path: Path) -> None:
+    """All that a run leaves, and the files that the demo makes of it."""
+    made = Path(small_run(engine).checkpoint).parents[1]
+    shutil.copytree(made, tmp_path / engine)
+    for name in FORMAT_FILES.values():
+        (tmp_path / engine / name).write_text("")
+    remove_former(tmp_path / engine)
+    assert list((tmp_path / engine).iterdir()) == []
+    remove_former(tmp_path / engine)
+    remove_former(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", ".env", "src/main.py", "checkpoints/epoch_0001/notes.txt", "checkpoints/mine", "empty/"]
+)
+def test_a_folder_with_anything_else_is_left_alone(name: str, tmp_path: Path) -> None:
+    kept = tmp_path / "fsdp2/checkpoints/epoch_0001/.metadata"
+    kept.parent.mkdir(parents=True)
+    for path in (kept, tmp_path / "fsdp2" / name):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if name.endswith("/") and path != kept else path.write_text("mine")
+    with pytest.raises(DestinationExistsError, match="that no demo wrote"):
+        remove_former(tmp_path / "fsdp2")
+    assert (kept.read_text(), (tmp_path / "fsdp2" / name).exists()) == ("mine", True)
+
+
+def test_a_link_to_a_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/result.json").write_text("mine")
+    (tmp_path / "fsdp2").symlink_to("mine")
+    with pytest.raises(DestinationExistsError, match="not a demo's folder"):
+        remove_former(tmp_path / "fsdp2")
+    assert (tmp_path / "mine/result.json").read_text() == "mine"
+
+
+def test_only_results_of_a_demo_are_replaced(tmp_path: Path) -> None:
+    check_results(tmp_path / "absent.json")
+    (tmp_path / "ours.json").write_text(json.dumps([GOOD.to_json()]))
+    check_results(tmp_path / "ours.json")
+    for text in ("mine", "{}", '[{"accuracy": 1}]', "[1]"):
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(DestinationExistsError, match="not a demo's"):
+            check_results(tmp_path / "results.json")

@@ -11,7 +11,7 @@ from ..checkpoints import resume_folder, way_on
 from ..config import TrainConfig
 from ..data import load_dataset
 from ..locking import RunLock, check_no_other_run, only_run
-from ..result import RunResult
+from ..result import RunResult, check_result_file
 from ..settings import check_settings
 from .failures import RunFailedError
 
@@ -58,6 +58,7 @@ def check_before_start(config: TrainConfig) -> None:
     """
     check_no_other_run(config.out)
     checkpoint = resume_folder(config)
+    check_result_file(config.out)
     line = None if checkpoint is None else check_settings(config, checkpoint)
     _check_samples(config)
     if line is not None:

@@ -9,7 +9,6 @@ checkpoint gets its final name only when all ranks have written.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from ..checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
+from ..checkpoints import CHECKPOINTS, checkpoint_name, make_partial, resume_folder
 from ..config import TrainConfig
 from ..launchers.failures import Failure, RunFailedError
 from ..locking import RunLock, only_run
@@ -143,8 +142,7 @@ def publish(folder: Path, name: str, save: Save) -> None:
     partial_folder = folder / f".{name}.partial"
     leader = torch.distributed.get_rank() == 0
     if leader:
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        partial_folder.mkdir(parents=True)
+        make_partial(folder, name)
     torch.distributed.barrier()
     save(partial_folder)
     torch.distributed.barrier()

@@ -16,6 +16,7 @@ from ckpt_tools.wording import newest
 METADATA = ".metadata"
 
 _ALONE = re.compile(r"__\d+\.metadata")
+_DATA = re.compile(r"__\d+_\d+\.distcp")
 _MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
 _OPTIM = re.compile(r"optimizer_(\d+)")
 
@@ -27,6 +28,16 @@ def is_metadata(path: str) -> bool:
 def is_of_one_rank(path: str) -> bool:
     """Whether it is a rank's own ``__<rank>.metadata``, as ``dcp.save(use_collectives=False)`` leaves."""
     return _ALONE.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def own_files(paths: Iterable[str]) -> frozenset[str]:
+    """Those that torch writes into the folder of a checkpoint; none where it lies in another folder."""
+    found = frozenset(path for path in paths if _is_own(path))
+    return found if METADATA in found else frozenset()
+
+
+def _is_own(path: str) -> bool:
+    return path == METADATA or _ALONE.fullmatch(path) is not None or _DATA.fullmatch(path) is not None
 
 
 def metadata_files(paths: Iterable[str]) -> list[str]:

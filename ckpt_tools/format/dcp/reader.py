@@ -15,7 +15,7 @@ import numpy as np
 from ckpt_tools.containers.torch_zip import open_archive
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.format.base import ReadOptions
-from ckpt_tools.format.dcp.folders import is_metadata, is_of_one_rank, metadata_files
+from ckpt_tools.format.dcp.folders import is_metadata, is_of_one_rank, metadata_files, own_files
 from ckpt_tools.format.dcp.index import Index, read_index
 from ckpt_tools.manifest import ByteRange, Manifest, ShardTable, StateKey, TensorRef
 from ckpt_tools.references import extracted
@@ -47,6 +47,10 @@ class DcpReader:
             world_size=index.num_ranks,
             ties=ties,
         )
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        found = own_files(source.files)
+        return found | (manifest.files & source.files.keys()) if found else found
 
 
 def _joined(indexes: Mapping[str, Index]) -> Index:

@@ -18,6 +18,9 @@ from ckpt_tools.wording import natural
 
 LATEST = "latest"
 
+SCRIPT = "zero_to_fp32.py"
+"""DeepSpeed lays it beside ``latest``, engine.py ``_copy_recovery_script``."""
+
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 _RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 # The engine still reads names without the last underscore, _get_all_zero_checkpoint_names.
@@ -55,7 +58,7 @@ def tag_folders(paths: Iterable[str]) -> list[str]:
     native, universal = set(), set()
     for path in paths:
         folder, _, name = path.rpartition("/")
-        if _MODEL.fullmatch(name) or _RANK_MODEL.fullmatch(name) or _OPTIM.fullmatch(name):
+        if is_own_name(name):
             native.add(folder)
         elif path.endswith("/fp32.pt") and (match := _UNIVERSAL.fullmatch(path)):
             universal.add(match["folder"])
@@ -65,6 +68,21 @@ def tag_folders(paths: Iterable[str]) -> list[str]:
 def choose_folder(source: Source, tag: str | None) -> str:
     """The folder of ``tag``, or of the checkpoint that ``latest`` points to. Raises as ``choose_tag`` does."""
     return choose_tag(source, tag, tag_folders(source.files), latest=LATEST, what="DeepSpeed checkpoint")
+
+
+def own_files(paths: Iterable[str], folder: str) -> frozenset[str]:
+    """The files of the checkpoint in ``folder``, and those that DeepSpeed lays beside that; none where nothing in the
+    source itself says that it is the one."""
+    found = set(paths)
+    if not folder:
+        return frozenset(path for path in found if is_own_name(path))
+    inside = {path for path in found if path.rpartition("/")[0] == folder and is_own_name(path.rpartition("/")[2])}
+    return frozenset(inside | ({LATEST, SCRIPT} & found)) if LATEST in found else frozenset()
+
+
+def is_own_name(name: str) -> bool:
+    """Whether DeepSpeed gives this name to a file of a tag folder."""
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _RANK_MODEL, _OPTIM))
 
 
 def tag_files(source: Source, folder: str) -> TagFiles:

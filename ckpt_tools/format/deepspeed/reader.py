@@ -38,6 +38,9 @@ class DeepSpeedReader:
         partitions = read_partitions(source, files.optim, optim)
         return Contents(source, model, optim, paths, partitions).manifest()
 
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return names.own_files(source.files, names.choose_folder(source, None))
+
 
 def _model_paths(files: TagFiles, optim: OptimStates) -> tuple[str, ...]:
     """The model's files; there are as many of each kind as ranks. Raises IncompleteError, MalformedError."""

@@ -7,7 +7,7 @@ A tag folder holds ``zero/<fqn>/<slot>.pt`` for each parameter, ``zero/optimizer
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import IncompleteError, UnsupportedError
@@ -27,6 +27,9 @@ OPTIMIZER_NAME = "zero/optimizer_state.pt"
 
 MASTER_FILE = "fp32"
 """The file of a parameter's fp32 master, and the one that every parameter has; without its suffix."""
+
+_SLOTS = (MASTER_FILE, "exp_avg", "exp_avg_sq", "step")
+"""The files that ``ds_to_universal`` makes of every parameter."""
 
 _STATE = re.compile(r"(?:(?P<folder>.+?)/)??zero/(?P<fqn>.+)/(?P<slot>[^/]+)\.pt", re.DOTALL)
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
@@ -99,6 +102,31 @@ def universal_files(source: Source, folder: str) -> UniversalFiles:
         if match and (match["folder"] or "") == folder:
             states.setdefault(match["fqn"], {})[match["slot"]] = path
     return UniversalFiles(folder.rpartition("/")[2], states, _models(names, prefix), prefix + OPTIMIZER_NAME)
+
+
+def own_files(paths: Iterable[str], files: UniversalFiles, folder: str, used: Container[str]) -> frozenset[str]:
+    """The files of the checkpoint in ``folder``; none where nothing in the source itself says that it is the one.
+
+    ``used`` are the files that hold its tensors, and the names of its parameters and buffers: of the latter
+    DeepSpeed leaves copies in ``zero/``.
+    """
+    found = set(paths)
+    if folder and LATEST not in found:
+        return frozenset()
+    prefix = f"{folder}/" if folder else ""
+    models = {path for path in found if path.startswith(prefix) and _is_model(path.removeprefix(prefix))}
+    states = {
+        path
+        for fqn, slots in files.states.items()
+        for slot, path in slots.items()
+        if path in used or (fqn in used and slot in _SLOTS)
+    }
+    beside = {LATEST} if folder else set()
+    return frozenset(models | states | (found & {files.optimizer, *beside}))
+
+
+def _is_model(name: str) -> bool:
+    return _MODEL.fullmatch(name) is not None or _RANK_MODEL.fullmatch(name) is not None
 
 
 def _refuse_foreign(names: list[str], folder: str) -> None:

@@ -37,6 +37,11 @@ class UniversalReader:
         optimizer = File.open(source, files.optimizer)
         return Contents(files, models, optimizer, Slots(source)).manifest()
 
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        folder = names.choose_folder(source, None)
+        used = manifest.files | manifest.fqns | manifest.aliases.keys()
+        return names.own_files(source.files, names.universal_files(source, folder), folder, used)
+
 
 def _has_fragments(model: ModelStates) -> bool:
     return any(prod(shape) for shape in model.frozen_shapes.values())

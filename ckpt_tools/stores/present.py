@@ -1,0 +1,62 @@
+"""What stands at a place where an output is to be, down to what no checkpoint holds, and how much of it may go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from posixpath import dirname
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ckpt_tools.errors import DestinationExistsError
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.base import Store
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
+
+MAX_LISTED = 8
+"""Names in one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """The files at a place, hidden ones too, by their names in ``store`` and their sizes in bytes.
+
+    ``others`` are the names of all that is never a file of a checkpoint: links, empty folders, pipes, devices.
+    """
+
+    store: Store
+    files: Mapping[str, int]
+    others: Sequence[str] = ()
+
+    def beyond(self, known: Mapping[str, int]) -> list[str]:
+        """The names that are not ``known``, or that are of another size now."""
+        return sorted([*self.others, *(path for path, size in self.files.items() if known.get(path) != size)])
+
+
+def check_only(present: Present | None, url: str, replaced: Mapping[str, int]) -> None:
+    """Raises DestinationExistsError where there is anything else than ``replaced``."""
+    unknown = [] if present is None else present.beyond(replaced)
+    if unknown:
+        raise DestinationExistsError(
+            f"{url} holds what was not there at the start: {listed(unknown)}; nothing was replaced"
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names for a message, and how many more there are. A name may hold anything but a NUL."""
+    shown = [name if name.isprintable() else ascii(name) for name in names]
+    more = len(shown) - MAX_LISTED
+    return ", ".join(shown[:MAX_LISTED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def folders_of(paths: Iterable[str]) -> list[str]:
+    """Every folder that holds one of ``paths``, but for the root; the inner ones before those that they lie in."""
+    found: set[str] = set()
+    for path in paths:
+        folder = dirname(path)
+        while folder and folder not in found:
+            found.add(folder)
+            folder = dirname(folder)
+    return sorted(found, key=lambda folder: (-folder.count("/"), folder))
