@@ -144,17 +144,17 @@ WRITING = (
 COMPARING = (*READING, _WEIGHTS)
 """Of ``verify`` with two checkpoints, once their formats are known."""
 
-DIFFING = (
-    *READING,
-    Rule(
-        ("weights",),
-        lambda case: not (case.has_masters and case.keeps_both),
-        "checkpoints of which one alone keeps fp32 masters, or for --state model",
-        lambda case: "here both keep them, and both copies are compared",
-        value="model",
-    ),
+OF_TWO_COPIES = Rule(
+    ("weights",),
+    lambda case: not (case.has_masters and case.keeps_both),
+    "checkpoints of which one alone keeps fp32 masters, or for --state model",
+    lambda case: "here both keep them, and both copies are compared",
+    value="model",
 )
-"""Of ``diff``, once both checkpoints are read; ``keeps_both`` says that masters are compared too."""
+"""Of two checkpoints, or one and a list of digests; ``keeps_both`` says that masters are compared too."""
+
+DIFFING = (*READING, OF_TWO_COPIES)
+"""Of ``diff``, once both checkpoints are read."""
 
 _CHOOSING = ("state", "weights", "include", "exclude", "rename", "key_map")
 

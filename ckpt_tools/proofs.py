@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools import digests, matching, transforms
-from ckpt_tools.applicability import COMPARING, DIFFING, check
+from ckpt_tools.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
 from ckpt_tools.comparison import Progress, Side, VerifyReport, compare
 from ckpt_tools.conversion import case_of, reduced
 from ckpt_tools.digest_files import digests_url, read_digests, stored_digests, write_list
@@ -84,7 +84,9 @@ def _converted(listed: Digests, options: ConvertOptions) -> Digests:
 
 def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions) -> tuple[Digests, Digests]:
     """Where one side alone keeps fp32 masters, one copy of each weight on both."""
-    if digests.has_masters(wanted) == digests.has_masters(found):
+    sides = [digests.has_masters(each) for each in (wanted, found)]
+    check([OF_TWO_COPIES], options.given, Case(has_masters=sides[0], keeps_both=all(sides)))
+    if sides[0] == sides[1]:
         return wanted, found
     return digests.one_copy(wanted, weights=options.weight_copy), digests.one_copy(found, weights=options.weight_copy)
 

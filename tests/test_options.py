@@ -92,7 +92,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Paths:
     ckpt_tools.convert(dcp, folder / "zero2", to="zero2", world_size=2, dtype="bfloat16")
     ckpt_tools.convert(dcp, folder / "universal", to="universal")
     (folder / "map.json").write_text('{"a.w": "a.v"}')
-    names = ("zero2", "universal", "map.json", "digests.json")
+    ckpt_tools.checksum(folder / "zero2", output=folder / "zero2.json")
+    names = ("zero2", "universal", "map.json", "digests.json", "zero2.json")
     files = {"torch": folder / "torch.pt", "safetensors": folder / "safetensors.safetensors", "dcp": dcp}
     return {**files, **{name: folder / name for name in names}}
 
@@ -189,6 +190,7 @@ COMPARISONS: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("verify", ["torch"], {"digests": "digests.json", "dtype": "bfloat16"}, "before a cast"),
     ("verify", ["torch"], {"digests": "digests.json", "include": ["no.*"]}, "nearest"),
     ("verify", ["torch"], {"digests": "digests.json", "rename": ["^no="]}, "nearest"),
+    ("verify", ["zero2"], {"digests": "zero2.json", "weights": "model"}, "both keep them"),
     ("verify", ["torch", "safetensors"], {"digests": "digests.json"}, "one checkpoint"),
     ("verify", ["torch", "safetensors"], {"public_key": "k"}, "one checkpoint"),
     ("verify", ["torch", "safetensors"], {"signature": "k"}, "one checkpoint"),
