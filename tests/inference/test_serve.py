@@ -181,6 +181,11 @@ def send_until_refused(connection: socket.socket, data: bytes, times: int) -> in
     return sent
 
 
+def read_to_end(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes: head and body of an answer are packets of their own."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
 def files_in(folder: Path, process: int) -> list[str]:
     """What a process holds open in a folder, also what has no name there any more."""
     links = [link.readlink() for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()]
@@ -209,7 +214,7 @@ def test_a_large_body_is_refused_while_it_arrives(service: Service, is_chunked: 
 def test_a_large_body_of_declared_length_is_refused_before_it_is_sent(service: Service) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
         connection.sendall(request_head(f"Content-Length: {200 * 2**20}", "Expect: 100-continue"))
-        received = b"".join(iter(lambda: connection.recv(65536), b""))
+        received = read_to_end(connection)
     assert received.startswith(b"HTTP/1.1 413 ")
     assert received.endswith(b'{"detail":"the image is larger than 16 MiB"}')
 
@@ -357,7 +362,7 @@ def test_a_signal_ends_the_service_after_the_requests_in_flight(
             service.process.send_signal(number)
             wait_until(lambda: not is_listening(service.port))
             connection.sendall(body[100:])
-            answer = connection.recv(65536)
+            answer = read_to_end(connection)
         begun = time.monotonic()
         assert service.process.wait(60) == code
         assert time.monotonic() - begun < 9, "the idle connection held it up to its limit"
