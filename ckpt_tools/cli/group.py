@@ -62,7 +62,7 @@ class Group(StoppableGroup):
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        known = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        known = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         helps = {
             name: command.help or command.short_help or "" for name, command in known.items() if command is not None
         }
