@@ -89,8 +89,8 @@ def _own_files(present: Present, url: str) -> frozenset[str]:
     except CkptError as error:
         names = listed(sorted([*present.files, *present.others]))
         raise DestinationExistsError(
-            f"{url} is not a checkpoint that can be read, so it is not replaced (it holds {names}): {error}; remove it "
-            f"yourself, or {_ELSEWHERE}"
+            f"{url} is not a checkpoint that can be read, so it is not replaced: {error} (it holds {names}); name the "
+            f"place of one checkpoint, or {_ELSEWHERE}"
         ) from error
 
 

@@ -13,12 +13,12 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError
-from tests.overwrite.trees import Disk, InBucket, Tree, World, made_tree
+from tests.overwrite.trees import Disk, InBucket, InMemory, Tree, World, made_tree
 from tests.support.s3_server import S3Server
 from tests.test_signing import make_key
 
-NUM_LOCAL, NUM_REMOTE = 400, 100
-NUM_LOCAL_SOAK, NUM_REMOTE_SOAK = 18_000, 2_000
+NUM_LOCAL, NUM_MEMORY, NUM_REMOTE = 350, 100, 100
+NUM_LOCAL_SOAK, NUM_MEMORY_SOAK, NUM_REMOTE_SOAK = 16_000, 3_000, 2_000
 
 FORMATS = ("dcp", "zero1", "zero2", "zero3", "universal", "safetensors", "torch")
 COPYING = ("convert", "convert", "convert", "convert", "plan", "consolidate", "reshard")
@@ -153,6 +153,17 @@ def test_on_a_disk(tmp_path: Path, key: Path, soak: bool) -> None:
         folder.mkdir()
         ends[one(number, Disk(folder), key, is_remote=False)] += 1
         shutil.rmtree(folder)
+    assert_both_ends(ends)
+
+
+@pytest.mark.timeout(7200)
+def test_in_a_store_of_fsspec(key: Path, soak: bool) -> None:
+    ends: Counter[str] = Counter()
+    world = InMemory()
+    for number in range(NUM_MEMORY_SOAK if soak else NUM_MEMORY):
+        world.clear()
+        ends[one(number, world, key, is_remote=True)] += 1
+    world.clear()
     assert_both_ends(ends)
 
 

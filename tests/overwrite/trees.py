@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from fsspec.implementations.memory import MemoryFileSystem
+
 from tests.overwrite.checkpoints import FOLDERS, SUFFIXES, TAG, made
 from tests.support.s3_server import BUCKET, S3Server
 
@@ -81,8 +83,11 @@ class Tree:
         return parent in self.nodes and self.nodes[parent].kind != "folder"
 
     def at_destination(self) -> dict[str, Node]:
+        """All that is there, but for where a store has its output staged: what lies there stays, and is in no way."""
         place = self.place
-        return {path: node for path, node in self.nodes.items() if path == place or path.startswith(f"{place}/")}
+        staged = f"{place}/.ckpt-tools-partial/"
+        inside = {path: node for path, node in self.nodes.items() if path == place or path.startswith(f"{place}/")}
+        return {path: node for path, node in inside.items() if not path.startswith(staged)}
 
     @property
     def place(self) -> str:
@@ -268,3 +273,29 @@ class InBucket:
         keys = [{"Key": self.prefix + path} for path in self.look()]
         if keys:
             self.server.client().delete_objects(Bucket=BUCKET, Delete={"Objects": keys})
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A store of fsspec, in this process."""
+
+    fs: MemoryFileSystem = field(default_factory=MemoryFileSystem)
+
+    def put(self, tree: Tree) -> None:
+        for path, node in tree.nodes.items():
+            if node.kind == "folder":
+                self.fs.makedirs(f"/{path}", exist_ok=True)
+            else:
+                self.fs.pipe_file(f"/{path}", node.data)
+
+    def url(self, path: str) -> str:
+        return f"memory://{path}"
+
+    def look(self) -> dict[str, object]:
+        found = self.fs.find("/", withdirs=True, detail=True)
+        kinds = {path.lstrip("/"): info["type"] for path, info in found.items() if path.strip("/")}
+        return {path: self.fs.cat_file(f"/{path}") if kind == "file" else kind for path, kind in kinds.items()}
+
+    def clear(self) -> None:
+        self.fs.store.clear()
+        self.fs.pseudo_dirs[:] = [""]

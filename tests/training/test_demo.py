@@ -113,7 +113,7 @@ def test_a_link_to_a_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/result.json").write_text("mine")
     (tmp_path / "fsdp2").symlink_to("mine")
-    with pytest.raises(DestinationExistsError, match="not a demo's folder"):
+    with pytest.raises(DestinationExistsError, match="is not a folder that a demo made"):
         remove_former(tmp_path / "fsdp2")
     assert (tmp_path / "mine/result.json").read_text() == "mine"
 
