@@ -62,17 +62,15 @@ class Group(StoppableGroup):
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        known = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        helps = {
-            name: command.help or command.short_help or "" for name, command in known.items() if command is not None
-        }
-        rows = [(name, _summary(text)) for name, text in helps.items()]
+        known = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [(name, _summary(command)) for name, command in known.items() if command is not None]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
 
-def _summary(text: str) -> str:
-    """The first sentence."""
+def _summary(command: click.Command) -> str:
+    """The first sentence of its help."""
+    text = command.help or command.short_help or ""
     words = text.split("\n\n")[0].split()
     end = next((number for number, word in enumerate(words, 1) if word.endswith(".")), len(words))
     return " ".join(words[:end])
