@@ -365,7 +365,20 @@ class TestWords:
         scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))
         torch.jit.save(scripted, tmp_path / "model.jit")
         message = refusal(tmp_path / "model.jit")
-        assert "TorchScript" in message and "state_dict()" in message
+        assert "it is a TorchScript archive" in message and "state_dict()" in message
+
+    def test_what_has_no_optimizer_state_may_be_a_tied_name(self, tmp_path: Path) -> None:
+        """DCP holds a tied weight twice, and the optimizer knows one name of it."""
+        model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(2)])
+        model[1].weight = model[0].weight
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+        for target in ("universal", "zero3"):
+            notes = ckpt_tools.plan(tmp_path / "dcp", tmp_path / target, to=target).notes
+            assert any("frozen" in note.what and "tied" in f"{note.what} {note.why}" for note in notes), target
 
     def test_a_torch_file_with_another_ending_is_told_the_option(self, tmp_path: Path) -> None:
         torch.save({"w": torch.ones(2)}, tmp_path / "model.weights")

@@ -29,8 +29,8 @@ _SHARDED_OBJECT = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
 _WEIGHTS = re.compile(r"(?:.*\.safetensors|.*model[^/]*\.(?:bin|pt|pth)|.*_model_states\.pt)")
 
 _ADVICE = (
-    "it is written by megatron-core's dist_checkpointing (torch_dist), which stacks layers and puts optimizer state "
-    "beside the weights, and is not read; export it with Megatron-Bridge or megatron's own converter"
+    "this checkpoint is written by megatron-core's dist_checkpointing (torch_dist), which stacks layers and puts "
+    "optimizer state beside the weights, and is not read; export it with Megatron-Bridge or megatron's own converter"
 )
 
 
