@@ -8,13 +8,14 @@ others are noted, so that leaving them behind is not silent.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.containers.torch_zip import open_archive
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import FormatError, IncompleteError
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.stores.base import Source
@@ -23,27 +24,48 @@ MAX_COMPANION_BYTES = 64 << 20
 """A trainer's log of a million steps; what is larger is none of these files."""
 
 UNREAD = ("random_states_*.pkl", "rng_state*.pth", "sampler*.bin", "dl_state_dict*.bin", "scaler.pt", "optimizer.pt",
-          "optimizer.bin")  # fmt: skip
-"""Of accelerate and transformers: each rank's own generators, samplers, and optimizers that are not sharded."""
+          "optimizer.bin", "*_rank_[0-9]*.pt", "*_rank[0-9]*.bin")  # fmt: skip
+"""Of accelerate, transformers and verl: each rank's own generators, samplers, optimizers that are not sharded, and the
+parts of ranks."""
+
+_UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinished)(?:[._-]|$)")
+"""Markers that savers lay down first and take away last."""
 
 
 def with_companions(manifest: Manifest, source: Source) -> Manifest:
     """``manifest`` with what the companions of the checkpoint say; what it says itself wins."""
     extra, notes, step = dict(manifest.extra), [], manifest.step
     used = manifest.files
+    folders = _folders(used)
     for path in source.files:
         name = path.rpartition("/")[2]
         if path in used:
             continue
+        if _UNFINISHED.search(name) is not None and path.rpartition("/")[0] in folders:
+            raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
         if name in _READ:
             found, note = _read(source, path, _READ[name])
             extra = {**found, **extra}
             notes += note
-        elif any(fnmatchcase(name, pattern) for pattern in UNREAD):
+        elif any(fnmatchcase(name, pattern) for pattern in UNREAD) or _is_foreign_part(name, manifest):
             notes.append(Note(Fate.DROPPED, path, "it lies beside the checkpoint and is not read"))
     if step is None and type(extra.get("global_step")) is int:
         step = extra["global_step"]
     return replace(manifest, extra=extra, notes=(*manifest.notes, *notes), step=step)
+
+
+def _folders(files: Iterable[str]) -> set[str]:
+    """The folders that hold ``files``, and those above."""
+    found = {""}
+    for file in files:
+        parts = file.split("/")[:-1]
+        found |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return found
+
+
+def _is_foreign_part(name: str, manifest: Manifest) -> bool:
+    """Whether it is the index of a DCP that a reader of another format left alone."""
+    return name == ".metadata" and manifest.format != "dcp"
 
 
 def _read(

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from ckpt_tools import matching
 from ckpt_tools.casts import check_cast
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.wording import count
@@ -29,12 +29,19 @@ def model_only(manifest: Manifest, *, weights: str, asked: bool) -> Transformed:
 
     ``weights`` chooses which copy of a parameter stands for it: ``"master"``, the fp32 one where there is one, or
     ``"model"``, the one that the model computes with. ``asked`` says that the user wants no more than this.
+
+    Raises:
+        UnsupportedError: there is state, and no weight.
     """
     kept = {
         key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
     }
     if weights == "master":
         kept = {key: _master(manifest, key, entry) for key, entry in kept.items()}
+    if not kept and any(entry.kind is Kind.STATE for entry in manifest.tensors.values()) | bool(manifest.extra):
+        raise UnsupportedError(
+            "it holds no weights, only optimizer state or other entries; name the file or folder of the model"
+        )
     notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept))
     return replace(manifest, tensors=kept, groups=(), extra={}), notes
 
@@ -232,11 +239,15 @@ def without_wrappers(manifest: Manifest) -> Transformed:
 def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
     """Floating-point weights as ``dtype``; optimizer state, buffers and integers as they are.
 
-    8-bit weights are left alone too: they mean nothing without the scales stored beside them.
+    Quantized weights are left alone too, and the scales stored beside them: they mean nothing without each other.
     """
     if dtype is None:
         return manifest, ()
-    tensors = {key: _cast(entry, dtype) if key.slot == WEIGHT else entry for key, entry in manifest.tensors.items()}
+    scales = {key for key, entry in manifest.tensors.items() if _would_change(entry, dtype)} & _scales(manifest)
+    tensors = {
+        key: _cast(entry, dtype) if key.slot == WEIGHT and key not in scales else entry
+        for key, entry in manifest.tensors.items()
+    }
     changed = {key: entry for key, entry in manifest.tensors.items() if tensors[key].dtype is not entry.dtype}
     notes = [
         Note(
@@ -249,7 +260,50 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
         )
         for source in dict.fromkeys(entry.dtype for entry in changed.values())
     ]
+    if scales:
+        names = sorted(key.fqn for key in scales)
+        what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
+        why = "not cast: scales and the like of quantized weights, which mean nothing in another type"
+        notes.append(Note(Fate.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in scales)))
     return replace(manifest, tensors=tensors), tuple(notes)
+
+
+_QUANTIZED = (DType.INT8, DType.UINT8)
+_PACKED = ("qweight", "qzeros", "weight_packed")
+"""Of GPTQ, AWQ and compressed-tensors: several elements in an integer of any width."""
+
+_SCALE_NAMES = re.compile(
+    r"(?:weight|input|output|activation|k|v|q)_(?:global_)?scale(?:_inv|_2)?|scale_(?:weight|input)|SCB|(?:nested_)?absmax"
+)
+"""Scales that may lie in another module than the weights: those of a cache of keys and values lie a level above."""
+
+
+def _scales(manifest: Manifest) -> set[StateKey]:
+    """Floating-point tensors that quantized weights need: in the same module, or known by name. A bias is none."""
+    weights = {key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
+    quantized = [key.fqn for key, entry in weights.items() if _is_quantized(key.fqn, entry.dtype)]
+    if not quantized:
+        return set()
+    modules = {fqn.rpartition(".")[0] for fqn in quantized} | set(quantized)
+    return {key for key in weights if key.fqn not in quantized and _is_scale(key.fqn, modules)}
+
+
+def _is_scale(fqn: str, modules: set[str]) -> bool:
+    module, _, name = fqn.rpartition(".")
+    if name.endswith("bias"):
+        return False
+    return module in modules or _SCALE_NAMES.fullmatch(name) is not None
+
+
+def _is_quantized(fqn: str, dtype: DType) -> bool:
+    is_small_float = dtype.is_floating and dtype.item_bytes == 1
+    is_packed = not dtype.is_floating and fqn.rpartition(".")[2] in _PACKED
+    return is_small_float or is_packed or dtype in _QUANTIZED
+
+
+def _would_change(entry: TensorEntry, dtype: DType) -> bool:
+    is_cast = entry.kind is Kind.PARAMETER and entry.dtype.is_floating and entry.dtype.item_bytes > 1
+    return is_cast and entry.dtype is not dtype
 
 
 def _cast(entry: TensorEntry, dtype: DType) -> TensorEntry:

@@ -18,6 +18,7 @@ from typing import Any
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
+from ckpt_tools.foreign import refuse_tensor_object, refuse_weights
 from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import (
     ByteRange,
@@ -230,6 +231,7 @@ def manifest_of(
     tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
     leaves, tree, notes = _by_name(leaves, tree)
     places = {name: _place(name, leaves, tree) for name in leaves.paths}
+    refuse_weights(_dotted(leaves.paths[name]) for name, where in places.items() if isinstance(where, Weight))
     aliases, twins = _aliases(ties or {}, places)
     numbers = {name: leaves.objects[name] for name in leaves.objects if isinstance(places[name], State)}
     tensors = {**leaves.tensors, **{name: leaves.tensors[owner] for name, owner in twins.items()}}
@@ -327,7 +329,12 @@ def _renamed(leaves: Leaves, optim: Path, groups: Mapping[str, NumberedGroup], n
 
 
 def _place(name: str, leaves: Leaves, tree: Tree) -> Place:
-    """What a leaf is. Optimizer state that is neither a tensor nor a number has no slot, and stays the user's own."""
+    """What a leaf is. Optimizer state that is neither a tensor nor a number has no slot, and stays the user's own.
+
+    Raises UnsupportedError for a weight that is a tensor of a class that is not understood.
+    """
+    if name in leaves.objects and isinstance(place(leaves.paths[name], tree, is_tensor=True), Weight | State):
+        refuse_tensor_object(leaves.objects[name], name)
     where = place(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
     is_value = isinstance(where, State) and name in leaves.objects and not _is_number(leaves.objects[name])
     return Extra(leaves.paths[name]) if is_value else where

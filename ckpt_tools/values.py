@@ -102,11 +102,21 @@ def brief(value: Value) -> str:
         return repr(value[:60]) + "..."
     if isinstance(value, list | tuple | dict | set | frozenset):
         return f"{type(value).__name__} of {len(value)}" if len(value) > 4 else _short_list(value)
-    return str(value) if isinstance(value, GlobalRef) else type(value).__name__ if _is_compound(value) else repr(value)
+    return str(value) if isinstance(value, GlobalRef) else kind_of(value) if _is_compound(value) else repr(value)
+
+
+def kind_of(value: Value) -> str:
+    """What ``value`` is, for a message, in the words of the one who saved it: no class of ours is named."""
+    if isinstance(value, Opaque):
+        return f"{value.ref} object" if isinstance(value.ref, GlobalRef) else "object of an inner class"
+    return _KINDS.get(type(value).__name__, type(value).__name__)
+
+
+_KINDS = {"StoredTensor": "tensor", "StorageRef": "storage", "GlobalRef": "name of a class or function"}
 
 
 def _short_list(value: Iterable[Value]) -> str:
-    return f"[{', '.join(type(item).__name__ if _is_compound(item) else brief(item) for item in value)}]"
+    return f"[{', '.join(kind_of(item) if _is_compound(item) else brief(item) for item in value)}]"
 
 
 def _is_compound(value: Value) -> bool:

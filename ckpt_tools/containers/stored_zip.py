@@ -30,6 +30,11 @@ LOCATOR64 = struct.Struct("<4sIQI")
 LOCAL_MAGIC, CENTRAL_MAGIC, DESCRIPTOR_MAGIC = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END_MAGIC, END64_MAGIC, LOCATOR64_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 
+TORCHSCRIPT = (
+    "it is a TorchScript archive, which holds a program; load it with torch.jit.load and save its state_dict()"
+)
+"""What is said of one wherever it is met: its code is compressed, which the directory tells before any record does."""
+
 ENCRYPTED, DESCRIPTOR_FOLLOWS, UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 0x0001
@@ -260,10 +265,12 @@ class _DirectoryReader:
     def _check_plain(self, name: str, flags: int, method: int, disk: int) -> None:
         if flags & ENCRYPTED:
             raise UnsupportedError(f"record {name!r} of the zip archive is encrypted", path=self._path)
+        if method and "/code/" in name:
+            raise UnsupportedError(TORCHSCRIPT, path=self._path)
         if method:
             raise UnsupportedError(
-                f"record {name!r} of the zip archive is compressed, which torch.save never does; of a TorchScript "
-                "archive save torch.jit.load(path).state_dict(), and pack any other again without compression (zip -0)",
+                f"record {name!r} of the zip archive is compressed, which torch.save never does; pack it again without "
+                "compression (zip -0)",
                 path=self._path,
             )
         if disk:

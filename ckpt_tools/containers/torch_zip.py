@@ -18,7 +18,15 @@ from xxhash import xxh3_128_intdigest
 from ckpt_tools.boxes import Shape
 from ckpt_tools.containers.pickle_writer import dumps_with_storages
 from ckpt_tools.containers.pickles import loads
-from ckpt_tools.containers.stored_zip import ALIGNMENT, ArchiveWriter, Directory, ReadRange, Record, read_directory
+from ckpt_tools.containers.stored_zip import (
+    ALIGNMENT,
+    TORCHSCRIPT,
+    ArchiveWriter,
+    Directory,
+    ReadRange,
+    Record,
+    read_directory,
+)
 from ckpt_tools.dtypes import DType, from_torch_storage
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.layout import Literal, Segment
@@ -121,10 +129,7 @@ def _no_archive(read: ReadRange, size: int, path: str) -> CkptError:
 
 def _check_kind(records: Mapping[str, Record], path: str) -> None:
     if "constants.pkl" in records or any(name.startswith("code/") for name in records):
-        raise UnsupportedError(
-            "it is a TorchScript archive, which holds a program; load it with torch.jit.load and save its state_dict()",
-            path=path,
-        )
+        raise UnsupportedError(TORCHSCRIPT, path=path)
     if "data.pkl" not in records:
         raise MalformedError("it is a zip archive, but not one that torch.save wrote: it has no data.pkl", path=path)
 

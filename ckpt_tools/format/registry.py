@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-from ckpt_tools.errors import MalformedError, SourceNotFoundError, UnsupportedError, UsageError
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
+from ckpt_tools.foreign import rank_in_name, refuse_ranks
 from ckpt_tools.format.base import Reader, ReadOptions, Writer
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.stores.base import Source
@@ -146,10 +148,45 @@ def reader_for(source: Source, name: str | None) -> Reader:
     for known_name in _READERS:
         if _reader(known_name).detect(source):
             return _reader(known_name)
+    _refuse_known(source)
     known = ", ".join(_READERS)
     raise UnsupportedError(
         f"{source.store.url} is in no format that we know ({known}); if it is one of them, say which with --from"
     )
+
+
+_FOREIGN = {
+    "*.gguf": "GGUF, which is not read; take the checkpoint that it was made from",
+    "*.nemo": "NeMo's archive, which is not read; unpack it with tar and name what is inside",
+    "_CHECKPOINT_METADATA": "Orbax (JAX), which is not read; export the weights as safetensors",
+    "manifest.ocdbt": "Orbax (JAX), which is not read; export the weights as safetensors",
+    ".zarray": "a folder of Zarr arrays, which is not read; export the weights as safetensors",
+    "model_optim_rng.pt": "Megatron-LM's own format, which is not read; convert it with Megatron's converter",
+}
+"""Formats that are known and not read, by the names of their files, and what a user can do."""
+
+
+def _refuse_known(source: Source) -> None:
+    """Raises UnsupportedError where files of a layout that is known and not read lie here, or below."""
+    refuse_ranks({path: rank for path in source.files if (rank := rank_in_name(path)) is not None})
+    for path in source.files:
+        name = path.rpartition("/")[2]
+        about = next((text for pattern, text in _FOREIGN.items() if fnmatchcase(name, pattern)), None)
+        if about is not None:
+            raise UnsupportedError(f"it is {about}", path=path)
+    if len(source.files) == 1:
+        _refuse_archive(source, next(iter(source.files)))
+
+
+def _refuse_archive(source: Source, path: str) -> None:
+    """What a single file of any ending says by its content. Raises UnsupportedError."""
+    from ckpt_tools.containers.torch_zip import open_archive
+
+    try:
+        open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    except (MalformedError, IncompleteError):
+        return
+    raise UnsupportedError("it is a file of torch.save by its content, not by its name; add --from torch", path=path)
 
 
 def writer_for(name: str) -> Writer:

@@ -15,7 +15,8 @@ from ckpt_tools.boxes import Box, contiguous_strides
 from ckpt_tools.containers.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.containers.torch_zip import TorchArchive, archive_segments, open_archive
 from ckpt_tools.entries import Entries, entries_of, is_model_only
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.format.base import ReadOptions, WriteOptions
 from ckpt_tools.layout import FileLayout, Layout, Payload, Segment
 from ckpt_tools.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry, TensorRef
@@ -32,6 +33,9 @@ _SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.bin")
 
 MAX_TREE_DEPTH = 100
 """Dicts in dicts; no state is nested so deeply, and recursion must end."""
+
+MAX_LOOKS = 4
+"""Files of a folder that are opened to say what they are."""
 
 _WRAPPERS = (None, PARAMETER)
 """Classes around a tensor whose elements are the tensor's own; others (DTensor, quantized ones) mean more than they
@@ -75,7 +79,7 @@ def _files(source: Source) -> tuple[Mapping[str, str], list[str]]:
         return weight_map, list(dict.fromkeys(weight_map.values()))
     files = [path for path in source.files if _is_ours(path)] or list(source.files)
     if len(files) > 1:
-        _check_shards(files)
+        _check_shards(source, files)
     return {}, files
 
 
@@ -85,13 +89,23 @@ def _index(source: Source) -> list[str]:
     return [choose_index(indexes, INDEX_NAME)] if indexes else []
 
 
-def _check_shards(files: list[str]) -> None:
+def _check_shards(source: Source, files: list[str]) -> None:
     numbers = {(int(m[1]), int(m[2])) for file in files if (m := _SHARD_NAME.fullmatch(file))}
     if len(numbers) != len(files):
+        refuse_ranks({file: found for file in files[:MAX_LOOKS] if (found := _rank_of(source, file)) is not None})
         raise UnsupportedError(f"several files lie here ({listed(files)}); name the one you mean")
     totals = {total for _, total in numbers}
     if numbers != {(number, total) for total in totals for number in range(1, total + 1)} or len(totals) > 1:
         raise IncompleteError(f"of the shards {files[0]} ... {files[-1]} some are missing")
+
+
+def _rank_of(source: Source, file: str) -> str | None:
+    """Whose part of a sharded state a file holds; None where it holds another thing, or cannot be read."""
+    try:
+        archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    except CkptError:
+        return rank_in_name(file)
+    return pieces_in(archive.value) or rank_in_name(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +122,8 @@ class _Tree:
 
 def _read_file(source: Source, file: str) -> _Tree:
     archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    refuse_pieces(archive.value, file)
+    refuse_deepspeed(archive.value, file)
     paths: dict[str, Path] = {}
     tensors: dict[str, TensorLeaf] = {}
     objects: dict[str, Any] = {}

@@ -488,7 +488,7 @@ def test_a_tensor_of_no_storage_is_refused() -> None:
         (b"NR.", "malformed"),
         (b"NNR.", "tuple"),
         (b"N)R.", "called"),
-        (b"V1\n)\x81.", "no class"),
+        (b"V1\n)\x81.", "not a class"),
         (b"Nb.", "malformed"),
         (b"N}b.", "no state|has none"),
         (b"NNa.", "appends"),

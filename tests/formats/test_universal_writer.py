@@ -370,7 +370,7 @@ def test_model_files_hold_what_only_they_can(made: Made) -> None:
     stage3 = loaded(out, "zero_pp_rank_0_mp_rank_00_model_states.pt")
     assert (stage3.pop("module"), model.pop("module") is module) == ({}, True)
     assert stage3 == model
-    for what in ("1 frozen parameters", "1 buffers"):
+    for what in ("1 parameters without optimizer state (frozen, or tied to others)", "1 buffers"):
         fate, why = whys(layout)[what]
         assert fate is Fate.DROPPED and "zero1, zero2 and zero3 restore them" in why
 

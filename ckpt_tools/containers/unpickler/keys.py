@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ckpt_tools.containers.dcp_classes import MetadataIndex
 from ckpt_tools.containers.unpickler.machine import Machine
-from ckpt_tools.values import GlobalRef, Opaque, Size, StorageRef, Value
+from ckpt_tools.values import GlobalRef, Opaque, Size, StorageRef, Value, kind_of
 
 MAX_KEY_PARTS = 1000
 """Elements of a tuple as a key, those of tuples in it included: they are hashed again each time it is used."""
@@ -33,7 +33,7 @@ def insert(machine: Machine, target: Value, items: list[Value]) -> None:
     elif type(target) is Opaque:
         target.pairs.extend(zip(items[::2], items[1::2], strict=True))
     else:
-        machine.fail(f"it sets items of a {type(target).__name__}")
+        machine.fail(f"it sets items of a {kind_of(target)}")
 
 
 _PLAIN_KEYS = frozenset({str, bytes, float, bool, type(None), GlobalRef, Opaque, MetadataIndex, StorageRef})
@@ -84,5 +84,5 @@ def _num_parts(machine: Machine, key: Value, parts: int) -> int:
     elif type(key) is str or type(key) is bytes:
         _check_lengths(machine, [key])
     elif type(key) not in _PLAIN_KEYS and type(key) not in (int, complex, frozenset):
-        machine.fail(f"a {type(key).__name__} as a key")
+        machine.fail(f"a {kind_of(key)} as a key")
     return parts

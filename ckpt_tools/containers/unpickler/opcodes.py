@@ -14,7 +14,7 @@ from typing import NoReturn
 from ckpt_tools.containers.dcp_classes import CLASSES, Record
 from ckpt_tools.containers.unpickler.keys import checked_keys, insert
 from ckpt_tools.containers.unpickler.machine import UNSET, Machine, Step, Stop
-from ckpt_tools.values import GlobalRef, Opaque, OrderedDict, Value
+from ckpt_tools.values import GlobalRef, Opaque, OrderedDict, Value, kind_of
 
 MAX_INT_BYTES = 1024
 """Bytes of an integer, and characters of a number in text form. Longer ones are slow to print."""
@@ -224,7 +224,7 @@ def called(machine: Machine, function: Value, args: Value) -> Value:
     if build is not None:
         return build(machine, args)
     if type(function) is not GlobalRef and type(function) is not Opaque:
-        machine.fail(f"a {type(function).__name__} is called")
+        machine.fail(f"a {kind_of(function)} is called")
     machine.spend(3)
     return Opaque(function, args)
 
@@ -244,13 +244,24 @@ def _newobj_ex(machine: Machine, at: int) -> int:
 
 
 def made(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | None) -> Value:
-    if type(kind) is not GlobalRef or type(args) is not tuple:
-        machine.fail(f"an object of a {type(kind).__name__}, which is no class")
+    if not _is_class(kind) or type(args) is not tuple:
+        machine.fail(f"an object of a {kind_of(kind)}, which is not a class")
     machine.spend(4)
-    record = CLASSES.get((kind.module, kind.name))
+    record = CLASSES.get((kind.module, kind.name)) if type(kind) is GlobalRef else None
     if record is not None and not args and not kwargs:
         return object.__new__(record)
     return Opaque(kind, args, form="new", kwargs=kwargs)
+
+
+_GETATTR = GlobalRef("builtins", "getattr")
+
+
+def _is_class(kind: Value) -> bool:
+    """A name, or what protocol 2 makes of a class inside another: ``getattr(Outer, "Inner")``, which is not run."""
+    if type(kind) is not Opaque:
+        return type(kind) is GlobalRef
+    is_inner = kind.ref == _GETATTR and kind.form == "call" and tuple(map(type, kind.args)) == (GlobalRef, str)
+    return is_inner and kind.state is None
 
 
 def _inst(machine: Machine, at: int) -> int:
@@ -275,7 +286,7 @@ def _instance(machine: Machine, kind: Value, args: tuple[Value, ...]) -> Value:
 def _build(machine: Machine, at: int) -> int:
     state, target = machine.stack.pop(), machine.stack[-1]
     if not isinstance(target, Record | Opaque | OrderedDict):
-        machine.fail(f"it sets the state of a {type(target).__name__}, which has none")
+        machine.fail(f"it sets the state of a {kind_of(target)}, which has none")
     target.build(state)
     return at
 
@@ -460,14 +471,14 @@ def _items_of(machine: Machine) -> list[Value]:
     if type(target) is list:
         return target
     if type(target) is not Opaque:
-        machine.fail(f"it appends to a {type(target).__name__}")
+        machine.fail(f"it appends to a {kind_of(target)}")
     return target.items
 
 
 def _additems(machine: Machine, at: int) -> int:
     items, target = machine.pop_mark(), machine.stack[-1]
     if type(target) is not set:
-        machine.fail(f"it adds to a {type(target).__name__}")
+        machine.fail(f"it adds to a {kind_of(target)}")
     target.update(checked_keys(machine, target, items))
     return at
 

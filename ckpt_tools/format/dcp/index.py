@@ -46,6 +46,8 @@ class Index:
     tensors: Mapping[str, TensorLeaf]
     objects: Mapping[str, ByteRange]
     paths: Mapping[str, Path]
+    is_megatrons: bool = False
+    """Whether Megatron-Core left its own data in it."""
 
     @property
     def num_ranks(self) -> int | None:
@@ -72,7 +74,7 @@ def read_index(source: Source, path: str) -> Index:
             tensors[fqn] = _stored(fqn, entry, items, files)
         else:
             objects[fqn] = _object(fqn, items, files)
-    return Index(tensors, objects, _paths(metadata))
+    return Index(tensors, objects, _paths(metadata), "mcore_data" in metadata.extra)
 
 
 class _Files:

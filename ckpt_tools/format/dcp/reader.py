@@ -16,6 +16,7 @@ from ckpt_tools.containers.torch_zip import open_archive
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.format.base import ReadOptions
 from ckpt_tools.format.dcp.folders import is_metadata, is_of_one_rank, metadata_files, own_files
+from ckpt_tools.format.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.format.dcp.index import Index, read_index
 from ckpt_tools.manifest import ByteRange, Manifest, ShardTable, StateKey, TensorRef
 from ckpt_tools.references import extracted
@@ -34,12 +35,14 @@ class DcpReader:
         return any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        index = _joined({path: read_index(source, path) for path in metadata_files(source.files)})
+        paths = metadata_files(source.files)
+        index = _joined({path: read_index(source, path) for path in paths})
+        refuse_megatron(source, paths, index)
         ties = _ties(index.tensors)
         tensors = {fqn: tensor for fqn, tensor in index.tensors.items() if fqn not in ties}
         inner: dict[StateKey, TensorLeaf] = {}
         objects = {fqn: _read_object(source, fqn, at, inner) for fqn, at in index.objects.items()}
-        return manifest_of(
+        manifest = manifest_of(
             Leaves(index.paths, tensors, objects, inner),
             format_name="dcp",
             model_key=options.model_key,
@@ -47,6 +50,7 @@ class DcpReader:
             world_size=index.num_ranks,
             ties=ties,
         )
+        return with_other_half(manifest, source, paths)
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         found = own_files(source.files)

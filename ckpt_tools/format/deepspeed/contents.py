@@ -18,12 +18,14 @@ import numpy as np
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.foreign import refuse_tensor_object
 from ckpt_tools.format.deepspeed import zero3, zero12
 from ckpt_tools.format.deepspeed.extras import Extras
 from ckpt_tools.format.deepspeed.files import File, ModelStates, OptimGroup, OptimStates
 from ckpt_tools.format.deepspeed.flat import Flats, Pieces, Vector
 from ckpt_tools.format.deepspeed.model import aliases, check_names, deals_in_turn, other_shape
 from ckpt_tools.format.deepspeed.ranks import Partitions, is_scalar, vector
+from ckpt_tools.ledger import Fate, Note
 from ckpt_tools.manifest import (
     MASTER,
     WEIGHT,
@@ -37,7 +39,7 @@ from ckpt_tools.manifest import (
     TensorEntry,
 )
 from ckpt_tools.stores.base import Source
-from ckpt_tools.values import StoredTensor, Value, brief
+from ckpt_tools.values import StoredTensor, Value, brief, kind_of
 
 Entries = Iterator[tuple[StateKey, TensorEntry]]
 
@@ -69,7 +71,15 @@ class Contents:
             extra=self.extras.values,
             step=step if type(step) is int else None,
             world_size=self.optim.world_size,
+            notes=tuple(self._notes()),
         )
+
+    def _notes(self) -> Iterator[Note]:
+        """Stages 2 and 3 list frozen parameters, and None in place of the list says that they were not to be saved."""
+        content = self.model.file.content
+        if self.optim.stage > 1 and "frozen_param_shapes" in content and content["frozen_param_shapes"] is None:
+            why = "they are not in the checkpoint: it was saved with exclude_frozen_parameters"
+            yield Note(Fate.DEFAULTED, "weights of frozen parameters, if the run has any", why)
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
@@ -111,12 +121,12 @@ class Contents:
     def _of(self, name: str) -> Entries:
         """The tensors of one name: the weight or buffer, and the optimizer's."""
         value = self.model.module[name]
+        refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor) and name not in self.trainable:
             self.extras.add_module_value(name, value, self.model.file)
             return
         if not isinstance(value, StoredTensor):
-            kind = type(value).__name__
-            raise MalformedError(f"module holds no tensor, but a {kind}", path=self.model.file.path, key=name)
+            raise MalformedError(f"module holds no tensor, but a {kind_of(value)}", path=self.model.file.path, key=name)
         yield StateKey(name, WEIGHT), self._weight(name, value)
         if name in self.pieces:
             yield from self._states(name, self.trainable[name], self.pieces[name])

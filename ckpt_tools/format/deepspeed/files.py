@@ -18,7 +18,7 @@ from ckpt_tools.containers.torch_zip import TorchArchive, open_archive
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.manifest import MASTER, WEIGHT, ByteRange, Shard, ShardTable
 from ckpt_tools.stores.base import Source
-from ckpt_tools.values import MAX_DIMS, Opaque, StoredTensor, Value, brief
+from ckpt_tools.values import MAX_DIMS, Opaque, StoredTensor, Value, brief, kind_of
 
 Kind = TypeVar("Kind")
 
@@ -73,7 +73,7 @@ def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str
         raise MalformedError(f"it has no {name!r}, which DeepSpeed saves", path=path, key=name)
     value = content[name]
     if not isinstance(value, kind):
-        raise MalformedError(f"its {name!r} is a {type(value).__name__}", path=path, key=name)
+        raise MalformedError(f"its {name!r} is a {kind_of(value)}", path=path, key=name)
     return value
 
 
@@ -126,7 +126,7 @@ def _named(found: Mapping[Value, Value], path: str) -> Mapping[str, Value]:
 def _strings(found: Sequence[Value], path: str) -> Sequence[str]:
     for name in found:
         if not isinstance(name, str):
-            raise MalformedError(f"a {type(name).__name__} stands where a name should", path=path)
+            raise MalformedError(f"a {kind_of(name)} stands where a name should", path=path)
     return found
 
 
@@ -159,7 +159,7 @@ def _optional(file: File, name: str) -> Mapping[Value, Value]:
     """A dictionary that may be None, and that old versions leave out."""
     found = file.content.get(name)
     if found is not None and not isinstance(found, dict):
-        raise MalformedError(f"its {name!r} is a {type(found).__name__}", path=file.path, key=name)
+        raise MalformedError(f"its {name!r} is a {kind_of(found)}", path=file.path, key=name)
     return found or {}
 
 

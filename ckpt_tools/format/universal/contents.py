@@ -14,6 +14,7 @@ from math import prod
 
 from ckpt_tools.boxes import Box, Shape
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.foreign import refuse_tensor_object
 from ckpt_tools.format.deepspeed.extras import Extras
 from ckpt_tools.format.deepspeed.files import File, ModelStates, checked
 from ckpt_tools.format.deepspeed.model import aliases, check_names, deals_in_turn, other_shape
@@ -103,6 +104,7 @@ class Contents:
     def _of(self, name: str) -> Entries:
         """The tensors of one name: the weight or buffer, and what the optimizer has of it."""
         value = self.model.module[name]
+        refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor):
             self.extras.add_module_value(name, value, self.model.file)
         elif name in self.trainable:

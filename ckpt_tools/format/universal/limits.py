@@ -79,7 +79,8 @@ def corrected(notes: Iterable[Note]) -> Iterator[Note]:
 def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
     """What a job that loads the checkpoint has to know."""
     yield from _untrained("buffers", state.buffers.values())
-    yield from _untrained("frozen parameters", [entry for entry in state.frozen.values() if entry.numel])
+    without_state = [entry for entry in state.frozen.values() if entry.numel]
+    yield from _untrained("parameters without optimizer state (frozen, or tied to others)", without_state)
     yield from _slots_in_stage3(state.groups)
     yield from _groups_in_stage3(state, extras)
     yield from _groups_in_stages_1_and_2(state.groups)

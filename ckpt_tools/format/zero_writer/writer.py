@@ -54,7 +54,7 @@ def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
         return []
     frozen = [name for name in state.guessed if name in state.frozen]
     buffers = [name for name in state.guessed if name in state.buffers]
-    why = "the source does not tell frozen parameters from buffers, so their names and places decided"
+    why = "the source does not tell frozen parameters, tied names and buffers apart, so names and places decided"
     return [
         Note(Fate.DEFAULTED, f"{listed(names)} taken for {what}", why, len(names))
         for names, what in ((frozen, "frozen parameters"), (buffers, "buffers"))

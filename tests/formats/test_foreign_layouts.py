@@ -1,0 +1,414 @@
+"""Layouts of other people that hold no whole model where one is looked for: refused by name, or told in a note.
+
+Each of them was opened with exit code 0 once, or refused with words that led to a wrong file. Those that a framework
+writes on CPU are written by it; the others are stand-ins made from the documented layout, and say so.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import ckpt_tools
+from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.ledger import Fate
+from fixtures import foreign, launch
+from tests.formats import zero_files
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
+]
+
+Save = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Save], Path]:
+    """`saved(save)`: the folder that two ranks wrote with a function of ``fixtures.foreign``, once."""
+    made: dict[str, Path] = {}
+
+    def get(save: Save) -> Path:
+        if save.__name__ not in made:
+            made[save.__name__] = tmp_path_factory.mktemp(save.__name__)
+            launch.pool(2).run(save, str(made[save.__name__]))
+        return made[save.__name__]
+
+    return get
+
+
+def refusal(path: Path, **options: Any) -> str:
+    """The sentence with which ``path`` is refused, whether it is looked at or converted."""
+    with pytest.raises(UnsupportedError) as inspected:
+        ckpt_tools.inspect(path, **options)
+    assert inspected.value.exit_code == 4
+    out = path.parent / "refused.safetensors"
+    with pytest.raises(UnsupportedError):
+        ckpt_tools.convert(path, out, **options)
+    assert not out.exists()
+    return str(inspected.value)
+
+
+class TestRanks:
+    """``torch.save`` on every rank of a state that is sharded."""
+
+    @pytest.mark.parametrize("name", ["model", "optim"])
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_file_of_dtensors_says_of_which_rank_it_is(self, saved: Any, name: str, rank: int) -> None:
+        message = refusal(saved(foreign.save_ranks) / f"{name}_world_size_2_rank_{rank}.pt")
+        assert f"DTensors of rank {rank} of 2" in message and "torch.distributed.checkpoint.save" in message
+
+    def test_a_file_without_any_is_known_by_its_name(self, saved: Any) -> None:
+        assert "rank 1 of 2" in refusal(saved(foreign.save_ranks) / "extra_state_world_size_2_rank_1.pt")
+
+    def test_a_file_under_another_name_is_known_by_its_content(self, saved: Any, tmp_path: Path) -> None:
+        shutil.copy(saved(foreign.save_ranks) / "model_world_size_2_rank_0.pt", tmp_path / "model.pt")
+        assert "DTensors of rank 0 of 2" in refusal(tmp_path / "model.pt")
+
+    def test_their_folder_does_not_ask_for_one_of_them(self, saved: Any) -> None:
+        message = refusal(saved(foreign.save_ranks))
+        assert "name the one" not in message and "rank 0 of 2" in message and "rank 1 of 2" in message
+
+    def test_the_folder_above_them_is_told_what_lies_below(self, saved: Any, tmp_path: Path) -> None:
+        shutil.copytree(saved(foreign.save_ranks), tmp_path / "global_step_4" / "actor")
+        assert "files of single ranks" in refusal(tmp_path / "global_step_4")
+
+    def test_beside_a_whole_model_they_are_noted(self, saved: Any, tmp_path: Path) -> None:
+        folder = shutil.copytree(saved(foreign.save_ranks), tmp_path / "actor")
+        safetensors.torch.save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+        notes = ckpt_tools.convert(folder, tmp_path / "out.safetensors").plan.notes
+        assert {note.what for note in notes if note.fate is Fate.DROPPED} == {
+            f"{name}_world_size_2_rank_{rank}.pt" for name in ("model", "optim", "extra_state") for rank in (0, 1)
+        }
+
+    @pytest.mark.parametrize("name", ["LOCAL0.bin", "SHARDED0.bin"])
+    def test_sharded_tensors_of_fsdp1_are_not_called_malformed(self, saved: Any, name: str) -> None:
+        message = refusal(saved(foreign.save_fsdp1) / name)
+        assert "ShardedTensors of rank 0 of 2" in message
+        assert "malformed" not in message and "Opaque" not in message
+
+    def test_accelerates_names_stand_in(self, tmp_path: Path) -> None:
+        """A stand-in: accelerate's names around plain tensors."""
+        for rank in range(2):
+            torch.save({"w": torch.ones(3)}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
+        assert "rank 1" in refusal(tmp_path / "pytorch_model_fsdp_0_rank1.bin")
+        assert "name the one" not in refusal(tmp_path)
+
+    def test_several_whole_files_are_still_to_be_chosen_from(self, tmp_path: Path) -> None:
+        for name in ("step_100.pt", "step_200.pt"):
+            torch.save({"w": torch.ones(3)}, tmp_path / name)
+        assert "name the one you mean" in refusal(tmp_path)
+
+    def test_a_rank_in_the_name_of_a_whole_file_means_nothing(self, tmp_path: Path) -> None:
+        """Composer calls its whole checkpoint ``ep0-ba10-rank0.pt``, and one GPU's file of verl is whole."""
+        for name in ("ep0-ba10-rank0.pt", "model_world_size_1_rank_0.pt"):
+            torch.save({"w": torch.ones(3)}, tmp_path / name)
+            assert ckpt_tools.inspect(tmp_path / name).num_parameters == 3
+
+
+def test_flat_parameters_of_fsdp1_are_no_model(saved: Any) -> None:
+    message = refusal(saved(foreign.save_fsdp1) / "local")
+    assert "_flat_param" in message and "SHARDED_STATE_DICT" in message
+
+
+class TestMegatron:
+    """Stand-ins for ``torch_dist``: its names in a DCP that torch writes, and the files that it lays beside them."""
+
+    def state(self) -> dict[str, Any]:
+        weight = "decoder.layers.self_attention.linear_qkv.weight"
+        slots = [f"optimizer.state.{slot}.{weight}" for slot in ("exp_avg", "exp_avg_sq", "fp32_param")]
+        return {name: torch.ones(2, 3) for name in (weight, *slots)}
+
+    def only_metadata(self, folder: Path) -> None:
+        (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+
+    def only_common(self, folder: Path) -> None:
+        torch.save({"iteration": 10}, folder / "common.pt")
+
+    @pytest.mark.parametrize("sign", ["metadata", "common"])
+    @pytest.mark.parametrize("from_", [None, "dcp"])
+    @pytest.mark.parametrize("inside", ["", "iter_0000010"])
+    def test_it_is_known_by_its_files(self, tmp_path: Path, sign: str, from_: str | None, inside: str) -> None:
+        folder = tmp_path / "run" / inside
+        dcp.save({"decoder.weight": torch.ones(2)}, checkpoint_id=str(folder), no_dist=True)
+        getattr(self, f"only_{sign}")(folder)
+        assert "megatron-core" in refusal(tmp_path / "run", from_=from_)
+
+    def test_it_is_known_by_its_objects(self, tmp_path: Path) -> None:
+        state = {"decoder.weight": torch.ones(2), "common_state/shard_0_1": [10]}
+        dcp.save(state, checkpoint_id=str(tmp_path / "run"), no_dist=True)
+        assert "megatron-core" in refusal(tmp_path / "run")
+
+    def test_it_is_known_by_its_data_in_the_index(self, tmp_path: Path) -> None:
+        dcp.save({"decoder.weight": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
+        metadata = dcp.FileSystemReader(tmp_path / "run").read_metadata()
+        vars(metadata)["mcore_data"] = {}
+        (tmp_path / "run" / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert "megatron-core" in refusal(tmp_path / "run")
+
+    def test_its_moments_are_no_weights(self, tmp_path: Path) -> None:
+        dcp.save(self.state(), checkpoint_id=str(tmp_path / "run"), no_dist=True)
+        assert "optimizer state by its name" in refusal(tmp_path / "run")
+
+    def test_another_metadata_json_means_nothing(self, tmp_path: Path) -> None:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
+        (tmp_path / "run" / "metadata.json").write_text('{"author": "someone"}')
+        assert ckpt_tools.inspect(tmp_path / "run").num_parameters == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer.state.exp_avg.w",
+        "chained_0.optimizer.state.fp32_param.w",
+        "w.exp_avg",
+        "state.0.exp_avg_sq",
+        "optim.state.w.step",
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket",
+        "state.w.momentum_buffer",
+        "opt.momentum_buffer.w",
+    ],
+)
+def test_names_of_moments_are_no_names_of_weights(name: str, tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(4), name: torch.ones(4)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    torch.save({"w": torch.ones(4), name: torch.ones(4)}, tmp_path / "whole.pt")
+    for path in (tmp_path / "dcp", tmp_path / "whole.pt"):
+        assert name in refusal(path)
+
+
+def test_names_of_weights_are_left_alone(tmp_path: Path) -> None:
+    names = ["state_encoder.weight", "blocks.0.state.proj", "optimizer_head.weight", "average.weight"]
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "model.pt")
+    assert ckpt_tools.inspect(tmp_path / "model.pt").num_parameters == 8
+
+
+class TestHalves:
+    """A model in one folder and the DCP of its optimizer in another."""
+
+    def test_both_are_named(self, saved: Any) -> None:
+        message = refusal(saved(foreign.save_halves))
+        assert "optim/.metadata" in message and "model/shard-00001-model" in message
+
+    def test_each_opens_by_itself(self, saved: Any) -> None:
+        folder = saved(foreign.save_halves)
+        assert ckpt_tools.inspect(folder / "model").num_parameters == 54
+        assert set(ckpt_tools.inspect(folder / "optim").optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
+
+    def test_a_model_beside_a_whole_dcp_is_noted(self, tmp_path: Path) -> None:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run" / "dcp"), no_dist=True)
+        (tmp_path / "run" / "critic").mkdir()
+        safetensors.torch.save_file({"v": torch.ones(2)}, tmp_path / "run" / "critic" / "model.safetensors")
+        notes = ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors").plan.notes
+        assert [note.what for note in notes] == ["critic/model.safetensors"]
+
+    def test_a_dcp_beside_the_format_that_was_asked_for_is_noted(self, tmp_path: Path) -> None:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run" / "dcp"), no_dist=True)
+        safetensors.torch.save_file({"v": torch.ones(2)}, tmp_path / "run" / "model.safetensors")
+        report = ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors", from_="safetensors")
+        assert "dcp/.metadata" in {note.what for note in report.plan.notes}
+
+
+def scales_of_bitsandbytes() -> dict[str, torch.Tensor]:
+    names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    quantized = {f"a.weight.{name}": torch.rand(3) for name in names}
+    return {
+        "a.weight": torch.randint(0, 255, (6, 1), dtype=torch.uint8),
+        "a.weight.quant_state.bitsandbytes__nf4": torch.ones(9, dtype=torch.uint8),
+        **quantized,
+    }
+
+
+QUANTIZED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "bitsandbytes nf4": scales_of_bitsandbytes,
+    "bitsandbytes int8": lambda: {"a.weight": torch.ones(2, 2, dtype=torch.int8), "a.SCB": torch.rand(2)},
+    "block fp8": lambda: {
+        "a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.rand(1, 1),
+    },
+    "compressed-tensors": lambda: {
+        "a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+        "a.weight_scale": torch.rand(1),
+        "a.input_scale": torch.rand(1),
+    },
+    "packed": lambda: {"a.weight_packed": torch.ones(2, 2, dtype=torch.int32), "a.weight_scale": torch.rand(2)},
+    "gptq": lambda: {
+        "a.qweight": torch.ones(2, 2, dtype=torch.int32),
+        "a.qzeros": torch.ones(2, dtype=torch.int32),
+        "a.scales": torch.rand(2),
+        "a.g_idx": torch.ones(2, dtype=torch.int32),
+    },
+    "mxfp4": lambda: {
+        "a.up_blocks": torch.ones(2, 2, dtype=torch.uint8),
+        "a.up_scales": torch.ones(2, dtype=torch.uint8),
+    },
+    "a cache of keys": lambda: {"k_proj.weight": torch.ones(2).to(torch.float8_e4m3fn), "k_scale": torch.rand(1)},
+}
+"""Stand-ins for what quantizers write: names and types as documented, values at random."""
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_scales_are_not_cast(kind: str, tmp_path: Path) -> None:
+    quantized = QUANTIZED[kind]()
+    plain = {"a.bias": torch.rand(2), "b.weight": torch.rand(3)}
+    safetensors.torch.save_file({**quantized, **plain}, tmp_path / "in.safetensors")
+    notes = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16").plan.notes
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    for name, tensor in quantized.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name].view(-1), tensor.view(-1)), name
+    assert {found[name].dtype for name in plain} == {torch.bfloat16}
+    scales = [name for name, tensor in quantized.items() if tensor.dtype is torch.float32]
+    assert [note.count for note in notes if note.fate is Fate.KEPT] == ([len(scales)] if scales else [])
+
+
+def test_without_quantized_weights_scales_are_weights(tmp_path: Path) -> None:
+    tensors = {"logit_scale": torch.rand(1), "a.weight_scale": torch.rand(2), "ids": torch.ones(2, dtype=torch.int64)}
+    safetensors.torch.save_file(tensors, tmp_path / "in.safetensors")
+    ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16")
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    assert [found[name].dtype for name in tensors] == [torch.bfloat16, torch.bfloat16, torch.int64]
+
+
+def save_files(files: zero_files.Files, folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content) if name == "latest" else torch.save(content, folder / name)
+
+
+class TestDeepSpeed:
+    """Files of DeepSpeed's opened by themselves."""
+
+    @pytest.mark.parametrize("masters", ["fp32_groups", "fp32_groups_flat"])
+    def test_stage_0_in_16_bit_keeps_masters_of_its_own(self, masters: str, tmp_path: Path) -> None:
+        """A stand-in: the keys of FP16_UnfusedOptimizer and FP16_Optimizer."""
+        optimizer = {masters: [[torch.ones(2)]], "optimizer_state_dict": {"state": {}, "param_groups": []}}
+        path = tmp_path / "mp_rank_00_model_states.pt"
+        torch.save({"module": {"w": torch.ones(2).bfloat16()}, "optimizer": optimizer, "ds_version": "0.19.8"}, path)
+        message = refusal(path, from_="torch")
+        assert "fp32 masters" in message and "stage 0" in message
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_the_file_of_one_rank_is_no_model(self, stage: int, tmp_path: Path) -> None:
+        files = zero_files.build(stage, 2, [{"w": (3, 2)}])
+        path = tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        torch.save(files[zero_files.optim(0)], path)
+        assert "one rank's file" in refusal(path, from_="torch")
+
+    def test_the_emptied_module_of_stage_3_is_no_model(self, tmp_path: Path) -> None:
+        path = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        torch.save(zero_files.build(3, 2, [{"w": (3, 2)}])[zero_files.rank_model(0)], path)
+        assert "no elements of w" in refusal(path, from_="torch")
+
+    @pytest.mark.parametrize("name", ["w", "count"])
+    def test_a_tensor_of_another_class_is_not_lost(self, name: str, tmp_path: Path) -> None:
+        files = zero_files.build(2, 1, [{"w": (3, 2)}])
+        files[zero_files.MODEL]["module"][name] = torch.ones(3, 2).to_sparse()
+        save_files(files, tmp_path / "zero")
+        assert "_rebuild_sparse_tensor" in refusal(tmp_path / "zero")
+
+    @pytest.mark.parametrize("is_excluded", [True, False])
+    def test_weights_that_the_saver_left_out_are_mentioned(self, is_excluded: bool, tmp_path: Path) -> None:
+        files = zero_files.build(2, 2, [{"w": (3, 2)}])
+        if is_excluded:
+            files[zero_files.MODEL] |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        save_files(files, tmp_path / "zero")
+        notes = ckpt_tools.convert(tmp_path / "zero", tmp_path / "out.safetensors").plan.notes
+        assert any("exclude_frozen_parameters" in note.why for note in notes) is is_excluded
+
+
+class TestLoneOptimizers:
+    """Optimizer state whose model lies elsewhere."""
+
+    def trained(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    @pytest.mark.parametrize("is_numbered", [True, False])
+    def test_it_makes_no_model(self, is_numbered: bool, tmp_path: Path) -> None:
+        model, optimizer = self.trained()
+        state = optimizer.state_dict() if is_numbered else get_state_dict(model, optimizer)[1]
+        torch.save(state, tmp_path / "optimizer.bin")
+        with pytest.raises(UnsupportedError, match="holds no weights"):
+            ckpt_tools.convert(tmp_path / "optimizer.bin", tmp_path / "out.safetensors")
+        assert not (tmp_path / "out.safetensors").exists()
+
+
+class TestMarkers:
+    @pytest.mark.parametrize("name", [".in_progress", "INCOMPLETE", "save.in-progress", "checkpoint.incomplete"])
+    def test_an_unfinished_checkpoint_is_refused(self, name: str, tmp_path: Path) -> None:
+        """Stand-ins: trainers lay such a file down first and take it away last."""
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
+        (tmp_path / "run" / name).touch()
+        with pytest.raises(IncompleteError, match="unfinished"):
+            ckpt_tools.inspect(tmp_path / "run")
+
+    def test_words_inside_other_words_mean_nothing(self, tmp_path: Path) -> None:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
+        (tmp_path / "run" / "progress.json").touch()
+        assert ckpt_tools.inspect(tmp_path / "run").num_parameters == 2
+
+
+class TestWords:
+    def test_torchscript_is_named_whatever_its_ending(self, tmp_path: Path) -> None:
+        scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))
+        torch.jit.save(scripted, tmp_path / "model.jit")
+        message = refusal(tmp_path / "model.jit")
+        assert "it is a TorchScript archive" in message and "state_dict()" in message
+
+    def test_what_has_no_optimizer_state_may_be_a_tied_name(self, tmp_path: Path) -> None:
+        """DCP holds a tied weight twice, and the optimizer knows one name of it."""
+        model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(2)])
+        model[1].weight = model[0].weight
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+        for target in ("universal", "zero3"):
+            notes = ckpt_tools.plan(tmp_path / "dcp", tmp_path / target, to=target).notes
+            assert any("frozen" in note.what and "tied" in f"{note.what} {note.why}" for note in notes), target
+
+    def test_a_torch_file_with_another_ending_is_told_the_option(self, tmp_path: Path) -> None:
+        torch.save({"w": torch.ones(2)}, tmp_path / "model.weights")
+        assert "--from torch" in refusal(tmp_path / "model.weights")
+        assert ckpt_tools.inspect(tmp_path / "model.weights", from_="torch").num_parameters == 2
+
+    @pytest.mark.parametrize(
+        ("name", "word"),
+        [("model.gguf", "GGUF"), ("1/_CHECKPOINT_METADATA", "Orbax"), ("mp_rank_00/model_optim_rng.pt", "Megatron")],
+    )
+    def test_other_formats_are_named(self, name: str, word: str, tmp_path: Path) -> None:
+        """Stand-ins: the name of a file that only this format has."""
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"GGUF")
+        assert word in refusal(tmp_path / "run")
+
+    def test_a_weight_of_another_class_is_named(self, tmp_path: Path) -> None:
+        torch.save({"w": torch.ones(2, 2).to_sparse(), "v": torch.ones(2)}, tmp_path / "model.pt")
+        message = refusal(tmp_path / "model.pt")
+        assert "w:" in message and "_rebuild_sparse_tensor" in message and "Opaque" not in message
+
+    def test_an_object_of_an_inner_class_is_carried(self, tmp_path: Path) -> None:
+        state = {"w": torch.ones(2), "kept": Outer.Inner()}
+        torch.save(state, tmp_path / "model.pt")
+        ckpt_tools.convert(tmp_path / "model.pt", tmp_path / "out.pt", state="all")
+        found = torch.load(tmp_path / "out.pt", weights_only=False)
+        assert isinstance(found["kept"], Outer.Inner)
+
+
+class Outer:
+    class Inner:
+        pass
