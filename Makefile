@@ -33,14 +33,14 @@ test: check
 # system call that writes, 3,000 calls that fail, 20,000 random trees around a destination, kills of conversions on Ray
 # and of training runs, and every extra installed from the package index.
 soak: $(STAMP)
-	$(BIN)/python -m pytest tests/test_matrix.py tests/test_exactness.py tests/crashes tests/stores/test_s3_faults.py \
-		tests/overwrite tests/runners/test_ray_signals.py tests/training/test_stopping.py --soak -q --timeout=300
+	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
+		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py --soak -q --timeout=300
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
 
 # A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an
-# hour of one. ARGS as `python -m tests.fuzzing --help` says.
+# hour of one. ARGS as `python -m tests.end_to_end.fuzzing --help` says.
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.fuzzing $(ARGS)
+	$(BIN)/python -m tests.end_to_end.fuzzing $(ARGS)
 
 # Against the peers and cp: hours at its full size. Goes on where it was stopped; ARGS as `python -m benchmarks --help` says.
 bench: $(STAMP)

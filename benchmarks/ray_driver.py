@@ -13,12 +13,12 @@ import sys
 import time
 from contextlib import closing
 
-from ckpt_tools.checksums import PartCrc
-from ckpt_tools.execute import Job, Receipt
-from ckpt_tools.planning import Task
-from ckpt_tools.runners.ray import RayRunner
-from ckpt_tools.runners.ray_board import open_board
-from ckpt_tools.runners.ray_cluster import connected
+from ckpt_tools.planning.tasks import Task
+from ckpt_tools.transfer.crc_board import PartCrc
+from ckpt_tools.transfer.execute import Job, Receipt
+from ckpt_tools.transfer.runners.ray import RayRunner
+from ckpt_tools.transfer.runners.ray_board import open_board
+from ckpt_tools.transfer.runners.ray_cluster import connected
 
 NUM_TASKS = 4000
 NUM_QUESTIONS = 500

@@ -239,11 +239,11 @@ def shares() -> None:
 
 def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     """As it is planned, and if files were cut every 8 MiB."""
-    from ckpt_tools.format.base import ReadOptions, WriteOptions
-    from ckpt_tools.format.registry import writer_for
-    from ckpt_tools.opening import read_checkpoint
-    from ckpt_tools.planning import CopyRules, Plan
-    from ckpt_tools.stores.s3 import MAX_PARTS, MIN_COPY_BYTES
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.formats.reading import read_checkpoint
+    from ckpt_tools.formats.registry import writer_for
+    from ckpt_tools.planning.plan import CopyRules, Plan
+    from ckpt_tools.stores.s3.store import MAX_PARTS, MIN_COPY_BYTES
     from fixtures.synthetic import dcp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -259,13 +259,13 @@ def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
 
 def _bytes_copied(plan: Any, store: Any) -> int:
     """Of the tasks that a worker would have copied."""
-    from ckpt_tools.assemble import Assembler
-    from ckpt_tools.checksums import LocalBoard
-    from ckpt_tools.execute import Worker
-    from ckpt_tools.planning import steps
-    from ckpt_tools.stores.filled import StoreDestination
+    from ckpt_tools.planning.tasks import steps
+    from ckpt_tools.stores.file_destination import StoreDestination
     from ckpt_tools.stores.memory import MemoryStore
-    from ckpt_tools.stores.s3 import MIN_COPY_BYTES
+    from ckpt_tools.stores.s3.store import MIN_COPY_BYTES
+    from ckpt_tools.transfer.crc_board import LocalBoard
+    from ckpt_tools.transfer.execute import Worker
+    from ckpt_tools.transfer.tensor_reader import Assembler
 
     target, files = StoreDestination(MemoryStore({})), plan.layout.files
     worker = Worker(plan, Assembler(store, plan.task_bytes), target, LocalBoard())
@@ -320,9 +320,9 @@ def obstore_of(server: S3Server, prefix: str | None = None) -> Any:
 
 
 def reads(server: S3Server) -> dict[str, Callable[[int], None]]:
-    from ckpt_tools.stores.fsspec_store import open_fsspec_store
-    from ckpt_tools.stores.s3 import S3Store
-    from ckpt_tools.stores.s3_client import Bucket, S3Options
+    from ckpt_tools.stores.fsspec.store import open_fsspec_store
+    from ckpt_tools.stores.s3.client import Bucket, S3Options
+    from ckpt_tools.stores.s3.store import S3Store
 
     s3fs = open_fsspec_store(f"s3://{BUCKET}/in", {})
     assert s3fs is not None
@@ -342,7 +342,7 @@ def uploads(server: S3Server) -> dict[str, Callable[[int], Any]]:
     """obstore has no upload of single parts; an object each stands for them."""
     import s3fs
 
-    from ckpt_tools.stores.s3_client import Bucket, S3Options
+    from ckpt_tools.stores.s3.client import Bucket, S3Options
 
     data, bucket, obstore = os.urandom(PART_BYTES), Bucket(S3Options(), BUCKET), obstore_of(server)
     fs = s3fs.S3FileSystem(config_kwargs={"max_pool_connections": NUM_THREADS})

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
         sign,
         verify,
     )
-    from ckpt_tools.claims import claim
     from ckpt_tools.errors import CkptError
-    from ckpt_tools.loading import load_into
-    from ckpt_tools.torch_reader import storage_reader
+    from ckpt_tools.stores.claims import claim
+    from ckpt_tools.torch.load_into import load_into
+    from ckpt_tools.torch.storage_reader import storage_reader
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CkptError": "ckpt_tools.errors",
-    "claim": "ckpt_tools.claims",
-    "load_into": "ckpt_tools.loading",
-    "storage_reader": "ckpt_tools.torch_reader",
+    "claim": "ckpt_tools.stores.claims",
+    "load_into": "ckpt_tools.torch.load_into",
+    "storage_reader": "ckpt_tools.torch.storage_reader",
 }
 """Where names are that are no verbs."""
 

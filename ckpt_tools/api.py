@@ -12,40 +12,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.applicability import ARGUMENTS, Case, check
-from ckpt_tools.conversion import (
-    SAME,
-    ConvertReport,
-    PlanReport,
-    Prepared,
-    described,
-    prepare,
-    run,
-)
-from ckpt_tools.crews import Crew
+from ckpt_tools.conversion import SAME, ConvertReport, PlanReport, Prepared, described, prepare, run
+from ckpt_tools.core.applicability import ARGUMENTS, Case, check
+from ckpt_tools.core.option_names import DEFAULT_MEMORY
+from ckpt_tools.core.options import ConvertOptions, parse_size
 from ckpt_tools.errors import UsageError
-from ckpt_tools.opening import (
-    check_reading,
-    implied_format,
-    is_remote,
-    open_place,
-    open_source,
-    reaching_stores,
-    read_checkpoint,
-)
-from ckpt_tools.options import REMOTE_WORKERS, ConvertOptions, default_workers, parse_size
-from ckpt_tools.options_names import DEFAULT_MEMORY
+from ckpt_tools.formats.reading import check_reading, read_checkpoint
+from ckpt_tools.stores.urls import implied_format, is_remote, open_place, open_source, reaching_stores
+from ckpt_tools.transfer.workers import REMOTE_WORKERS, Crew, default_workers
 
 # What few verbs need is imported by them: each of these rooms costs a conversion 5 to 15 ms of its start.
 if TYPE_CHECKING:
-    from ckpt_tools.cleaning import CleanReport
-    from ckpt_tools.comparison import Progress, VerifyReport
-    from ckpt_tools.format.registry import FormatInfo
-    from ckpt_tools.lazy import Checkpoint
-    from ckpt_tools.proofs import ChecksumReport
-    from ckpt_tools.scanning import ScanReport
-    from ckpt_tools.signing import SignReport
-    from ckpt_tools.summary import Summary
+    from ckpt_tools.checkpoint import Checkpoint
+    from ckpt_tools.core.progress import Progress
+    from ckpt_tools.core.summary import Summary
+    from ckpt_tools.formats.registry import FormatInfo
+    from ckpt_tools.stores.leftovers import CleanReport
+    from ckpt_tools.verification.report import VerifyReport
+    from ckpt_tools.verification.scan import ScanReport
+    from ckpt_tools.verification.signing import SignReport
+    from ckpt_tools.verification.verify import ChecksumReport
 
 _RUNNING = ("resume", "fsync", "on_progress", "storage_options")
 """Options of ``convert`` that change nothing about what is to be done."""
@@ -66,7 +52,7 @@ def inspect(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Summary:
     """What the checkpoint at ``src`` holds, from its headers alone."""
-    from ckpt_tools.summary import summarize
+    from ckpt_tools.core.summary import summarize
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     _, manifest = read_checkpoint(src, options.reading, format_name=from_)
@@ -85,7 +71,7 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """The checkpoint at ``src`` as a mapping of names to tensors that are read when indexed, and only where."""
-    from ckpt_tools.lazy import Checkpoint
+    from ckpt_tools.checkpoint import Checkpoint
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
@@ -256,8 +242,8 @@ def verify(
     as the list that lies with ``src`` does, if there is one. With ``public_key``, first of all, whether the signature
     of ``digests``, else of ``src``, is by its owner.
     """
-    from ckpt_tools.proofs import Running, verify_alone, verify_pair
-    from ckpt_tools.signing import check_signature
+    from ckpt_tools.verification.signing import check_signature
+    from ckpt_tools.verification.verify import Running, verify_alone, verify_pair
 
     chosen = ConvertOptions(**options)
     given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
@@ -291,7 +277,7 @@ def diff(
     ``include`` and ``exclude`` choose among the latter. ``from_``, ``tag`` and the keys say how ``a`` is read. Where
     one side alone keeps fp32 masters, ``weights`` says which copy of it is compared.
     """
-    from ckpt_tools.proofs import Running, compare_all
+    from ckpt_tools.verification.verify import Running, compare_all
 
     chosen = ConvertOptions(**options)
     check(ARGUMENTS["diff"], chosen.given, Case())
@@ -318,7 +304,7 @@ def checksum(
 
     ``output`` names another file, or is ``-`` for none: the report holds them.
     """
-    from ckpt_tools.proofs import Running, write_digests
+    from ckpt_tools.verification.verify import Running, write_digests
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
@@ -331,7 +317,7 @@ def checksum(
 @reaching_stores
 def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
     """What a loader that executes pickles would run of any file of ``src``; nothing is run."""
-    from ckpt_tools.scanning import scan_source
+    from ckpt_tools.verification.scan import scan_source
 
     return scan_source(open_source(src), str(src))
 
@@ -342,7 +328,7 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
 
     A run under way is left alone: the error says that there is one.
     """
-    from ckpt_tools.cleaning import removed
+    from ckpt_tools.stores.leftovers import removed
 
     return removed(open_place(dst), dry_run=dry_run)
 
@@ -351,13 +337,13 @@ def sign(
     src: str | Path, *, private_key: str | Path, signature: str | Path | None = None, overwrite: bool = False
 ) -> SignReport:
     """Sign every file of ``src``, which may be a list of digests, for ``verify`` and for ``model_signing`` to check."""
-    from ckpt_tools.signing import sign_with_key
+    from ckpt_tools.verification.signing import sign_with_key
 
     return sign_with_key(src, private_key=private_key, signature=signature, overwrite=overwrite)
 
 
 def formats() -> tuple[FormatInfo, ...]:
     """The formats that can be read and written."""
-    from ckpt_tools.format.registry import table
+    from ckpt_tools.formats.registry import table
 
     return table()

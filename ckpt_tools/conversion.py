@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools import transforms
-from ckpt_tools.applicability import WRITING, Case, check
-from ckpt_tools.crews import Crew
+from ckpt_tools.core.applicability import WRITING, check
+from ckpt_tools.core.apply_options import case_of, reduced
+from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.options import ConvertOptions, WriteOptions
+from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
-from ckpt_tools.execute import execute
-from ckpt_tools.format.base import WriteOptions, Writer
-from ckpt_tools.format.registry import writer_for
-from ckpt_tools.journal import Journal
-from ckpt_tools.layout import Layout
-from ckpt_tools.ledger import Fate, Note
-from ckpt_tools.manifest import MASTER, Kind, Manifest
-from ckpt_tools.opening import check_ending, implied_format, open_place, read_checkpoint
-from ckpt_tools.options import ConvertOptions
-from ckpt_tools.planning import CopyRules, Plan, make_plan, reading_bytes
-from ckpt_tools.runners.threads import ThreadRunner
+from ckpt_tools.formats.base import Writer
+from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.formats.registry import writer_for
+from ckpt_tools.planning.plan import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.signals import held_back
-from ckpt_tools.stores.base import Claim, Located, Place, Source, Store
-from ckpt_tools.stores.names import DIGESTS_SUFFIX
+from ckpt_tools.stores.destination import Claim, Place
+from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
-from ckpt_tools.wording import listed
+from ckpt_tools.stores.source import Located, Source, Store
+from ckpt_tools.stores.urls import check_ending, implied_format, open_place
+from ckpt_tools.transfer.execute import execute
+from ckpt_tools.transfer.journal import Journal
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+from ckpt_tools.transfer.workers import Crew
 
 if TYPE_CHECKING:
-    from ckpt_tools.comparison import Progress
+    from ckpt_tools.core.progress import Progress
 
 SAME = "same"
 """In the place of a format to write: the source's own."""
@@ -124,70 +126,9 @@ class ConvertReport:
         return {**self.plan.to_json(), **done}
 
 
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """A manifest as it is to be written, with notes on what was cast or left behind; ``renamed`` has the new names by
-    the old ones."""
-
-    manifest: Manifest
-    notes: tuple[Note, ...]
-    renamed: Mapping[str, str]
-
-
-def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool) -> Reduced:
-    """The manifest as ``options`` make it.
-
-    ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
-
-    Raises:
-        UsageError: the options do not fit this checkpoint or each other.
-    """
-    notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
-    for step in _steps(options, whole, holds_masters):
-        manifest, more = step(manifest)
-        notes += more
-    new_name = transforms.substitutions(options.rename, options.names)
-    renamed = transforms.new_names(manifest, new_name) if options.rename or options.names else {}
-    if renamed:
-        manifest, _ = transforms.rename(manifest, new_name)
-    manifest, more = transforms.cast(manifest, options.target_dtype)
-    return Reduced(manifest, notes + more, renamed)
-
-
-def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
-    """What options are checked against where ``manifest`` is read and ``target`` written."""
-    return Case(
-        source=manifest.format,
-        target=target,
-        is_tree=manifest.tree is not None,
-        has_masters=any(key.slot == MASTER for key in manifest.tensors),
-        keeps_both=keeps_both,
-        has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
-    )
-
-
 def is_whole(options: ConvertOptions, writer: Writer) -> bool:
     """Whether all state is written: what the user says, else what the format is for."""
     return writer.holds_optimizer if options.state is None else options.state == "all"
-
-
-def _steps(
-    options: ConvertOptions, whole: bool, holds_masters: bool
-) -> list[Callable[[Manifest], transforms.Transformed]]:
-    asked = options.state == "model"
-    steps: list[Callable[[Manifest], transforms.Transformed]] = []
-    if not whole:
-        steps.append(lambda manifest: transforms.model_only(manifest, weights=options.weight_copy, asked=asked))
-        steps.append(transforms.without_wrappers)
-    elif not holds_masters:
-        steps.append(lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy))
-    if options.rename or options.names:
-        # Before names are chosen, so that a map of a whole model fits a part of it.
-        steps.append(lambda manifest: transforms.check_renaming(manifest, options.rename, options.names))
-    steps.append(
-        lambda manifest: transforms.select(manifest, include=tuple(options.include), exclude=tuple(options.exclude))
-    )
-    return steps
 
 
 def prepare(
@@ -365,7 +306,7 @@ def run(
 
 
 def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> list[str]:
-    from ckpt_tools.digest_files import write_staged
+    from ckpt_tools.verification.digest_files import write_staged
 
     return write_staged(
         claim,
@@ -379,7 +320,7 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
 
 def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -> str:
     """Where the list is that was published; where it could not be made before that, it is made now."""
-    from ckpt_tools.digest_files import write_published
+    from ckpt_tools.verification.digest_files import write_published
 
     if listed:
         return prepared.place.url + DIGESTS_SUFFIX if prepared.is_file else f"{prepared.place.url}/{listed[0]}"
@@ -421,8 +362,8 @@ def removed_files(
         DestinationExistsError: the source would go, or something else than a checkpoint, or digests would be of
         another file then.
     """
-    from ckpt_tools.digest_files import check_list
-    from ckpt_tools.replacing import check_apart, replaced_files
+    from ckpt_tools.verification.digest_files import check_list
+    from ckpt_tools.verification.replacing import check_apart, replaced_files
 
     is_file = implied_format(place.name) is not None
     check_apart(src, dst)

@@ -12,7 +12,7 @@ import ckpt_tools
 from ckpt_tools import errors
 from ckpt_tools.cli.beside import BesideCommand
 from ckpt_tools.cli.main import group
-from ckpt_tools.format.registry import readers, writers
+from ckpt_tools.formats.registry import readers, writers
 
 DOCS = Path(__file__).parent.parent / "docs"
 CLI = (DOCS / "cli.md").read_text()

@@ -17,73 +17,34 @@ import ckpt_tools
 ROOT = Path(__file__).parent.parent
 PACKAGE = "ckpt_tools"
 
-NOUNS = {"errors", "dtypes", "boxes", "values", "manifest"}
+PACKAGES = (
+    "core",
+    "planning",
+    "stores",
+    "serialization",
+    "formats",
+    "transfer",
+    "verification",
+    "torch",
+    "cli",
+    "testing",
+)
+"""Each imports only those before it."""
 
-ROOMS: dict[str, set[str]] = {
-    "errors": set(),
-    "dtypes": set(),
-    "boxes": set(),
-    "buffers": set(),
-    "ledger": set(),
-    "notices": set(),
-    "wording": set(),
-    "applicability": {"errors"},
-    "matching": {"errors", "wording"},
-    "options_names": set(),
-    "signals": set(),
-    "values": {"errors", "dtypes", "boxes"},
-    "manifest": {"errors", "dtypes", "boxes", "ledger"},
-    "numbered": {"boxes"},
-    "casts": {"errors", "dtypes"},
-    "transforms": {*NOUNS, "casts", "foreign", "ledger", "matching", "wording"},
-    "layout": {*NOUNS, "ledger"},
-    "coalesce": {*NOUNS},
-    "foreign": {*NOUNS, "ledger", "wording"},
-    "tree": {*NOUNS, "foreign", "ledger", "numbered", "wording"},
-    "references": {*NOUNS},
-    "entries": {*NOUNS, "ledger", "references", "wording"},
-    "parts": set(),
-    "planning": {*NOUNS, "layout", "coalesce", "parts", "wording"},
-    "stores": {"errors", "notices", "parts", "signals", "wording"},
-    "runners": {"errors", "checksums", "signals"},
-    "containers": {*NOUNS, "layout", "stores.base", "wording"},
-    "format": {
-        *NOUNS,
-        "casts",
-        "ledger",
-        "tree",
-        "entries",
-        "foreign",
-        "references",
-        "layout",
-        "containers",
-        "stores.base",
-        "wording",
-    },
-    "assemble": {*NOUNS, "buffers", "casts", "planning", "containers", "coalesce", "stores.base"},
-    "checksums": set(),
-    "execute": {
-        *NOUNS,
-        "buffers",
-        "checksums",
-        "layout",
-        "planning",
-        "assemble",
-        "coalesce",
-        "stores.base",
-        "runners.base",
-    },
-    "journal": {*NOUNS, "checksums", "layout", "planning", "execute", "stores.base", "runners.base"},
-    "cleaning": {"stores.base"},
-}
-"""What each room below the public API may import of the others. A room that is not listed wires them together, and may
-import any but ``cli`` and ``testing``."""
+APART = {frozenset({"formats", "transfer"}), frozenset({"verification", "torch"})}
+"""Packages that know nothing of each other, though one stands before the other."""
 
-PUBLIC = {"errors", "notices", "options_names", "signals", "wording"}
-"""What the command line may import beside the package itself: neither costs anything."""
+FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "signals"}
+"""The modules at the root, beside the package itself."""
 
-FAMILIES = [{"deepspeed", "zero_writer", "universal"}]
-"""Formats that are one framework's, and share what is its own. All others know nothing of each other."""
+EVERYWHERE = {"errors", "signals"}
+"""Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
+
+LIGHT = {"core.announcements", "core.option_names", "core.wording"}
+"""What the command line imports beside the public API: it costs nothing."""
+
+FORMATS_SHARED = {"base", "foreign", "state_dict", "hf_index"}
+"""What several formats have in common. ``registry`` knows every format, ``reading`` and ``trainer_files`` none."""
 
 FRAMEWORKS = {
     "torch",
@@ -102,7 +63,7 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """``module`` imports ``target``; ``early`` where that happens when it is itself imported."""
+    """``module`` imports ``target``; ``early`` if that happens when it is itself imported."""
 
     module: str
     target: str
@@ -138,8 +99,8 @@ def _walk(module: str, nodes: list[ast.stmt], *, early: bool, for_types: bool) -
 
 
 def _targets(module: str, node: ast.Import | ast.ImportFrom) -> list[str]:
-    """Modules by full name; a name imported from a package counts as the module of that name, if there is one and it
-    is no verb of the public API."""
+    """Modules by full name. A name imported from a package counts as the module of that name, if there is one and it
+    is not a verb of the public API."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     base = node.module or ""
@@ -153,64 +114,98 @@ def _targets(module: str, node: ast.Import | ast.ImportFrom) -> list[str]:
 
 IMPORTS = [found for module in MODULES for found in imports_of(module)]
 OURS = [found for found in IMPORTS if found.module.split(".")[0] == PACKAGE]
+AMONG_US = [found for found in OURS if found.target.split(".")[0] == PACKAGE]
 
 
 def inside(module: str) -> str:
-    """The name within the package: ``stores.base``."""
+    """The name within the package: ``stores.urls``."""
     return module.removeprefix(PACKAGE).removeprefix(".")
 
 
-def room(module: str) -> str:
-    return inside(module).split(".")[0]
+def package_of(module: str) -> str | None:
+    """The package of a module, or None for one at the root."""
+    first = inside(module).split(".")[0]
+    return first if first in PACKAGES else None
 
 
-def described(wrong: list[Import]) -> str:
+def listing(wrong: list[Import]) -> str:
     return "\n".join(f"{found.module}:{found.line} imports {found.target}" for found in wrong)
 
 
-def test_the_rules_lead_downwards_only() -> None:
-    below = {name: {part.split(".")[0] for part in allowed} for name, allowed in ROOMS.items()}
-    assert set(TopologicalSorter(below).static_order()) == set(ROOMS)
+def may_import(found: Import) -> bool:
+    here, there = package_of(found.module), package_of(found.target)
+    root_module = inside(found.target)
+    if here is None:
+        return there not in {"cli", "testing"} or inside(found.module) == "__main__"
+    if there is None:
+        return root_module in EVERYWHERE or here == "cli" or here == "testing"
+    if frozenset({here, there}) in APART:
+        return False
+    return PACKAGES.index(there) <= PACKAGES.index(here)
 
 
-def test_rooms_import_only_what_is_below_them() -> None:
-    def allowed(found: Import) -> bool:
-        here, there = room(found.module), inside(found.target)
-        if here not in ROOMS or found.target.split(".")[0] != PACKAGE or room(found.target) == here:
-            return True
-        return there in ROOMS[here] or there.split(".")[0] in ROOMS[here]
-
-    assert not described([found for found in OURS if not allowed(found)])
+def test_packages_and_rules_are_the_same_set() -> None:
+    folder = ROOT / PACKAGE
+    folders = {path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert (folders, modules) == (set(PACKAGES), FACE)
 
 
-def test_nobody_imports_the_command_line_or_what_is_for_tests() -> None:
-    above = {"cli": {"cli", "__main__"}, "testing": {"testing"}}
-    wrong = [found for found in IMPORTS if found.target.startswith(f"{PACKAGE}.") and room(found.target) in above]
-    assert not described([found for found in wrong if room(found.module) not in above[room(found.target)]])
+def test_packages_import_only_what_stands_before_them() -> None:
+    assert not listing([found for found in AMONG_US if not may_import(found)])
+
+
+@pytest.mark.parametrize(
+    ("module", "target"),
+    [
+        ("ckpt_tools.core.manifest", "ckpt_tools.planning.plan"),
+        ("ckpt_tools.formats.base", "ckpt_tools.transfer.execute"),
+        ("ckpt_tools.transfer.execute", "ckpt_tools.formats.base"),
+        ("ckpt_tools.torch.fill", "ckpt_tools.verification.verify"),
+        ("ckpt_tools.stores.local", "ckpt_tools.api"),
+        ("ckpt_tools.api", "ckpt_tools.cli.main"),
+    ],
+)
+def test_an_import_upwards_is_found(module: str, target: str) -> None:
+    assert not may_import(Import(module, target, 1, early=True, for_types=False))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_in_one_line_what_it_is_for(package: str) -> None:
+    charter = ast.get_docstring(ast.parse((ROOT / PACKAGE / package / "__init__.py").read_text()))
+    assert charter
+    assert charter.splitlines()[0].endswith(".")
 
 
 def test_formats_do_not_know_each_other() -> None:
     def format_of(module: str) -> str | None:
         parts = inside(module).split(".")
-        return parts[1] if parts[0] == "format" and len(parts) > 1 else None
+        return parts[1] if parts[0] == "formats" and len(parts) > 1 else None
 
     def allowed(found: Import) -> bool:
         here, there = format_of(found.module), format_of(found.target)
-        if here is None or there in {None, here, "base"} or here == "registry":
-            return True
-        return any({here, there} <= family for family in FAMILIES)
+        return here is None or there in {None, here, *FORMATS_SHARED} or here in {"registry", "reading"}
 
-    assert not described([found for found in OURS if not allowed(found)])
+    assert not listing([found for found in OURS if not allowed(found)])
+
+
+def test_families_of_deepspeed_share_what_is_common_alone() -> None:
+    def family(module: str) -> str | None:
+        parts = inside(module).split(".")
+        return parts[2] if parts[:2] == ["formats", "deepspeed"] and len(parts) > 2 else None
+
+    wrong = [found for found in OURS if family(found.module) and family(found.target)]
+    assert not listing([found for found in wrong if family(found.target) not in {family(found.module), "common"}])
 
 
 def test_the_command_line_knows_the_public_api_alone() -> None:
     def allowed(found: Import) -> bool:
         there = inside(found.target)
-        return found.for_types or there == "" or there in PUBLIC or there.split(".")[0] == "cli"
+        return found.for_types or there in {"", *EVERYWHERE, *LIGHT} or package_of(found.target) == "cli"
 
-    ours = [found for found in OURS if room(found.module) == "cli" and found.target.split(".")[0] == PACKAGE]
+    ours = [found for found in AMONG_US if package_of(found.module) == "cli"]
     assert ours
-    assert not described([found for found in ours if not allowed(found)])
+    assert not listing([found for found in ours if not allowed(found)])
 
 
 @pytest.mark.parametrize("package", ["training", "inference"])
@@ -220,24 +215,39 @@ def test_training_and_inference_know_the_public_api_alone(package: str) -> None:
         for found in IMPORTS
         if found.module.split(".")[0] == package
         and found.target.split(".")[0] == PACKAGE
-        and inside(found.target) not in {"", "errors", "signals"}
+        and inside(found.target) not in {"", *EVERYWHERE}
     ]
-    assert not described(wrong)
+    assert not listing(wrong)
+
+
+def test_training_does_not_know_inference() -> None:
+    others = {"inference", "fixtures", "benchmarks", "tests"}
+    ours = [found for found in IMPORTS if found.module.split(".")[0] == "training"]
+    assert not listing([found for found in ours if found.target.split(".")[0] in others])
 
 
 def test_the_converter_knows_neither_training_nor_inference() -> None:
     others = {"training", "inference", "fixtures", "benchmarks", "tests"}
-    assert not described([found for found in OURS if found.target.split(".")[0] in others])
+    assert not listing([found for found in OURS if found.target.split(".")[0] in others])
+
+
+def test_torch_is_imported_in_its_own_package_alone() -> None:
+    wrong = [found for found in OURS if found.target.split(".")[0] == "torch" and package_of(found.module) != "torch"]
+    assert not listing([found for found in wrong if not found.for_types])
+
+
+def test_deepspeed_is_imported_nowhere() -> None:
+    assert not listing([found for found in OURS if found.target.split(".")[0] == "deepspeed"])
 
 
 def test_no_framework_is_imported_before_it_is_needed() -> None:
-    assert not described([found for found in OURS if found.early and found.target.split(".")[0] in FRAMEWORKS])
+    assert not listing([found for found in OURS if found.early and found.target.split(".")[0] in FRAMEWORKS])
 
 
 def test_only_what_is_for_tests_needs_their_tools() -> None:
     tools = {"pytest", "hypothesis"}
-    wrong = [found for found in OURS if found.target.split(".")[0] in tools and room(found.module) != "testing"]
-    assert not described(wrong)
+    wrong = [found for found in OURS if found.target.split(".")[0] in tools and package_of(found.module) != "testing"]
+    assert not listing(wrong)
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
@@ -264,5 +274,9 @@ def test_the_command_line_loads_no_numpy_before_a_command_does() -> None:
 
 
 def test_every_module_together_loads_no_framework() -> None:
-    names = [name for name in MODULES if name.split(".")[0] == PACKAGE and room(name) not in {"testing", "__main__"}]
+    names = [
+        name
+        for name in MODULES
+        if name.split(".")[0] == PACKAGE and package_of(name) != "testing" and inside(name) != "__main__"
+    ]
     assert not loaded_after("\n".join(f"import {name}" for name in names)) & FRAMEWORKS

@@ -7,7 +7,7 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json
 from ckpt_tools.cli.wrapping import say
-from ckpt_tools.wording import size
+from ckpt_tools.core.wording import size
 
 
 @click.command("clean")

@@ -10,7 +10,7 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, printable, progress, show, show_notes, table
 from ckpt_tools.cli.wrapping import say
-from ckpt_tools.wording import MAX_NAMES, count, size
+from ckpt_tools.core.wording import MAX_NAMES, count, size
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport

@@ -9,11 +9,11 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, progress, show, show_notes, table
 from ckpt_tools.cli.wrapping import say
+from ckpt_tools.core.wording import count, size
 from ckpt_tools.errors import DifferenceError
-from ckpt_tools.wording import count, size
 
 if TYPE_CHECKING:
-    from ckpt_tools.comparison import VerifyReport
+    from ckpt_tools.verification.report import VerifyReport
 
 
 @click.command("diff")

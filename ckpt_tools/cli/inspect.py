@@ -8,10 +8,10 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show, table
-from ckpt_tools.wording import count, listed, size
+from ckpt_tools.core.wording import count, listed, size
 
 if TYPE_CHECKING:
-    from ckpt_tools.summary import Summary
+    from ckpt_tools.core.summary import Summary
 
 
 @click.command("inspect")

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ckpt_tools.options_names import DEFAULT_MEMORY, DTYPE_NAMES, RUNNERS
+from ckpt_tools.core.option_names import DEFAULT_MEMORY, DTYPE_NAMES, RUNNERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

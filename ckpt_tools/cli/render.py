@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli.wrapping import say
-from ckpt_tools.wording import listed, size
+from ckpt_tools.core.wording import listed, size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckpt_tools.ledger import Note
+    from ckpt_tools.core.notes import Note
 
 QUIET_LINE_SECONDS = 5.0
 """Where stderr is no terminal, a line of progress this often: enough to see that it lives, few enough for a log."""

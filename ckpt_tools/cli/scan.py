@@ -9,11 +9,11 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, show, table
 from ckpt_tools.cli.wrapping import say
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError, UnsafeError
-from ckpt_tools.wording import count
 
 if TYPE_CHECKING:
-    from ckpt_tools.scanning import ScanReport
+    from ckpt_tools.verification.scan import ScanReport
 
 
 @click.command("scan")

@@ -9,7 +9,7 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.diff import refuse, show_report
 from ckpt_tools.cli.render import print_json, progress
-from ckpt_tools.wording import count
+from ckpt_tools.core.wording import count
 
 
 @click.command("verify")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.base import Buffer, checked_name
+from ckpt_tools.stores.source import Buffer, checked_name
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.base import Expecting, Located, Location, Store, Versioned
+from ckpt_tools.stores.source import Expecting, Located, Location, Store, Versioned
 
 
 @dataclass(frozen=True, slots=True)

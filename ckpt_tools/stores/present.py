@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import DestinationExistsError
 
 if TYPE_CHECKING:
-    from ckpt_tools.stores.base import Store
+    from ckpt_tools.stores.source import Store
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 

@@ -11,15 +11,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from ckpt_tools.stores.base import Place, Source, Store
-from ckpt_tools.stores.blocks import BlockCache
-from ckpt_tools.stores.fsspec_errors import shown
-from ckpt_tools.stores.fsspec_lock import FsspecObjects
-from ckpt_tools.stores.fsspec_store import FsspecPlace, file_system, open_fsspec_store
-from ckpt_tools.stores.names import PARTIAL
-from ckpt_tools.stores.s3 import S3Place, bucket_of, open_s3_store
-from ckpt_tools.stores.s3_client import S3Options
-from ckpt_tools.stores.s3_lock import ObjectLock
+from ckpt_tools.stores.destination import Place
+from ckpt_tools.stores.fsspec.errors import shown
+from ckpt_tools.stores.fsspec.lock import FsspecObjects
+from ckpt_tools.stores.fsspec.store import FsspecPlace, file_system, open_fsspec_store
+from ckpt_tools.stores.marker_files import PARTIAL
+from ckpt_tools.stores.read_ahead import BlockCache
+from ckpt_tools.stores.s3.client import S3Options
+from ckpt_tools.stores.s3.lock import ObjectLock
+from ckpt_tools.stores.s3.store import S3Place, bucket_of, open_s3_store
+from ckpt_tools.stores.source import Source, Store
 
 
 def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:

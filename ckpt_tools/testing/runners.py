@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.runners.base import Runner
+from ckpt_tools.transfer.runners.base import Runner
 
 
 def double(item: int) -> int:

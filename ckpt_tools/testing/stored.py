@@ -16,9 +16,10 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckpt_tools.boxes import Box, Shape
-from ckpt_tools.dtypes import DType
-from ckpt_tools.manifest import ByteRange, Kind, Shard, ShardTable, TensorEntry
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, TensorEntry
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.testing import strategies
 
 NUM_FILES = 3

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ckpt_tools.errors import IncompleteError, UnsafeError
-from ckpt_tools.stores.base import FillableStore, Source, Store
+from ckpt_tools.stores.destination import FillableStore
+from ckpt_tools.stores.source import Source, Store
 
 UNSAFE_NAMES = (
     "",

@@ -12,8 +12,8 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from ckpt_tools.boxes import Box, Shape, from_flat
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.boxes import Box, Shape, from_flat
+from ckpt_tools.core.dtypes import DType
 
 MAX_NDIM = 4
 MAX_EXTENT = 6

@@ -13,12 +13,12 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.staging import staged
+from ckpt_tools.stores.local_staging import staged
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from ckpt_tools.stores.staging import staged
+from ckpt_tools.stores.local_staging import staged
 with staged(Path(sys.argv[1]), is_file=sys.argv[2] == "True", overwrite=True) as staging:
     staging.store.create("half", 1000)
     staging.log.append(b"log")

@@ -24,27 +24,17 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import ckpt_tools
-from ckpt_tools.boxes import Box
-from ckpt_tools.containers.pickle_writer import Pairs, dumps
-from ckpt_tools.dtypes import DType
-from ckpt_tools.entries import chosen_tree, entries_of, leaves
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef
+from ckpt_tools.core.notes import Fate
+from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import LossError, UnsupportedError
-from ckpt_tools.format.base import WriteOptions
-from ckpt_tools.format.dcp.chunks import row_chunks
-from ckpt_tools.format.dcp.writer import DcpWriter
-from ckpt_tools.ledger import Fate
-from ckpt_tools.manifest import (
-    ByteRange,
-    Kind,
-    Manifest,
-    ParamGroup,
-    Shard,
-    ShardTable,
-    StateKey,
-    StateTree,
-    TensorEntry,
-    TensorRef,
-)
+from ckpt_tools.formats.dcp.chunks import row_chunks
+from ckpt_tools.formats.dcp.writer import DcpWriter
+from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of, leaves
+from ckpt_tools.serialization.pickle.dump import Pairs, dumps
 from fixtures.store import Fixture
 from tests.conftest import Resume
 from tests.support.truth import WEIGHT, Truth, assert_same_bits

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.assemble import Assembler
-from ckpt_tools.boxes import Box
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import MASTER, Kind, Manifest, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import (
     CkptError,
     IncompleteError,
@@ -26,25 +27,13 @@ from ckpt_tools.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from ckpt_tools.format.base import ReadOptions
-from ckpt_tools.format.deepspeed.reader import DeepSpeedReader
-from ckpt_tools.format.deepspeed.zero12 import original_order
-from ckpt_tools.manifest import MASTER, Kind, Manifest, StateKey, TensorEntry, TensorRef
-from ckpt_tools.stores.base import Source
+from ckpt_tools.formats.deepspeed.common.partition import original_order
+from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
-from tests.formats.zero_files import (
-    MODEL,
-    TAG,
-    Files,
-    build,
-    moments_of,
-    optim,
-    own,
-    rank_model,
-    store_of,
-    values_of,
-)
+from ckpt_tools.stores.source import Source
+from ckpt_tools.transfer.tensor_reader import Assembler
+from tests.formats.zero_files import MODEL, TAG, Files, build, moments_of, optim, own, rank_model, store_of, values_of
 
 GROUPS = [{"a.weight": (5, 3), "a.bias": (5,)}, {"b": (1,)}]
 FROZEN = {"f": (2, 3)}

@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt_tools
+from ckpt_tools.core.notes import Fate
 from ckpt_tools.errors import IncompleteError, UnsupportedError
-from ckpt_tools.ledger import Fate
 from fixtures import foreign, launch
 from tests.formats import zero_files
 

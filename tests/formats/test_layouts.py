@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, Serializat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt_tools
-from ckpt_tools.assemble import Assembler
-from ckpt_tools.boxes import Box
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree
+from ckpt_tools.core.notes import Fate
+from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.format.base import ReadOptions
-from ckpt_tools.ledger import Fate
-from ckpt_tools.manifest import Kind, Manifest, StateKey, StateTree
-from ckpt_tools.opening import read_checkpoint
+from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.transfer.tensor_reader import Assembler
 from fixtures.store import Fixture
 from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits, dtype_of
 

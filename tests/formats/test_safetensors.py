@@ -9,13 +9,13 @@ import pytest
 import safetensors
 import safetensors.numpy
 
+from ckpt_tools.core.layout import Literal
+from ckpt_tools.core.manifest import Manifest, StateKey
+from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
-from ckpt_tools.format.base import ReadOptions, WriteOptions
-from ckpt_tools.format.safetensors import SafetensorsReader, SafetensorsWriter
-from ckpt_tools.layout import Literal
-from ckpt_tools.manifest import Manifest, StateKey
-from ckpt_tools.stores.base import Source
+from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
 from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
 
 
 def packed(header: object, data: bytes = b"") -> bytes:
@@ -164,7 +164,7 @@ def test_a_tie_is_stored_once_and_found_again() -> None:
 def test_a_type_that_has_no_name_here() -> None:
     from dataclasses import replace
 
-    from ckpt_tools.dtypes import DType
+    from ckpt_tools.core.dtypes import DType
 
     manifest = read_one(packed({"a": info("C64", [1], [0, 8])}, bytes(8)))
     wide = {StateKey("a"): replace(manifest.tensors[StateKey("a")], dtype=DType.COMPLEX128)}

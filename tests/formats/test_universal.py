@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import fixtures
-from ckpt_tools.assemble import Assembler
-from ckpt_tools.boxes import Box
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.values import to_json
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsafeError, UnsupportedError
-from ckpt_tools.format.base import ReadOptions
-from ckpt_tools.format.deepspeed.reader import DeepSpeedReader
-from ckpt_tools.format.universal.reader import UniversalReader
-from ckpt_tools.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.stores.base import Source, Store
+from ckpt_tools.formats.deepspeed.universal.reader import UniversalReader
+from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.overlay import Overlay
-from ckpt_tools.values import to_json
+from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.transfer.tensor_reader import Assembler
 from fixtures.store import Fixture
 from tests.support.truth import Truth, assert_same_bits, dtype_of
 

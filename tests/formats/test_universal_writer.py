@@ -12,36 +12,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckpt_tools.boxes import Box
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.notes import Fate
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.transforms import cast
+from ckpt_tools.core.values import to_json
 from ckpt_tools.errors import UnsafeError, UnsupportedError, UsageError
-from ckpt_tools.execute import execute
-from ckpt_tools.format.base import ReadOptions, WriteOptions
-from ckpt_tools.format.dcp.reader import DcpReader
-from ckpt_tools.format.deepspeed.reader import DeepSpeedReader
-from ckpt_tools.format.universal.reader import UniversalReader
-from ckpt_tools.format.universal.writer import UniversalWriter
-from ckpt_tools.layout import Layout
-from ckpt_tools.ledger import Fate
-from ckpt_tools.manifest import (
-    ByteRange,
-    Kind,
-    Manifest,
-    ParamGroup,
-    Shard,
-    ShardTable,
-    StateKey,
-    TensorEntry,
-    TensorRef,
-)
-from ckpt_tools.planning import make_plan
-from ckpt_tools.runners.threads import ThreadRunner
-from ckpt_tools.stores.base import Source
-from ckpt_tools.stores.filled import StoreDestination
+from ckpt_tools.formats.dcp.reader import DcpReader
+from ckpt_tools.formats.deepspeed.universal.reader import UniversalReader
+from ckpt_tools.formats.deepspeed.universal.writer import UniversalWriter
+from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
+from ckpt_tools.planning.plan import make_plan
+from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.overlay import Overlay
-from ckpt_tools.transforms import cast
-from ckpt_tools.values import to_json
+from ckpt_tools.stores.source import Source
+from ckpt_tools.transfer.execute import execute
+from ckpt_tools.transfer.runners.threads import ThreadRunner
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture
 from tests.conftest import Resume

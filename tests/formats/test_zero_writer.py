@@ -18,36 +18,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.assemble import Assembler
-from ckpt_tools.boxes import Box
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import Layout, LazyFile
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.transforms import cast
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
-from ckpt_tools.execute import execute
-from ckpt_tools.format.base import ReadOptions, WriteOptions
-from ckpt_tools.format.deepspeed.reader import DeepSpeedReader
-from ckpt_tools.format.zero_writer.writer import ZeroWriter
-from ckpt_tools.layout import Layout, LazyFile
-from ckpt_tools.ledger import Fate, Note
-from ckpt_tools.manifest import (
-    MASTER,
-    WEIGHT,
-    ByteRange,
-    Kind,
-    Manifest,
-    ParamGroup,
-    Shard,
-    ShardTable,
-    StateKey,
-    TensorEntry,
-    TensorRef,
-)
-from ckpt_tools.planning import make_plan
-from ckpt_tools.runners.threads import ThreadRunner
-from ckpt_tools.stores.base import Source
-from ckpt_tools.stores.filled import StoreDestination
+from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
+from ckpt_tools.formats.deepspeed.zero_writer.writer import ZeroWriter
+from ckpt_tools.planning.plan import make_plan
+from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
-from ckpt_tools.transforms import cast
+from ckpt_tools.stores.source import Source
+from ckpt_tools.transfer.execute import execute
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+from ckpt_tools.transfer.tensor_reader import Assembler
 
 DTYPES = {
     np.dtype(np.float32): DType.FLOAT32,

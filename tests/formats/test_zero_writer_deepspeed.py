@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_tools.dtypes import DType
-from ckpt_tools.execute import execute
-from ckpt_tools.format.base import ReadOptions, WriteOptions
-from ckpt_tools.format.registry import reader_for
-from ckpt_tools.format.zero_writer.writer import ZeroWriter
-from ckpt_tools.ledger import Fate, Note
-from ckpt_tools.manifest import WEIGHT, Kind, Manifest
-from ckpt_tools.planning import make_plan
-from ckpt_tools.runners.threads import ThreadRunner
-from ckpt_tools.stores.base import Source
-from ckpt_tools.stores.filled import StoreDestination
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.transforms import cast
+from ckpt_tools.formats.deepspeed.zero_writer.writer import ZeroWriter
+from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.planning.plan import make_plan
+from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.overlay import Overlay
-from ckpt_tools.transforms import cast
+from ckpt_tools.stores.source import Source
+from ckpt_tools.transfer.execute import execute
+from ckpt_tools.transfer.runners.threads import ThreadRunner
 from fixtures import launch, recipe, universal, zero
 from fixtures.store import Fixture
 from fixtures.truth import Truth as Gathered

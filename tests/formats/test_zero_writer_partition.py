@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.format.zero_writer.partition import Cut, GroupCut, ParamCut, Vector, dealt, sub_groups
+from ckpt_tools.formats.deepspeed.common.partition import Cut, GroupCut, ParamCut, Vector, dealt, sub_groups
 
 NUMELS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 WORLD_SIZES = st.integers(1, 9)

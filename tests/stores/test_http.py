@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools import notices
 from ckpt_tools.cli import retries
 from ckpt_tools.cli.main import main
+from ckpt_tools.core import announcements as notices
 from ckpt_tools.errors import StoreError
-from ckpt_tools.stores import fsspec_store
-from ckpt_tools.stores.retrying import RetryPolicy
+from ckpt_tools.stores.fsspec import store as fsspec_store
+from ckpt_tools.stores.retry import RetryPolicy
 from tests.cli.terminals import shown
 
 NO_PORT = "http://127.0.0.1:9"

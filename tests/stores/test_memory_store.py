@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tools.stores.base import FillableStore
+from ckpt_tools.stores.destination import FillableStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.testing.stores import FillableStoreTests
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.stores.retrying import RetryPolicy, TransientError, is_transient, retried
+from ckpt_tools.stores.retry import RetryPolicy, TransientError, is_transient, retried
 
 
 class Failing:

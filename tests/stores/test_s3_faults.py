@@ -12,8 +12,8 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError
-from ckpt_tools.stores.names import is_marker
-from ckpt_tools.stores.retrying import RetryPolicy
+from ckpt_tools.stores.marker_files import is_marker
+from ckpt_tools.stores.retry import RetryPolicy
 from fixtures.store import Fixture
 from tests.support.fault_proxy import KINDS, Fault, FaultProxy, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
-from ckpt_tools.stores.base import Source
 from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
 
 
 @pytest.fixture

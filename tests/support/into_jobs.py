@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_tools import load_into, storage_reader
-from ckpt_tools.assemble import Assembler
+from ckpt_tools.transfer.tensor_reader import Assembler
 from fixtures import fsdp2, recipe
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.applicability import RANKED
+from ckpt_tools.core.applicability import RANKED
 
 
 def for_ranks(to: str, world_size: int) -> dict[str, int]:

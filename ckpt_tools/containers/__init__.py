@@ -1,1 +1,0 @@
-"""What several formats share: pickles read without being run, and torch's zip archives."""

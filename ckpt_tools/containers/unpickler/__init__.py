@@ -1,1 +1,0 @@
-"""The pickle machine: opcodes interpreted into inert values (see ``containers.pickles``)."""

@@ -1,0 +1,77 @@
+"""The manifest as the options of a conversion make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckpt_tools.core import transforms
+from ckpt_tools.core.applicability import Case
+from ckpt_tools.core.manifest import MASTER, Kind, Manifest
+from ckpt_tools.core.notes import Note
+from ckpt_tools.core.options import ConvertOptions
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A manifest as it is to be written, with notes on what was cast or left behind; ``renamed`` has the new names by
+    the old ones."""
+
+    manifest: Manifest
+    notes: tuple[Note, ...]
+    renamed: Mapping[str, str]
+
+
+def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool) -> Reduced:
+    """The manifest as ``options`` make it.
+
+    ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
+
+    Raises:
+        UsageError: the options do not fit this checkpoint or each other.
+    """
+    notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
+    for step in _steps(options, whole, holds_masters):
+        manifest, more = step(manifest)
+        notes += more
+    new_name = transforms.substitutions(options.rename, options.names)
+    renamed = transforms.new_names(manifest, new_name) if options.rename or options.names else {}
+    if renamed:
+        manifest, _ = transforms.rename(manifest, new_name)
+    manifest, more = transforms.cast(manifest, options.target_dtype)
+    return Reduced(manifest, notes + more, renamed)
+
+
+def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
+    """What options are checked against where ``manifest`` is read and ``target`` written."""
+    return Case(
+        source=manifest.format,
+        target=target,
+        is_tree=manifest.tree is not None,
+        has_masters=any(key.slot == MASTER for key in manifest.tensors),
+        keeps_both=keeps_both,
+        has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
+    )
+
+
+def _steps(
+    options: ConvertOptions, whole: bool, holds_masters: bool
+) -> list[Callable[[Manifest], transforms.Transformed]]:
+    asked = options.state == "model"
+    steps: list[Callable[[Manifest], transforms.Transformed]] = []
+    if not whole:
+        steps.append(lambda manifest: transforms.model_only(manifest, weights=options.weight_copy, asked=asked))
+        steps.append(transforms.without_wrappers)
+    elif not holds_masters:
+        steps.append(lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy))
+    if options.rename or options.names:
+        # Before names are chosen, so that a map of a whole model fits a part of it.
+        steps.append(lambda manifest: transforms.check_renaming(manifest, options.rename, options.names))
+    steps.append(
+        lambda manifest: transforms.select(manifest, include=tuple(options.include), exclude=tuple(options.exclude))
+    )
+    return steps

@@ -1,0 +1,114 @@
+"""Element type conversion, block by block, to the bits that torch on the CPU gives.
+
+Widening is exact and narrowing rounds to nearest even; float64 becomes a 16-bit type by way of float32, as torch does,
+which for a few values in a million is another neighbour than one rounding gives.
+
+Of a NaN torch keeps the sign and the upper bits of the payload and makes it quiet, and so do we. It contradicts itself
+in two places, found by comparing contiguous, strided and single-element tensors under its AVX-512, AVX2 and default
+kernels (torch 2.15):
+
+- to bfloat16, the vector kernels make every NaN ``ffff`` and the scalar ones ``7fc0``. We write ``7fc0``, which is
+  also what it always makes of a float16 one;
+- from float16 to float32, the vector kernels keep a negative NaN and the scalar one makes it ``7fffffff``. We keep it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt_tools.core.dtypes import DType, to_numpy
+from ckpt_tools.errors import UnsupportedError
+
+CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+"""The types between which weights are cast. The 8-bit ones mean nothing without the scales stored beside them."""
+
+_BF16_NAN = 0x7FC0
+
+
+def check_cast(source: DType, target: DType) -> None:
+    """Raises UnsupportedError where ``source`` cannot become ``target``."""
+    if source is not target and not {source, target} <= CASTABLE:
+        raise UnsupportedError(f"{source.value} is not cast to {target.value}")
+
+
+def cast_into(elements: NDArray[Any], source: DType, out: memoryview, target: DType) -> None:
+    """Write ``elements``, whose bytes are ``source``, as ``target`` into ``out``, which has exactly their room."""
+    values = elements.view(to_numpy(source))
+    result = np.frombuffer(out, dtype=to_numpy(target))
+    with np.errstate(over="ignore", invalid="ignore"):
+        if source is DType.FLOAT16 or (source is DType.BFLOAT16 and target is DType.FLOAT16):
+            # One look-up an element is 2.5 times as fast as numpy's arithmetic: 6 GB/s of float32 written.
+            np.take(_table(source, target), values.view(np.uint16), out=result, mode="wrap")
+        else:
+            _convert(values, result, target)
+
+
+@cache
+def _table(source: DType, target: DType) -> NDArray[Any]:
+    """What each of the 65,536 values of a 16-bit type becomes."""
+    single = np.arange(1 << 16, dtype=np.uint16).view(to_numpy(source)).astype(np.float32)
+    single.view(np.uint32)[np.isnan(single)] |= 0x0040_0000
+    result = np.empty(1 << 16, to_numpy(target))
+    _convert(single, result, target)
+    return result
+
+
+def _convert(values: NDArray[Any], result: NDArray[Any], target: DType) -> None:
+    """Between the wide types, and from them to the narrow ones."""
+    if target is DType.FLOAT16:
+        _round_to_half(values.astype(np.float32, copy=False), result.view(np.uint16))
+        return
+    result[:] = values
+    if target is DType.BFLOAT16 and _any_nan(values):
+        result.view(np.uint16)[np.isnan(values)] = _BF16_NAN
+
+
+def _any_nan(values: NDArray[Any]) -> bool:
+    """A tenth of the time that rounding takes; ``np.isnan(values).any()`` takes twice as long."""
+    return bool(np.isnan(np.maximum.reduce(values, initial=0)))
+
+
+def _round_to_half(single: NDArray[np.float32], halves: NDArray[np.uint16]) -> None:
+    """float32 to the bits of float16, at 3.3 GB/s read by a thread whatever the numbers.
+
+    numpy's own takes 2.4 ns for a number, and 65 for one that overflows or is subnormal in float16, as small weights
+    are. Adding to a number the power of two that is ``2**13`` times its own, or 0.5 where it is subnormal in float16,
+    leaves it rounded to ten bits at the lower end of the sum. The difference of the two as integers is the rounded
+    significand; the power's exponent, less 126, is the float16's own. What is 65,536 or more is infinite like 65,536.
+    """
+    size = np.absolute(single)
+    np.minimum(size, _constant(65536.0, len(size)), out=size)
+    power = size.view(np.uint32) & 0x7F80_0000
+    power += 13 << 23
+    np.maximum(power.view(np.float32), _constant(0.5, len(size)), out=power.view(np.float32))
+    size += power.view(np.float32)
+    bits = size.view(np.uint32)
+    bits -= power
+    power >>= 13
+    bits += power
+    halves[:] = bits
+    halves -= np.uint16((126 << 10) % (1 << 16))
+    halves |= np.left_shift(np.signbit(single), 15, dtype=np.uint16)
+    if _any_nan(single):
+        _quiet_nans(single, halves)
+
+
+def _quiet_nans(single: NDArray[np.float32], halves: NDArray[np.uint16]) -> None:
+    """float16 NaNs with the signs and upper payloads of those in ``single``."""
+    nans = np.isnan(single)
+    bits = single.view(np.uint32)[nans]
+    halves[nans] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x01FF
+
+
+def _constant(value: float, length: int) -> NDArray[np.float32]:
+    """``value`` over and over: numpy's minimum of two arrays is five times as fast as that of an array and a number."""
+    return _constants(value, 1 << (length - 1).bit_length())[:length]
+
+
+@cache
+def _constants(value: float, length: int) -> NDArray[np.float32]:
+    return np.full(length, value, np.float32)

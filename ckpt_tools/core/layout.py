@@ -1,0 +1,195 @@
+"""What an output is: files, each an ordered list of segments.
+
+A writer says what every byte of its files will be without touching one. A ``Literal`` is known now, a ``Payload`` is a
+region of a logical tensor, ``Padding`` is zeros, and a ``Crc32`` is four bytes that are known only once the range it
+covers was written. Offsets follow from the order, so a layout cannot contradict itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from threading import Lock
+from typing import ClassVar
+
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.core.notes import Note
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes known when the layout is made."""
+
+    data: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Zeros."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The elements of ``box``, row-major, as ``dtype``.
+
+    ``shape`` is the geometry of the box: the tensor's own shape, or its flattening ``(numel,)``.
+    """
+
+    key: StateKey
+    box: Box
+    shape: Shape
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        if not self.box.within(self.shape):
+            raise ValueError(f"{self.key} of shape {self.shape} does not hold {self.box}")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Crc32:
+    """The little-endian CRC-32 of the bytes ``[start, stop)`` of the same file, which lie before it.
+
+    Several may stand for the same range; different ranges do not overlap, and none holds a checksum.
+    """
+
+    num_bytes: ClassVar[int] = 4
+    start: int
+    stop: int
+
+
+Segment = Literal | Padding | Payload | Crc32
+
+
+def merged(segments: Iterable[Segment]) -> list[Segment]:
+    """The same bytes with neighbouring literals as one: a template is repeated a million times."""
+    found: list[Segment] = []
+    for segment in segments:
+        if isinstance(segment, Literal) and found and isinstance(found[-1], Literal):
+            found[-1] = Literal(found[-1].data + segment.data)
+        else:
+            found.append(segment)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One output file: ``path`` relative to the destination, and its segments in order."""
+
+    path: str
+    segments: tuple[Segment, ...]
+    offsets: tuple[int, ...] = field(init=False)
+    """Where each segment starts, and at last the size of the file."""
+
+    def __post_init__(self) -> None:
+        offsets = tuple(accumulate((segment.num_bytes for segment in self.segments), initial=0))
+        object.__setattr__(self, "offsets", offsets)
+        _check_checksums([(at, s) for at, s in zip(offsets, self.segments, strict=False) if isinstance(s, Crc32)])
+
+    @property
+    def size_bytes(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def made(self) -> FileLayout:
+        """The file with its segments at hand, for who looks at many of them."""
+        return self
+
+
+FILES_KEPT = 16
+"""Files made on demand that are kept: more than are ever being written at once. One of a thousand tensors takes 1 MB
+to 5 MB."""
+
+
+class Workshop:
+    """Makes the files of an output by number when they are asked for, and keeps the latest of them."""
+
+    def __init__(self, make: Callable[[int], FileLayout]) -> None:
+        self._make = make
+        self._kept: OrderedDict[int, FileLayout] = OrderedDict()
+        self._lock = Lock()
+
+    def file(self, number: int) -> FileLayout:
+        with self._lock:
+            found = self._kept.pop(number, None) or self._make(number)
+            self._kept[number] = found
+            if len(self._kept) > FILES_KEPT:
+                self._kept.popitem(last=False)
+            return found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Workshop, (self._make,)
+
+
+class LazyFile(FileLayout):
+    """A file of a known name and size whose segments a workshop makes when they are asked for."""
+
+    __slots__ = ("_number", "_size_bytes", "_workshop")
+    _workshop: Workshop
+    _number: int
+    _size_bytes: int
+
+    def __init__(self, workshop: Workshop, number: int, path: str, size_bytes: int) -> None:
+        values = {"path": path, "_workshop": workshop, "_number": number, "_size_bytes": size_bytes}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def made(self) -> FileLayout:
+        return self._workshop.file(self._number)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.made.segments
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.made.offsets
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LazyFile, (self._workshop, self._number, self.path, self._size_bytes)
+
+
+def _check_checksums(placed: Sequence[tuple[int, Crc32]]) -> None:
+    """Every checksum can be computed from parts of its range as they are written."""
+    assert all(0 <= crc.start <= crc.stop <= at for at, crc in placed), "a checksum lies after what it covers"
+    known_late = [(at, at + crc.num_bytes) for at, crc in placed]
+    covered = {(crc.start, crc.stop) for _, crc in placed if crc.start < crc.stop}
+    ranges = sorted([*covered, *known_late])
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "a checksum covers another, or a part of another's range"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The files of an output, in the order in which they become visible.
+
+    The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``). ``notes`` say what the
+    writer could not carry or had to make up.
+    """
+
+    files: Sequence[FileLayout]
+    notes: tuple[Note, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len({file.path for file in self.files}) == len(self.files), "two files of one name"
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)

@@ -1,0 +1,187 @@
+"""A checkpoint as data: every logical tensor, and where its bytes are.
+
+A ``Manifest`` maps ``StateKey(fqn, slot)`` to a ``TensorEntry``: shape, dtype and a ``ShardTable`` that says which
+region of the tensor lies in which bytes of which file. Optimizer state is not special: the weight, its fp32 master
+and each moment are slots of one fqn. Readers build manifests from headers alone; transforms rewrite them; planning
+intersects them with a layout.
+
+Shards are columns of numpy arrays, one row a shard, because a trillion-parameter checkpoint has millions of them: 50
+bytes a row instead of 500 for objects. A table's geometry is the tensor's shape or its flattening ``(numel,)``: a
+flat ZeRO interval stays one row until somebody needs boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import chain
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.notes import Note
+from ckpt_tools.core.shards import ShardTable, check_cover
+from ckpt_tools.errors import MalformedError
+
+WEIGHT = "weight"
+"""Slot of the tensor that the model itself holds: a parameter in the model's dtype, or a buffer."""
+
+MASTER = "master"
+"""Slot of the fp32 copy of a parameter that the optimizer updates, where a checkpoint holds one."""
+
+
+class StateKey(NamedTuple):
+    """One logical tensor: the fully qualified name of its parameter or buffer, and what it is of it."""
+
+    fqn: str
+    slot: str = WEIGHT
+
+    def __str__(self) -> str:
+        return self.fqn if self.slot == WEIGHT else f"{self.fqn} ({self.slot})"
+
+
+class Kind(Enum):
+    """What a tensor is to training."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    STATE = "state"
+    """Optimizer state of a parameter, its fp32 master included."""
+    EXTRA = "extra"
+    """A tensor of the user's or the framework's own: RNG state, a scheduler's tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEntry:
+    """One logical tensor.
+
+    ``dtype`` is what it is to be read as; ``shards.dtype`` is what is stored. Where they differ, reading casts: a
+    bf16 weight of which only the fp32 master is stored is such an entry.
+
+    Raises:
+        MalformedError: two shards overlap.
+        IncompleteError: elements are in no shard.
+    """
+
+    shape: Shape
+    dtype: DType
+    kind: Kind
+    shards: ShardTable
+
+    def __post_init__(self) -> None:
+        if self.shards.shape not in (self.shape, (prod(self.shape),)):
+            raise MalformedError(f"shards of shape {list(self.shards.shape)} for a tensor of shape {list(self.shape)}")
+        check_cover(self.shards)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the logical tensor, row-major, as ``dtype``."""
+        return self.numel * self.dtype.item_bytes
+
+    def cast(self, dtype: DType) -> TensorEntry:
+        """The same tensor, read as ``dtype``."""
+        return self if dtype is self.dtype else replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """A group of the optimizer: the fqns of its parameters in order, and its hyperparameters by name."""
+
+    params: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A leaf of ``Manifest.extra`` whose value is a tensor of the manifest."""
+
+    key: StateKey
+
+
+Path = tuple[str | int, ...]
+"""From the root of a tree of state to one of its leaves: keys of dicts, and positions in lists as int."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTree:
+    """Where a source that is a tree of state kept things, so that it can be written back as it was.
+
+    ``optim`` is None where there was no optimizer. ``is_flattened`` says that optimizer state had one key each,
+    ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<option>``. ``extras`` maps the names at the top of
+    ``Manifest.extra`` to their paths.
+    """
+
+    model: Path
+    optim: Path | None
+    is_flattened: bool = False
+    extras: Mapping[str, Path] = field(default_factory=dict)
+
+
+def _check_text(names: Iterable[str]) -> None:
+    """Raises MalformedError for half a surrogate pair: pickles and folders can hold one, and nothing can print it."""
+    for name in names:
+        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+            raise MalformedError(f"the name {name[:200]!r} is no text")
+
+
+def _frozen(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(dict(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A whole checkpoint.
+
+    ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is no tensor:
+    global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
+    itself. ``tree`` is None where the source is no tree of the user's making. ``notes`` say what reading it could not
+    settle.
+
+    Raises:
+        MalformedError: an alias or a group names a tensor that is not there, or a name is no text.
+    """
+
+    format: str
+    tensors: Mapping[StateKey, TensorEntry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: tuple[ParamGroup, ...] = ()
+    literals: Mapping[str, bytes] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    world_size: int | None = None
+    tree: StateTree | None = None
+    notes: tuple[Note, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", _frozen(self.tensors))
+        object.__setattr__(self, "aliases", _frozen(self.aliases))
+        object.__setattr__(self, "extra", _frozen(self.extra))
+        object.__setattr__(self, "literals", _frozen(self.literals))
+        names = self.fqns
+        _check_text(chain(names, {key.slot for key in self.tensors}, self.aliases, map(str, self.extra)))
+        for alias, owner in self.aliases.items():
+            if owner not in names or alias in names:
+                raise MalformedError(f"{alias!r} is tied to {owner!r}, which does not own a tensor here")
+        for name in chain.from_iterable(group.params for group in self.groups):
+            if name not in names and name not in self.aliases:
+                raise MalformedError(f"a parameter group names {name!r}, and there is no such tensor")
+
+    @property
+    def files(self) -> frozenset[str]:
+        """The files that hold bytes of tensors; of ``literals`` too, which are files nowhere."""
+        return frozenset(file for entry in self.tensors.values() for file in entry.shards.files)
+
+    @property
+    def fqns(self) -> frozenset[str]:
+        return frozenset(key.fqn for key in self.tensors)
+
+    def of_kind(self, *kinds: Kind) -> dict[StateKey, TensorEntry]:
+        """The tensors of these kinds, in order."""
+        return {key: entry for key, entry in self.tensors.items() if entry.kind in kinds}

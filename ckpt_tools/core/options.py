@@ -1,0 +1,136 @@
+"""The options of a conversion, parsed and checked against each other before anything is opened."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.option_names import DTYPE_NAMES
+from ckpt_tools.errors import SourceNotFoundError, UsageError
+
+_UNITS = {"": 1, "B": 1}
+
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)}
+
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)}
+
+_UNITS_BY_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
+
+WEIGHT_DTYPES = {name: DType(name) for name in DTYPE_NAMES}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of ``512MiB``, ``5GB`` or a plain number. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS_BY_CASE:
+        raise UsageError(f"{text!r} is no size; write for example 512MiB, 5GB or 1048576")
+    size = int(float(match[1]) * _UNITS_BY_CASE[match[2].lower()])
+    if size <= 0:
+        raise UsageError(f"{text!r}: a size must be positive")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """Everything that decides what is written; the same meaning in every command. None and nothing ask for nothing.
+
+    Raises:
+        UsageError: a value is not among those allowed.
+    """
+
+    state: str | None = None
+    dtype: str | None = None
+    weights: str | None = None
+    max_shard_size: str | int | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    key_map: str | Path | None = None
+    model_key: str | None = None
+    optim_key: str | None = None
+    tag: str | None = None
+    world_size: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        _one_of("--state", self.state, ("model", "all", None))
+        _one_of("--dtype", self.dtype, (*WEIGHT_DTYPES, None))
+        _one_of("--weights", self.weights, ("master", "model", None))
+        if self.world_size is not None and self.world_size < 1:
+            raise UsageError(f"--world-size {self.world_size}: at least one rank is needed")
+        if self.key_map is not None:
+            object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
+
+    @property
+    def weight_copy(self) -> str:
+        """Which copy of a weight stands for it: the master unless asked otherwise, so that no precision is lost."""
+        return self.weights or "master"
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """Every option by name; what is not asked for is empty."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+
+    @property
+    def target_dtype(self) -> DType | None:
+        return WEIGHT_DTYPES[self.dtype] if self.dtype else None
+
+    @property
+    def max_shard_bytes(self) -> int | None:
+        return None if self.max_shard_size is None else parse_size(self.max_shard_size)
+
+    @property
+    def reading(self) -> ReadOptions:
+        return ReadOptions(tag=self.tag, model_key=self.model_key, optim_key=self.optim_key)
+
+
+def _one_of(option: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{option} {value!r} is not one of {', '.join(name for name in allowed if name)}")
+
+
+def read_key_map(path: Path) -> Mapping[str, str]:
+    """A JSON object of old names to new ones. Raises SourceNotFoundError, UsageError."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise SourceNotFoundError(f"--key-map {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--key-map {path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UsageError(f"--key-map {path} must be a JSON object that maps old names to new ones")
+    if not found:
+        raise UsageError(f"--key-map {path} is empty, so it renames nothing")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a user may have to tell a reader. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
+    keys say where model and optimizer live in a DCP tree (``app.model``)."""
+
+    tag: str | None = None
+    model_key: str | None = None
+    optim_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How an output is cut, for the writers that it concerns.
+
+    ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a
+    DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None
+    leaves it to the writer.
+    """
+
+    file_name: str | None = None
+    max_shard_bytes: int | None = None
+    world_size: int = 1
+    tag: str | None = None
+    model_key: str | None = None
+    optim_key: str | None = None

@@ -1,0 +1,330 @@
+"""Where a tensor's bytes are: shards as columns, and the check that they cover the tensor exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, from_flat
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.errors import IncompleteError, MalformedError
+
+Ints = NDArray[np.int64]
+
+INT64_MAX = 2**63 - 1
+
+
+class Framing(Enum):
+    """What the byte range of a shard holds."""
+
+    RAW = "raw"
+    """The elements, and nothing else."""
+    TORCH_ITEM = "torch_item"
+    """A whole torch zip of one tensor (a DCP item); where its elements start is found when it is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes ``[start, stop)`` of a file of the checkpoint."""
+
+    file: str
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"no bytes run from {self.start} to {self.stop} in {self.file}")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One stored piece: the region it holds, and its bytes.
+
+    ``strides`` are in elements, for pieces whose bytes are not row-major; ``at`` then spans from the first element to
+    the last.
+    """
+
+    box: Box
+    at: ByteRange
+    strides: Shape | None = None
+
+
+class FlatIndex(NamedTuple):
+    """The non-empty shards of a tensor as row-major intervals ``[starts, stops)`` in order; ``rows`` are their table
+    rows."""
+
+    rows: Ints
+    starts: Ints
+    stops: Ints
+
+    def between(self, start: int, stop: int) -> FlatIndex:
+        """Those that hold an element of ``[start, stop)``."""
+        first = int(self.stops.searchsorted(start, side="right"))
+        last = int(self.starts.searchsorted(stop, side="left"))
+        return FlatIndex(self.rows[first:last], self.starts[first:last], self.stops[first:last])
+
+
+class _Unknown(Enum):
+    UNKNOWN = "not computed yet"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardTable:
+    """The shards of one tensor as columns.
+
+    ``shape`` is the geometry the boxes are in: the tensor's own, or ``(numel,)``. ``starts`` and ``stops`` are
+    ``[num_shards, ndim]`` in elements, ``byte_starts`` and ``byte_stops`` ``[num_shards]``, ``file_ids`` index
+    ``files``. ``strides`` are ``[num_shards, ndim]`` in elements, or None where every shard is row-major.
+
+    Raises:
+        MalformedError: a box leaves the tensor, or a length disagrees with the elements it should hold; a number is
+        larger than any address.
+    """
+
+    shape: Shape
+    dtype: DType
+    starts: Ints
+    stops: Ints
+    files: Sequence[str]
+    file_ids: Ints
+    byte_starts: Ints
+    byte_stops: Ints
+    framing: Framing = Framing.RAW
+    strides: Ints | None = None
+    numels: Ints = field(init=False, repr=False)
+    """Elements of each shard."""
+    _flat: FlatIndex | _Unknown | None = field(default=_Unknown.UNKNOWN, init=False, repr=False)
+    _covers: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_addressable(self.shape, self.dtype)
+        shape = np.array(self.shape, np.int64)
+        if ((self.starts < 0) | (self.stops > shape) | (self.stops < self.starts)).any():
+            raise MalformedError(f"a shard lies outside a tensor of shape {list(self.shape)}")
+        if ((self.byte_starts < 0) | (self.byte_stops < self.byte_starts)).any():
+            raise MalformedError("a shard has a negative byte range")
+        if self.strides is not None and (self.strides < 0).any():
+            raise MalformedError("a shard has a negative stride")
+        object.__setattr__(self, "numels", np.multiply.reduce(self.stops - self.starts, axis=1, dtype=np.int64))
+        if self.framing is Framing.RAW:
+            self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        wrong = self.byte_stops - self.byte_starts != self._spans() * self.dtype.item_bytes
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise MalformedError(
+                f"{int(self.byte_stops[row] - self.byte_starts[row])} bytes cannot hold "
+                f"{int(self.numels[row])} elements of {self.dtype.value}",
+                path=self.files[int(self.file_ids[row])],
+            )
+
+    def _spans(self) -> Ints:
+        """Elements from each shard's first to its last as stored, those between its own included."""
+        if self.strides is None:
+            return self.numels
+        reach = [
+            sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True)) + 1
+            if all(extents)
+            else 0
+            for extents, strides in zip((self.stops - self.starts).tolist(), self.strides.tolist(), strict=True)
+        ]
+        return _int64(reach, (len(self),))
+
+    @classmethod
+    def build(
+        cls,
+        shape: Shape,
+        dtype: DType,
+        shards: Sequence[Shard],
+        *,
+        framing: Framing = Framing.RAW,
+    ) -> ShardTable:
+        """The table of a few shards given one by one. Raises MalformedError also for a box of other dims."""
+        if any(len(shard.box.start) != len(shape) for shard in shards):
+            raise MalformedError(f"a shard of a tensor of shape {list(shape)} has another number of dims")
+        files = list(dict.fromkeys(shard.at.file for shard in shards))
+        number = {file: index for index, file in enumerate(files)}
+        rows = (len(shards), len(shape))
+        strided = any(shard.strides is not None for shard in shards)
+        return cls(
+            shape=tuple(shape),
+            dtype=dtype,
+            starts=_int64([s.box.start for s in shards], rows),
+            stops=_int64([s.box.stop for s in shards], rows),
+            files=tuple(files),
+            file_ids=np.array([number[s.at.file] for s in shards], np.int64),
+            byte_starts=_int64([s.at.start for s in shards], rows[:1]),
+            byte_stops=_int64([s.at.stop for s in shards], rows[:1]),
+            framing=framing,
+            strides=_int64([s.strides or contiguous_strides(s.box.shape) for s in shards], rows) if strided else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.file_ids)
+
+    @property
+    def flat(self) -> FlatIndex | None:
+        """The shards as intervals of the row-major order; None where one is no interval, or is not stored in that
+        order."""
+        if self._flat is _Unknown.UNKNOWN:
+            object.__setattr__(self, "_flat", _flat_index(self))
+        assert self._flat is not _Unknown.UNKNOWN
+        return self._flat
+
+    def box(self, row: int) -> Box:
+        return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
+
+    def byte_range(self, row: int) -> ByteRange:
+        file = self.files[int(self.file_ids[row])]
+        return ByteRange(file, int(self.byte_starts[row]), int(self.byte_stops[row]))
+
+    def stride(self, row: int) -> Shape:
+        """Strides of a shard in elements."""
+        return (
+            tuple(self.strides[row].tolist()) if self.strides is not None else contiguous_strides(self.box(row).shape)
+        )
+
+    def __iter__(self) -> Iterator[Shard]:
+        for row in range(len(self)):
+            yield Shard(self.box(row), self.byte_range(row), None if self.strides is None else self.stride(row))
+
+    def rows(self, rows: Ints) -> ShardTable:
+        """The table of some of the shards."""
+        return replace(
+            self,
+            starts=self.starts[rows],
+            stops=self.stops[rows],
+            file_ids=self.file_ids[rows],
+            byte_starts=self.byte_starts[rows],
+            byte_stops=self.byte_stops[rows],
+            strides=None if self.strides is None else self.strides[rows],
+        )
+
+    def in_shape(self, shape: Shape) -> ShardTable:
+        """The same shards in the geometry of ``shape``; an interval of the flattening becomes its boxes."""
+        if self.shape == shape:
+            return self
+        assert len(self.shape) == 1 and prod(shape) == prod(self.shape), "only a flattening unfolds"
+        assert self.framing is Framing.RAW and self.strides is None, "only plain intervals unfold"
+        item = self.dtype.item_bytes
+        shards: list[Shard] = []
+        for row in range(len(self)):
+            at, start = self.byte_range(row), int(self.starts[row, 0])
+            cursor = at.start
+            for box in from_flat(start, start + int(self.numels[row]), shape):
+                shards.append(Shard(box, ByteRange(at.file, cursor, cursor + box.numel * item)))
+                cursor += box.numel * item
+        return ShardTable.build(shape, self.dtype, shards)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stored pieces, their framing included."""
+        return int((self.byte_stops - self.byte_starts).sum())
+
+
+def _check_addressable(shape: Shape, dtype: DType) -> None:
+    """No position in the tensor, in elements or bytes, exceeds an int64, even where an empty dim makes them all
+    vanish."""
+    if any(extent < 0 for extent in shape) or prod(max(extent, 1) for extent in shape) * dtype.item_bytes > INT64_MAX:
+        raise MalformedError(f"there can be no tensor of shape {list(shape)} of {dtype.value}")
+
+
+def _int64(numbers: Sequence[Any], shape: Shape) -> Ints:
+    try:
+        return np.array(numbers, np.int64).reshape(shape)
+    except OverflowError as error:
+        raise MalformedError("a shard's place is no 64-bit number") from error
+
+
+def _flat_index(table: ShardTable) -> FlatIndex | None:
+    if table.strides is not None:
+        return None
+    extents = table.stops - table.starts
+    if not _contiguous_rows(extents, table.shape).all():
+        return None
+    strides = np.array(contiguous_strides(table.shape), np.int64)
+    starts = table.starts @ strides
+    full = np.flatnonzero(table.numels > 0)
+    rows = full[np.argsort(starts[full], kind="stable")]
+    return FlatIndex(rows, starts[rows], starts[rows] + table.numels[rows])
+
+
+def _contiguous_rows(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
+    """Which boxes of these extents are intervals: ones outside some dim, whole dims inside it.
+    ``boxes.is_contiguous`` by column."""
+    contiguous = np.ones(len(extents), bool)
+    inner_is_whole = np.ones(len(extents), bool)
+    for dim in range(len(shape) - 1, -1, -1):
+        contiguous &= inner_is_whole | (extents[:, dim] <= 1)
+        inner_is_whole &= extents[:, dim] == shape[dim]
+    empty: NDArray[np.bool_] = (extents == 0).any(axis=1)
+    return contiguous | empty
+
+
+def check_cover(table: ShardTable) -> None:
+    """The shards hold every element exactly once; a table found good is not looked through again.
+
+    Raises:
+        MalformedError: two shards overlap.
+        IncompleteError: elements are in no shard.
+    """
+    if table._covers:
+        return
+    flat = table.flat
+    apart = (flat.starts[1:] >= flat.stops[:-1]).all() if flat is not None else _boxes_apart(table)
+    if not apart:
+        raise MalformedError(f"shards of a tensor of shape {list(table.shape)} overlap")
+    missing = prod(table.shape) - int(table.numels.sum())
+    if missing:
+        raise IncompleteError(f"{missing:,} of {prod(table.shape):,} elements are in no shard")
+    object.__setattr__(table, "_covers", True)
+
+
+def _boxes_apart(table: ShardTable) -> bool:
+    full = table.numels > 0
+    return _disjoint(table.starts[full], table.stops[full])
+
+
+def _disjoint(starts: Ints, stops: Ints) -> bool:
+    """Whether no two boxes share an element, in O(n log n) where they can be cut apart, as any sharding can."""
+    todo = [(starts, stops)]
+    while todo:
+        starts, stops = todo.pop()
+        if len(starts) < 2:
+            continue
+        if starts.shape[1] == 0:
+            return False
+        parts = _cut(starts, stops)
+        if parts is None:
+            if not _pairwise_disjoint(starts, stops):
+                return False
+        else:
+            todo.extend(parts)
+    return True
+
+
+def _cut(starts: Ints, stops: Ints) -> list[tuple[Ints, Ints]] | None:
+    """The boxes in groups that planes across one dim separate, or None where no plane does."""
+    for dim in range(starts.shape[1]):
+        order = np.argsort(starts[:, dim], kind="stable")
+        lower = starts[order, dim]
+        reach = np.maximum.accumulate(stops[order, dim])
+        cuts = np.flatnonzero(lower[1:] >= reach[:-1]) + 1
+        if len(cuts):
+            return [(starts[rows], stops[rows]) for rows in np.split(order, cuts)]
+    return None
+
+
+def _pairwise_disjoint(starts: Ints, stops: Ints) -> bool:
+    for row in range(len(starts) - 1):
+        common = np.minimum(stops[row], stops[row + 1 :]) > np.maximum(starts[row], starts[row + 1 :])
+        if common.all(axis=1).any():
+            return False
+    return True

@@ -1,0 +1,313 @@
+"""From one manifest to another: select, rename, cast. Arithmetic on names and types; no byte is touched.
+
+Each returns the new manifest with notes on what it changed or left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckpt_tools.core import matching
+from ckpt_tools.core.casts import check_cast
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.wording import count
+from ckpt_tools.errors import UnsupportedError, UsageError
+
+Transformed = tuple[Manifest, tuple[Note, ...]]
+
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What torch.compile, FSDP1 and activation checkpointing put into a name, anywhere in it."""
+
+
+def model_only(manifest: Manifest, *, weights: str, asked: bool) -> Transformed:
+    """Parameters and buffers alone.
+
+    ``weights`` chooses which copy of a parameter stands for it: ``"master"``, the fp32 one where there is one, or
+    ``"model"``, the one that the model computes with. ``asked`` says that the user wants no more than this.
+
+    Raises:
+        UnsupportedError: there is state, and no weight.
+    """
+    kept = {
+        key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
+    }
+    if weights == "master":
+        kept = {key: _master(manifest, key, entry) for key, entry in kept.items()}
+    if not kept and any(entry.kind is Kind.STATE for entry in manifest.tensors.values()) | bool(manifest.extra):
+        raise UnsupportedError(
+            "it holds no weights, only optimizer state or other entries; name the file or folder of the model"
+        )
+    notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept))
+    return replace(manifest, tensors=kept, groups=(), extra={}), notes
+
+
+def one_copy(manifest: Manifest, *, weights: str) -> Transformed:
+    """The whole state with one copy of each parameter, for formats that keep no fp32 masters beside the weights.
+
+    ``weights`` chooses it, as in ``model_only``.
+    """
+    kept = {key: entry for key, entry in manifest.tensors.items() if key.slot != MASTER}
+    if weights == "model":
+        masters = [entry for key, entry in manifest.tensors.items() if key.slot == MASTER]
+        notes = (
+            replace(
+                _dropped(f"{MASTER} of {count(len(masters), 'tensor')}", masters), why="--weights model", asked=True
+            ),
+        )
+        return replace(manifest, tensors=kept), notes if masters else ()
+    return replace(manifest, tensors={key: _chosen_copy(manifest, key, entry) for key, entry in kept.items()}), ()
+
+
+def _chosen_copy(manifest: Manifest, key: StateKey, entry: TensorEntry) -> TensorEntry:
+    return _master(manifest, key, entry) if key.slot == WEIGHT else entry
+
+
+def _master(manifest: Manifest, key: StateKey, entry: TensorEntry) -> TensorEntry:
+    master = manifest.tensors.get(StateKey(key.fqn, MASTER))
+    return entry if master is None else replace(master, kind=entry.kind)
+
+
+def _dropped_state(manifest: Manifest, kept: Mapping[StateKey, TensorEntry]) -> tuple[Note, ...]:
+    notes = []
+    for slot in dict.fromkeys(key.slot for key, entry in manifest.tensors.items() if key not in kept):
+        entries = [entry for key, entry in manifest.tensors.items() if key.slot == slot and key not in kept]
+        if slot != MASTER:
+            notes.append(_dropped(f"{slot} of {count(len(entries), 'tensor')}", entries))
+    if manifest.groups:
+        notes.append(Note(Fate.DROPPED, "parameter groups", "only the model is written", len(manifest.groups)))
+    notes += [Note(Fate.DROPPED, name, "only the model is written") for name in manifest.extra]
+    return tuple(notes)
+
+
+def _dropped(what: str, entries: list[TensorEntry]) -> Note:
+    size = sum(entry.shards.num_bytes for entry in entries)
+    return Note(Fate.DROPPED, what, "only the model is written", len(entries), size)
+
+
+def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, ...]) -> Transformed:
+    """The tensors whose fqn matches a glob of ``include`` (none: all) and none of ``exclude``.
+
+    A tied name that is chosen without the one that owns its bytes takes ownership.
+
+    Raises:
+        UsageError: nothing is left, or a glob matches nothing.
+    """
+    if not include and not exclude:
+        return manifest, ()
+    matching.check_globs(sorted(model_names(manifest)), include=include, exclude=exclude)
+    manifest = _reowned(manifest, lambda fqn: is_chosen(fqn, include, exclude))
+    kept = {
+        key: entry
+        for key, entry in manifest.tensors.items()
+        if entry.kind is Kind.EXTRA or is_chosen(key.fqn, include, exclude)
+    }
+    if all(entry.kind is Kind.EXTRA for entry in kept.values()):
+        raise UsageError("--include and --exclude leave no tensor")
+    left = len(manifest.tensors) - len(kept)
+    aliases = {
+        alias: owner
+        for alias, owner in manifest.aliases.items()
+        if is_chosen(alias, include, exclude) and is_chosen(owner, include, exclude)
+    }
+    groups = tuple(
+        replace(group, params=tuple(name for name in group.params if is_chosen(name, include, exclude)))
+        for group in manifest.groups
+    )
+    notes = (Note(Fate.DROPPED, count(left, "tensor"), "not selected", left, asked=True),) if left else ()
+    return replace(manifest, tensors=kept, aliases=aliases, groups=groups), notes
+
+
+def model_names(manifest: Manifest) -> frozenset[str]:
+    """Every name of the model's; tensors of the user's own entries are no part of it, and keep the keys by which their
+    entries refer to them."""
+    kinds = manifest.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
+    return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
+
+
+def is_chosen(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a name matches a glob of ``include`` (none: any does) and none of ``exclude``."""
+    wanted = not include or any(fnmatchcase(fqn, glob) for glob in include)
+    return wanted and not any(fnmatchcase(fqn, glob) for glob in exclude)
+
+
+def _reowned(manifest: Manifest, chosen: Callable[[str], bool]) -> Manifest:
+    """Names swapped so that of each set of tied ones a chosen one owns the bytes."""
+    heirs: dict[str, str] = {}
+    for alias, owner in manifest.aliases.items():
+        if chosen(alias) and not chosen(owner):
+            heirs.setdefault(owner, alias)
+    if not heirs:
+        return manifest
+    tensors = {StateKey(heirs.get(key.fqn, key.fqn), key.slot): entry for key, entry in manifest.tensors.items()}
+    aliases = {alias: heirs.get(owner, owner) for alias, owner in manifest.aliases.items() if heirs.get(owner) != alias}
+    aliases |= heirs
+    groups = tuple(replace(group, params=tuple(heirs.get(n, n) for n in group.params)) for group in manifest.groups)
+    return replace(manifest, tensors=tensors, aliases=aliases, groups=groups)
+
+
+def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
+    """Every fqn through ``new_name``: weights, optimizer state, ties and groups alike.
+
+    Raises:
+        UsageError: two names become one, or one becomes empty.
+    """
+    names = {name: new_name(name) for name in sorted(model_names(manifest))}
+    taken: dict[str, str] = {}
+    for old, new in names.items():
+        if not new or new in taken:
+            other = f" as does {taken[new]!r}" if new in taken else ""
+            raise UsageError(f"renaming makes {old!r} into {new!r}{other}; names must stay distinct")
+        taken[new] = old
+    renamed = replace(
+        manifest,
+        tensors={_renamed(key, entry, names): entry for key, entry in manifest.tensors.items()},
+        aliases={names[alias]: names[owner] for alias, owner in manifest.aliases.items()},
+        groups=tuple(replace(g, params=tuple(names.get(n, n) for n in g.params)) for g in manifest.groups),
+    )
+    return renamed, ()
+
+
+def new_names(manifest: Manifest, new_name: Callable[[str], str]) -> dict[str, str]:
+    """The names that ``rename`` changes, and what they become."""
+    return {old: new for old in sorted(model_names(manifest)) if (new := new_name(old)) != old}
+
+
+def check_renaming(manifest: Manifest, rules: Iterable[str], key_map: Mapping[str, str]) -> Transformed:
+    """The manifest as it is. Raises UsageError for a rule or a key of the map that is of none of its names."""
+    matching.check_renaming(sorted(model_names(manifest)), rules=parsed_rules(rules), key_map=key_map)
+    return manifest, ()
+
+
+def _renamed(key: StateKey, entry: TensorEntry, names: Mapping[str, str]) -> StateKey:
+    return key if entry.kind is Kind.EXTRA else StateKey(names[key.fqn], key.slot)
+
+
+def substitutions(rules: Iterable[str], key_map: Mapping[str, str]) -> Callable[[str], str]:
+    """The renaming that ``--key-map`` and then each ``--rename REGEX=REPL`` describe.
+
+    Raises:
+        UsageError: a rule is no ``REGEX=REPL``, or its regular expression is not valid.
+    """
+    parsed = parsed_rules(rules)
+
+    def new_name(name: str) -> str:
+        name = key_map.get(name, name)
+        for _, pattern, replacement in parsed:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return new_name
+
+
+def parsed_rules(rules: Iterable[str]) -> list[tuple[str, re.Pattern[str], str]]:
+    """Each ``REGEX=REPL`` with its two halves. Raises UsageError."""
+    return [(rule, *_rule(rule)) for rule in rules]
+
+
+def _rule(rule: str) -> tuple[re.Pattern[str], str]:
+    regex, separator, replacement = rule.rpartition("=")
+    if not separator:
+        raise UsageError(f"--rename {rule!r} is not REGEX=REPLACEMENT")
+    try:
+        pattern = re.compile(regex)
+        pattern.sub(replacement, "")
+    except (re.error, IndexError) as error:
+        raise UsageError(f"--rename {rule!r}: {error}") from error
+    return pattern, replacement
+
+
+def without_wrappers(manifest: Manifest) -> Transformed:
+    """Names as the bare model has them: parts that wrappers put in are taken out, and a ``module.`` that all names
+    share."""
+    names = model_names(manifest)
+    shared = bool(names) and all(name.startswith("module.") for name in names)
+
+    def bare(name: str) -> str:
+        name = name.removeprefix("module.") if shared else name
+        return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+    if not shared and all(bare(name) == name for name in names):
+        return manifest, ()
+    return rename(manifest, bare)
+
+
+def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
+    """Floating-point weights as ``dtype``; optimizer state, buffers and integers as they are.
+
+    Quantized weights are left alone too, and the scales stored beside them: they mean nothing without each other.
+    """
+    if dtype is None:
+        return manifest, ()
+    scales = {key for key, entry in manifest.tensors.items() if _would_change(entry, dtype)} & _scales(manifest)
+    tensors = {
+        key: _cast(entry, dtype) if key.slot == WEIGHT and key not in scales else entry
+        for key, entry in manifest.tensors.items()
+    }
+    changed = {key: entry for key, entry in manifest.tensors.items() if tensors[key].dtype is not entry.dtype}
+    notes = [
+        Note(
+            Fate.CAST,
+            count(sum(entry.dtype is source for entry in changed.values()), "tensor"),
+            f"{source.value} to {dtype.value}",
+            sum(entry.dtype is source for entry in changed.values()),
+            sum(entry.num_bytes for entry in changed.values() if entry.dtype is source),
+            asked=True,
+        )
+        for source in dict.fromkeys(entry.dtype for entry in changed.values())
+    ]
+    if scales:
+        names = sorted(key.fqn for key in scales)
+        what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
+        why = "not cast: scales and the like of quantized weights, which mean nothing in another type"
+        notes.append(Note(Fate.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in scales)))
+    return replace(manifest, tensors=tensors), tuple(notes)
+
+
+_QUANTIZED = (DType.INT8, DType.UINT8)
+_PACKED = ("qweight", "qzeros", "weight_packed")
+"""Of GPTQ, AWQ and compressed-tensors: several elements in an integer of any width."""
+
+_SCALE_NAMES = re.compile(
+    r"(?:weight|input|output|activation|k|v|q)_(?:global_)?scale(?:_inv|_2)?|scale_(?:weight|input)|SCB|(?:nested_)?absmax"
+)
+"""Scales that may lie in another module than the weights: those of a cache of keys and values lie a level above."""
+
+
+def _scales(manifest: Manifest) -> set[StateKey]:
+    """Floating-point tensors that quantized weights need: in the same module, or known by name. A bias is none."""
+    weights = {key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
+    quantized = [key.fqn for key, entry in weights.items() if _is_quantized(key.fqn, entry.dtype)]
+    if not quantized:
+        return set()
+    modules = {fqn.rpartition(".")[0] for fqn in quantized} | set(quantized)
+    return {key for key in weights if key.fqn not in quantized and _is_scale(key.fqn, modules)}
+
+
+def _is_scale(fqn: str, modules: set[str]) -> bool:
+    module, _, name = fqn.rpartition(".")
+    if name.endswith("bias"):
+        return False
+    return module in modules or _SCALE_NAMES.fullmatch(name) is not None
+
+
+def _is_quantized(fqn: str, dtype: DType) -> bool:
+    is_small_float = dtype.is_floating and dtype.item_bytes == 1
+    is_packed = not dtype.is_floating and fqn.rpartition(".")[2] in _PACKED
+    return is_small_float or is_packed or dtype in _QUANTIZED
+
+
+def _would_change(entry: TensorEntry, dtype: DType) -> bool:
+    is_cast = entry.kind is Kind.PARAMETER and entry.dtype.is_floating and entry.dtype.item_bytes > 1
+    return is_cast and entry.dtype is not dtype
+
+
+def _cast(entry: TensorEntry, dtype: DType) -> TensorEntry:
+    if entry.kind is not Kind.PARAMETER or not entry.dtype.is_floating or entry.dtype.item_bytes == 1:
+        return entry
+    check_cast(entry.shards.dtype, dtype)
+    return entry.cast(dtype)

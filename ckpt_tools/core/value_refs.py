@@ -1,0 +1,92 @@
+"""Tensors inside values: the ``StoredTensor`` leaves of a pickle become ``TensorRef`` leaves of a manifest, and back.
+
+A value may share its parts and an ``Opaque`` may contain itself; each part is visited once, and what was shared or
+cyclic stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ckpt_tools.core.manifest import TensorRef
+from ckpt_tools.core.values import DefaultDict, Opaque, OrderedDict, Size, StoredTensor, Value
+
+
+def references(value: Value) -> Iterator[TensorRef]:
+    """Every ``TensorRef`` in ``value``, as often as it is met."""
+    return (found for found in _leaves(value) if isinstance(found, TensorRef))
+
+
+def _leaves(value: Value) -> Iterator[Value]:
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, TensorRef | StoredTensor):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            todo.extend(_parts(value))
+
+
+def _parts(value: Value) -> Iterable[Value]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, Opaque):
+        return [value.ref, value.args, value.kwargs, value.state, value.items, value.pairs]
+    return ()
+
+
+def replaced(value: Value, make: Callable[[TensorRef], Value]) -> Value:
+    """``value`` with what ``make`` gives in the place of each reference; itself where there is none."""
+    return _Replacing(TensorRef, make).visit(value) if any(True for _ in references(value)) else value
+
+
+def extracted(value: Value, make: Callable[[StoredTensor], Value]) -> Value:
+    """``value`` with what ``make`` gives in the place of each tensor that has elements; itself where there is none."""
+    found = any(isinstance(leaf, StoredTensor) for leaf in _leaves(value))
+    return _Replacing(StoredTensor, make).visit(value) if found else value
+
+
+class _Replacing:
+    def __init__(self, kind: type, make: Callable[[Any], Value]) -> None:
+        self._kind = kind
+        self._make = make
+        self._copies: dict[int, Value] = {}
+
+    def visit(self, value: Value) -> Value:
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if isinstance(value, self._kind):
+            self._copies[id(value)] = made = self._make(value)
+            return made
+        if isinstance(value, dict):
+            return self._dict(value)
+        if isinstance(value, list):
+            copy = self._copies[id(value)] = []
+            copy.extend(map(self.visit, value))
+            return copy
+        if isinstance(value, Opaque):
+            return self._opaque(value)
+        if isinstance(value, tuple | set | frozenset) and not isinstance(value, Size):
+            return type(value)(map(self.visit, value))
+        return value
+
+    def _dict(self, value: dict[Any, Value]) -> Value:
+        copy: dict[Any, Value] = {}
+        if isinstance(value, OrderedDict):
+            copy = OrderedDict((), value.attributes)
+        elif isinstance(value, DefaultDict):
+            copy = DefaultDict(value.factory)
+        self._copies[id(value)] = copy
+        copy.update((self.visit(key), self.visit(item)) for key, item in value.items())
+        return copy
+
+    def _opaque(self, value: Opaque) -> Value:
+        copy = self._copies[id(value)] = Opaque(value.ref, form=value.form)
+        for part in ("ref", "args", "kwargs", "state", "items", "pairs"):
+            setattr(copy, part, self.visit(getattr(value, part)))
+        return copy

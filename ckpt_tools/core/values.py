@@ -1,0 +1,356 @@
+"""What the pickles of a checkpoint become: values that hold everything and do nothing.
+
+Scalars, ``str``, ``bytes``, ``bytearray``, ``list``, ``dict``, ``tuple``, ``set`` and ``frozenset`` stand for
+themselves. The rest is here: ``OrderedDict``, ``DefaultDict`` and ``Size`` keep what their builtin bases would lose,
+a ``GlobalRef`` is a name that a loader would have imported, an ``Opaque`` is an object that a loader would have made
+by calling one, and a ``StoredTensor`` says where a tensor's elements are. None of them imports or calls anything; each
+keeps what is needed to write it back (``containers.pickles.dumps``) and can be pickled by our own code.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from typing import Any, Literal
+
+from ckpt_tools.core.boxes import Shape, contiguous_strides
+from ckpt_tools.core.dtypes import DType, from_torch
+from ckpt_tools.errors import MalformedError
+
+Value = Any
+"""Anything a pickle can become: builtin data and the types of this module, nested at will."""
+
+MAX_DIMS = 64
+"""Dims of a tensor; torch has the same bound."""
+
+INT64_MAX = 2**63 - 1
+
+MAX_SHARED_VISITS = 100_000
+"""How often ``to_json`` may write a value it has written before: shared lists in lists double with every level."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalRef:
+    """A class, function or constant by name, such as ``torch.float32``; never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def dtype(self) -> DType | None:
+        """The element type if this is one of torch's, else None."""
+        return from_torch(self.name) if self.module == "torch" else None
+
+
+PARAMETER = GlobalRef("torch.nn.parameter", "Parameter")
+
+
+class Opaque:
+    """An object of a class that is not interpreted: how a loader would have made it, and what it would have given it.
+
+    ``form`` is ``"call"`` for ``ref(*args)`` and ``"new"`` for ``ref.__new__(ref, *args, **kwargs)``; ``state`` is what
+    ``__setstate__`` or ``__dict__`` would have got (None: nothing), ``items`` what would have been appended, ``pairs``
+    what would have been set by key. Compared by identity, as an object that is still being filled can be a key.
+    """
+
+    __slots__ = ("args", "form", "items", "kwargs", "pairs", "ref", "state")
+
+    def __init__(
+        self,
+        ref: GlobalRef | Value,
+        args: tuple[Value, ...] = (),
+        *,
+        form: Literal["call", "new"] = "call",
+        kwargs: dict[str, Value] | None = None,
+        state: Value = None,
+        items: Iterable[Value] = (),
+        pairs: Iterable[tuple[Value, Value]] = (),
+    ) -> None:
+        self.ref = ref
+        self.args = args
+        self.form = form
+        self.kwargs = kwargs
+        self.state = state
+        self.items: list[Value] = list(items)
+        self.pairs: list[tuple[Value, Value]] = list(pairs)
+
+    @property
+    def attributes(self) -> Mapping[str, Value]:
+        """The attributes among the state, those in slots included; empty where the state is of another kind."""
+        parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
+        return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
+
+    def build(self, state: Value) -> None:
+        """Take the state a pickle sets; once, as picklers do. Raises MalformedError."""
+        if self.state is not None:
+            raise MalformedError(f"a pickle sets the state of one {self.ref} twice")
+        self.state = state
+
+    def __repr__(self) -> str:
+        dot_new = ".__new__" if self.form == "new" else ""
+        return f"{self.ref}{dot_new}({', '.join(map(brief, self.args))})"
+
+
+def brief(value: Value) -> str:
+    """A value for a message: what is long or deep is only named."""
+    if isinstance(value, str | bytes) and len(value) > 60:
+        return repr(value[:60]) + "..."
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        return f"{type(value).__name__} of {len(value)}" if len(value) > 4 else _short_list(value)
+    return str(value) if isinstance(value, GlobalRef) else kind_of(value) if _is_compound(value) else repr(value)
+
+
+def kind_of(value: Value) -> str:
+    """What ``value`` is, for a message, in the words of the one who saved it: no class of ours is named."""
+    if isinstance(value, Opaque):
+        return f"{value.ref} object" if isinstance(value.ref, GlobalRef) else "object of an inner class"
+    return _KINDS.get(type(value).__name__, type(value).__name__)
+
+
+_KINDS = {"StoredTensor": "tensor", "StorageRef": "storage", "GlobalRef": "name of a class or function"}
+
+
+def _short_list(value: Iterable[Value]) -> str:
+    return f"[{', '.join(kind_of(item) if _is_compound(item) else brief(item) for item in value)}]"
+
+
+def _is_compound(value: Value) -> bool:
+    return isinstance(value, list | tuple | dict | set | frozenset | Opaque)
+
+
+class OrderedDict(dict[Value, Value]):
+    """A ``collections.OrderedDict``; ``attributes`` are those set on the object itself (``_metadata`` of a state
+    dict), or None."""
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, items: Any = (), attributes: dict[str, Value] | None = None) -> None:
+        super().__init__(items)
+        self.attributes = attributes
+
+    def build(self, state: Value) -> None:
+        """Take the attributes a pickle sets. Raises MalformedError."""
+        if not isinstance(state, dict):
+            raise MalformedError("a pickle gives an OrderedDict a state that is no dict")
+        self.attributes = state
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return OrderedDict, ((), self.attributes), None, None, iter(self.items())
+
+
+class DefaultDict(dict[Value, Value]):
+    """A ``collections.defaultdict`` with the name of its factory; looking up never calls it."""
+
+    __slots__ = ("factory",)
+
+    def __init__(self, factory: Value = None, items: Any = ()) -> None:
+        super().__init__(items)
+        self.factory = factory
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DefaultDict, (self.factory,), None, None, iter(self.items())
+
+
+class Size(tuple[int, ...]):
+    """A ``torch.Size``: at most 64 extents, each a non-negative 64-bit integer. Raises MalformedError."""
+
+    __slots__ = ()
+
+    def __new__(cls, dims: Iterable[int] = ()) -> Size:
+        size = tuple.__new__(cls, dims)
+        check_extents(size)
+        return size
+
+
+def check_extents(dims: tuple[int, ...]) -> None:
+    """Raises MalformedError where ``dims`` are not at most 64 non-negative 64-bit integers."""
+    if len(dims) > MAX_DIMS:
+        raise MalformedError(f"a tensor of {len(dims)} dims")
+    for dim in dims:
+        if type(dim) is not int or not 0 <= dim <= INT64_MAX:
+            raise MalformedError(f"{brief(dim)} is no extent of a tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage that tensors view, by its key in the archive.
+
+    ``numel`` counts elements of ``dtype``, or bytes where ``dtype`` is None (an untyped storage).
+    """
+
+    key: str
+    dtype: DType | None
+    numel: int
+    location: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if type(self.key) is not str or type(self.location) is not str or type(self.numel) is not int:
+            raise MalformedError("a storage is not described by its key, location and size")
+        if not 0 <= self.num_bytes <= INT64_MAX:
+            raise MalformedError(f"a storage of {self.numel} elements", key=self.key)
+
+    @classmethod
+    def holding(cls, key: str, dtype: DType, numel: int, location: str = "cpu") -> StorageRef:
+        """The storage torch would pickle for ``numel`` elements of ``dtype``."""
+        if dtype.torch_storage is None:
+            return cls(key, None, numel * dtype.item_bytes, location)
+        return cls(key, dtype, numel, location)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * (self.dtype.item_bytes if self.dtype else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A torch tensor in a pickle: a strided view of a storage.
+
+    ``storage_offset`` and ``strides`` are in elements of ``dtype``. ``storage`` is None for a tensor on the meta
+    device, which has no elements. ``wrapper`` is the class around it (``PARAMETER``, a subclass of Tensor), ``state``
+    that class's own attributes.
+
+    Raises:
+        MalformedError: the view leaves its storage, or a number is no 64-bit extent.
+    """
+
+    storage: StorageRef | None
+    dtype: DType
+    storage_offset: int
+    shape: Shape
+    strides: Shape
+    requires_grad: bool = False
+    wrapper: GlobalRef | None = None
+    state: Value = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides):
+            raise MalformedError(f"a tensor of {len(self.shape)} dims has {len(self.strides)} strides")
+        for numbers in (self.shape, self.strides, (self.storage_offset,)):
+            check_extents(numbers)
+        if self.numel * self.dtype.item_bytes > INT64_MAX:
+            raise MalformedError(f"a tensor of shape {list(self.shape)} is larger than any storage")
+        if self.storage is not None and self.stop * self.dtype.item_bytes > self.storage.num_bytes:
+            raise MalformedError(
+                f"a tensor ends at element {self.stop:,} of a storage of {self.storage.num_bytes:,} bytes",
+                key=f"storage {self.storage.key}",
+            )
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """The first element of the storage after the last one that the tensor shows; 0 if it shows none."""
+        if not self.numel:
+            return 0
+        return self.storage_offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True where the elements lie in row-major order without gaps."""
+        rows = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
+        return not self.numel or all(n == 1 or stride == wanted for n, stride, wanted in rows)
+
+
+def to_json(value: Value) -> Any:
+    """``value`` as what ``json.dumps`` takes; what JSON lacks becomes an object with one ``$`` key.
+
+    A value inside itself becomes ``{"$cycle": ...}``.
+
+    Raises:
+        MalformedError: values shared inside values would make the text explode.
+    """
+    return _Jsonable().convert(value)
+
+
+class _Jsonable:
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._open: set[int] = set()
+        self._visits_left = MAX_SHARED_VISITS
+
+    def convert(self, value: Value) -> Any:
+        if value is None or isinstance(value, str | bool | int):
+            return value
+        if isinstance(value, float):
+            return value if isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, bytes | bytearray):
+            return {"$bytes": base64.b64encode(value).decode()}
+        return self._once(value)
+
+    def _once(self, value: Value) -> Any:
+        if id(value) in self._open:
+            return {"$cycle": type(value).__name__}
+        if id(value) in self._seen:
+            self._visits_left -= 1
+            if not self._visits_left:
+                raise MalformedError("a value that contains itself too many times over")
+        self._seen.add(id(value))
+        self._open.add(id(value))
+        try:
+            return self._compound(value)
+        finally:
+            self._open.discard(id(value))
+
+    def _compound(self, value: Value) -> Any:
+        if isinstance(value, dict):
+            return self._mapping(value)
+        if isinstance(value, list | tuple):
+            return [self.convert(item) for item in value]
+        if isinstance(value, set | frozenset):
+            return {"$set": sorted((self.convert(item) for item in value), key=repr)}
+        if isinstance(value, GlobalRef):
+            return {"$global": str(value)}
+        if isinstance(value, Opaque):
+            return self._opaque(value)
+        if isinstance(value, StoredTensor):
+            return {"$tensor": {"dtype": value.dtype.value, "shape": list(value.shape)}}
+        return {f"${type(value).__name__}": str(value)}
+
+    def _mapping(self, value: dict[Value, Value]) -> Any:
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: self.convert(item) for key, item in value.items()}
+        return {"$dict": [[self.convert(key), self.convert(item)] for key, item in value.items()]}
+
+    def _opaque(self, value: Opaque) -> Any:
+        content = {
+            "args": value.args,
+            "kwargs": value.kwargs,
+            "state": value.state,
+            "items": value.items,
+            "pairs": value.pairs,
+        }
+        return {f"${value.form}": str(value.ref)} | {
+            name: self.convert(part) for name, part in content.items() if part not in (None, (), [], {})
+        }
+
+
+class Distinct:
+    """Numbers for values: the same for equal ones of the same types, NaNs and signs of zero told apart by their bits.
+
+    Takes the time of one walk, whatever the values share; objects that contain themselves are told apart by identity.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Value, int] = {}
+        self._kept: list[Value] = []
+
+    def number(self, value: Value) -> int:
+        if isinstance(value, dict):
+            parts: Value = tuple((self.number(key), self.number(item)) for key, item in value.items())
+        elif isinstance(value, list | tuple):
+            parts = tuple(map(self.number, value))
+        elif isinstance(value, set | frozenset):
+            parts = frozenset(map(self.number, value))
+        elif isinstance(value, Opaque):
+            self._kept.append(value)
+            parts = id(value)
+        else:
+            parts = value if isinstance(value, str | bytes | int) else repr(value)
+        return self._numbers.setdefault((type(value).__name__, parts), len(self._numbers))

@@ -1,1 +1,0 @@
-"""Checkpoint formats: each a reader, a writer, or both."""

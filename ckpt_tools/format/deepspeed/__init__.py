@@ -1,1 +1,0 @@
-"""Native DeepSpeed ZeRO checkpoints."""

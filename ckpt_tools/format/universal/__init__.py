@@ -1,1 +1,0 @@
-"""DeepSpeed universal checkpoints."""

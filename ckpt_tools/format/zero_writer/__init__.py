@@ -1,1 +1,0 @@
-"""Native DeepSpeed ZeRO checkpoints, written for any number of ranks."""

@@ -1,0 +1,62 @@
+"""What a format must be able to do: read headers into a manifest, or lay a manifest out in files.
+
+No reader knows a writer. Both are pure but for the header reads of a reader, and neither touches a tensor's bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.stores.source import Source
+
+
+class Reader(Protocol):
+    """One format, to read."""
+
+    @property
+    def name(self) -> str:
+        """The format's name on the command line."""
+
+    def detect(self, source: Source) -> bool:
+        """Whether ``source`` looks like this format; cheap, and never an error."""
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        """The checkpoint as a manifest, from headers alone.
+
+        Raises:
+            FormatError: it cannot be read; SourceNotFoundError: there is no such tag; UnsafeError: it names files
+            outside.
+        """
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        """The files of ``source`` that are those of the checkpoint ``manifest``, which was read without options.
+
+        They are named as the format names its files, or are named by such a file. None where the checkpoint does not
+        lie in ``source`` itself, but in a folder below it. Raises as ``read_manifest``.
+        """
+
+
+class Writer(Protocol):
+    """One format, to write."""
+
+    @property
+    def name(self) -> str:
+        """The format's name on the command line."""
+
+    @property
+    def holds_optimizer(self) -> bool:
+        """Whether it is a format of whole states. One of models holds the rest too, where that is asked for."""
+
+    @property
+    def holds_masters(self) -> bool:
+        """Whether it keeps fp32 masters beside the model's own weights; one that does not is given one copy."""
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        """The files of ``manifest`` in this format.
+
+        Raises:
+            UnsupportedError: a tensor has no form here.
+        """

@@ -1,0 +1,91 @@
+"""Folders with a ``.metadata`` that are more, or less, than a DCP of one model: refused by name, or noted.
+
+Megatron-Core's ``torch_dist`` (dist_checkpointing, 0.7 to 0.19) is a DCP whose names carry the optimizer's slots in
+front, ``optimizer.state.exp_avg.<name>``, whose layers are stacked into one tensor, and whose step and parameter groups
+lie in ``common.pt`` beside it, or in an item ``common_state/shard_0_1``. NeMo Automodel keeps Hugging Face shards in
+``model/`` and a DCP of the optimizer in ``optim/``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.dcp.index import Index
+from ckpt_tools.stores.source import Source
+
+MAX_JSON_BYTES = 1 << 20
+"""Megatron's ``metadata.json`` names a backend and two versions."""
+
+_SHARDED_OBJECT = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
+"""megatron/core/dist_checkpointing/mapping.py ``ShardedObject.unique_key``."""
+
+_WEIGHTS = re.compile(r"(?:.*\.safetensors|.*model[^/]*\.(?:bin|pt|pth)|.*_model_states\.pt)")
+
+_ADVICE = (
+    "this checkpoint is written by megatron-core's dist_checkpointing (torch_dist), which stacks layers and puts "
+    "optimizer state beside the weights, and is not read; export it with Megatron-Bridge or megatron's own converter"
+)
+
+
+def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> None:
+    """Raises UnsupportedError where the folders of ``metadata`` are Megatron-Core's."""
+    for path in metadata:
+        folder = path.rpartition("/")[0]
+        sign = _sign(source, f"{folder}/" if folder else "")
+        if sign is not None:
+            raise UnsupportedError(_ADVICE, path=sign)
+    name = next((name for name in index.objects if _SHARDED_OBJECT.fullmatch(name)), None)
+    if name is not None or index.is_megatrons:
+        raise UnsupportedError(_ADVICE, path=next(iter(metadata)), key=name)
+
+
+def _sign(source: Source, prefix: str) -> str | None:
+    """The file that says it."""
+    if f"{prefix}common.pt" in source.files:
+        return f"{prefix}common.pt"
+    path = f"{prefix}metadata.json"
+    is_small = path in source.files and source.size(path) <= MAX_JSON_BYTES
+    found = _parsed(source.read_all(path, limit_bytes=MAX_JSON_BYTES)) if is_small else None
+    return path if isinstance(found, dict) and "sharded_backend" in found else None
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str]) -> Manifest:
+    """``manifest`` with a note on model files that lie in other folders than the DCP.
+
+    Raises:
+        UnsupportedError: the DCP holds no weight, so that they are the half that it lacks.
+    """
+    folders = tuple(path.removesuffix(".metadata") for path in metadata)
+    known = {file for entry in manifest.tensors.values() for file in entry.shards.files}
+    found = [path for path in source.files if _WEIGHTS.fullmatch(path) and path not in known]
+    others = [path for path in found if not path.startswith(_below(folders))]
+    if not others:
+        return manifest
+    has_weights = any(key.slot == WEIGHT for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER))
+    listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    if not has_weights:
+        raise UnsupportedError(
+            f"the checkpoint has two halves, which are not joined: {', '.join(metadata)} describes optimizer state "
+            f"alone, and the model lies in {listed}; name the model's files by themselves for the weights"
+        )
+    note = Note(Fate.DROPPED, listed, "it lies beside the checkpoint and is not read", len(others))
+    return replace(manifest, notes=(*manifest.notes, note))
+
+
+def _below(folders: tuple[str, ...]) -> tuple[str, ...]:
+    """Prefixes of what belongs to the DCP; of one at the top nothing does by its place alone."""
+    return tuple(folder for folder in folders if folder)

@@ -1,0 +1,111 @@
+"""DCP to a manifest.
+
+Tensors come from the index alone. Objects (``lr``, ``betas``, an epoch, a scheduler) are items of their own, a
+kilobyte each, and are read and interpreted here, since they are the checkpoint's small print and not its bulk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt_tools.core.manifest import Manifest, StateKey, TensorRef
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.core.value_refs import extracted
+from ckpt_tools.core.values import StoredTensor
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.formats.dcp.folders import is_metadata, is_of_one_rank, metadata_files, own_files
+from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
+from ckpt_tools.formats.dcp.index import Index, read_index
+from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.stores.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class DcpReader:
+    """Reads the folder that holds ``.metadata``, or one with such a folder below it, or with accelerate's two."""
+
+    name: str = "dcp"
+
+    def detect(self, source: Source) -> bool:
+        return any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        paths = metadata_files(source.files)
+        index = _joined({path: read_index(source, path) for path in paths})
+        refuse_megatron(source, paths, index)
+        ties = _ties(index.tensors)
+        tensors = {fqn: tensor for fqn, tensor in index.tensors.items() if fqn not in ties}
+        inner: dict[StateKey, TensorLeaf] = {}
+        objects = {fqn: _read_object(source, fqn, at, inner) for fqn, at in index.objects.items()}
+        manifest = manifest_of(
+            Leaves(index.paths, tensors, objects, inner),
+            format_name="dcp",
+            model_key=options.model_key,
+            optim_key=options.optim_key,
+            world_size=index.num_ranks,
+            ties=ties,
+        )
+        return with_other_half(manifest, source, paths)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        found = own_files(source.files)
+        return found | (manifest.files & source.files.keys()) if found else found
+
+
+def _joined(indexes: Mapping[str, Index]) -> Index:
+    """The trees of several folders as one. Raises MalformedError where they share a name."""
+    first, *others = indexes.values()
+    for path, other in zip(list(indexes)[1:], others, strict=True):
+        twice = first.paths.keys() & other.paths.keys()
+        if twice:
+            raise MalformedError(
+                "another folder of the checkpoint has an entry of this name", path=path, key=min(twice)
+            )
+        first = Index(
+            {**first.tensors, **other.tensors}, {**first.objects, **other.objects}, {**first.paths, **other.paths}
+        )
+    return first
+
+
+def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+    """Names of which every piece is stored in the very item of another name, which torch never does but we do."""
+    owners: dict[tuple[str, int], str] = {}
+    ties = {}
+    for fqn, tensor in tensors.items():
+        table = tensor.shards
+        if len(table):
+            at = table.byte_range(0)
+            owner = owners.setdefault((at.file, at.start), fqn)
+            if owner != fqn and _same_pieces(table, tensors[owner].shards):
+                ties[fqn] = owner
+    return ties
+
+
+def _same_pieces(one: ShardTable, other: ShardTable) -> bool:
+    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops")
+    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
+    return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files
+
+
+def _read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
+    """The value of an item; tensors inside it are added to ``inner``, and leave references."""
+
+    def read(start: int, stop: int) -> bytes:
+        return source.read(at.file, at.start + start, at.start + stop)
+
+    def refer(tensor: StoredTensor) -> Any:
+        if tensor.storage is None:
+            return tensor
+        key = Leaves.inner_key(fqn, len(inner))
+        start, _ = archive.storage_range(tensor.storage.key)
+        inner[key] = TensorLeaf.of(tensor, at.file, at.start + start)
+        return TensorRef(key)
+
+    archive = open_archive(read, at.stop - at.start, f"{at.file}: {fqn}")
+    return extracted(archive.value, refer)

@@ -1,0 +1,1 @@
+"""DeepSpeed's formats: ZeRO-1, -2, -3 and universal."""

@@ -1,0 +1,1 @@
+"""What ZeRO's and universal's readers and writers share."""

@@ -1,0 +1,346 @@
+"""The two kinds of DeepSpeed files as checked values: model states and a rank's optimizer states.
+
+Every key that decides where bytes are is read here, once, with its type checked; nothing after this module meets a
+raw dictionary of a checkpoint. deepspeed/runtime/engine.py ``_common_checkpoint_state`` and ``_save_zero_checkpoint``;
+stage_1_and_2.py, bf16_optimizer.py and stage3.py ``state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeVar
+
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.manifest import MASTER, WEIGHT
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.values import MAX_DIMS, Opaque, StoredTensor, Value, brief, kind_of
+from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.serialization.torch_zip import TorchArchive, open_archive
+from ckpt_tools.stores.source import Source
+
+Kind = TypeVar("Kind")
+
+INT64_MAX = (1 << 63) - 1
+"""No tensor has more elements."""
+
+MAX_PADDING = 1 << 48
+"""Elements, a petabyte of them: sums over ten thousand ranks stay 64-bit numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One opened file: its dictionary, and where the tensors in it have their bytes."""
+
+    path: str
+    content: Mapping[str, Value]
+    archive: TorchArchive = field(repr=False)
+
+    @classmethod
+    def open(cls, source: Source, path: str) -> File:
+        """Raises FormatError where ``path`` is missing, damaged, or holds no dictionary."""
+        archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+        if not isinstance(archive.value, dict):
+            raise MalformedError("it holds no dictionary, as DeepSpeed's files do", path=path)
+        return cls(path, archive.value, archive)
+
+    def start(self, tensor: StoredTensor) -> int:
+        """The byte at which element 0 of ``tensor`` lies; opening the archive has checked that it holds them all."""
+        if not tensor.numel:
+            return 0
+        if tensor.storage is None:
+            raise MalformedError("a tensor of the meta device has no elements", path=self.path)
+        start, _ = self.archive.storage_range(tensor.storage.key)
+        return start + tensor.storage_offset * tensor.dtype.item_bytes
+
+    def table(self, tensor: StoredTensor) -> ShardTable:
+        """``tensor`` as a table of one shard."""
+        start = self.start(tensor)
+        extent = max(0, tensor.stop - tensor.storage_offset)
+        at = ByteRange(self.path, start, start + extent * tensor.dtype.item_bytes)
+        strides = None if tensor.is_contiguous else tuple(tensor.strides)
+        return ShardTable.build(tuple(tensor.shape), tensor.dtype, [Shard(Box.whole(tuple(tensor.shape)), at, strides)])
+
+    def get(self, name: str, kind: type[Kind]) -> Kind:
+        """``content[name]``, which has to be of ``kind``."""
+        return checked(self.content, name, kind, self.path)
+
+
+def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str) -> Kind:
+    """``content[name]``. Raises MalformedError where it is missing or of another kind."""
+    if name not in content:
+        raise MalformedError(f"it has no {name!r}, which DeepSpeed saves", path=path, key=name)
+    value = content[name]
+    if not isinstance(value, kind):
+        raise MalformedError(f"its {name!r} is a {kind_of(value)}", path=path, key=name)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """What a model file says of parameters and buffers.
+
+    ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping a param group (stages 1,
+    2) or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them.
+    """
+
+    file: File
+    module: Mapping[str, Value]
+    buffers: frozenset[str]
+    param_shapes: tuple[Mapping[str, Shape], ...]
+    frozen_shapes: Mapping[str, Shape]
+    frozen_fragments: Mapping[str, StoredTensor]
+    ties: Mapping[str, str]
+
+    @classmethod
+    def of(cls, file: File) -> ModelStates:
+        if "param_shapes" not in file.content or "buffer_names" not in file.content:
+            raise UnsupportedError(
+                "it has no param_shapes and buffer_names: no ZeRO checkpoint, or one older than DeepSpeed 0.4",
+                path=file.path,
+            )
+        if file.content["param_shapes"] is None:
+            raise UnsupportedError("it was saved without ZeRO (stage 0), which is not read", path=file.path)
+        return cls(
+            file=file,
+            module=_named(file.get("module", dict), file.path),
+            buffers=frozenset(_strings(file.get("buffer_names", list), file.path)),
+            param_shapes=_param_shapes(file),
+            frozen_shapes=_shapes(_optional(file, "frozen_param_shapes"), file.path),
+            frozen_fragments=_tensors(_optional(file, "frozen_param_fragments"), file.path),
+            ties=_ties(_optional(file, "shared_params"), file.path),
+        )
+
+    @property
+    def trainable(self) -> dict[str, Shape]:
+        """The optimizer's parameters, all groups."""
+        return {name: shape for group in self.param_shapes for name, shape in group.items()}
+
+
+def _named(found: Mapping[Value, Value], path: str) -> Mapping[str, Value]:
+    _strings(list(found), path)
+    return found
+
+
+def _strings(found: Sequence[Value], path: str) -> Sequence[str]:
+    for name in found:
+        if not isinstance(name, str):
+            raise MalformedError(f"a {kind_of(name)} stands where a name should", path=path)
+    return found
+
+
+def _param_shapes(file: File) -> tuple[Mapping[str, Shape], ...]:
+    """Older versions write one dictionary where newer ones write a list of them."""
+    found = file.content["param_shapes"]
+    groups = found if isinstance(found, list) else [found]
+    shapes = tuple(_shapes(group, file.path) for group in groups)
+    names = [name for group in shapes for name in group]
+    if len(set(names)) != len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise MalformedError("param_shapes has it in two groups", path=file.path, key=twice)
+    return shapes
+
+
+def _shapes(found: Value, path: str) -> Mapping[str, Shape]:
+    """Name to shape; a shape is a ``torch.Size`` or a plain tuple."""
+    if not isinstance(found, dict):
+        raise MalformedError("its shapes are no dictionary of names", path=path)
+    return {name: _shape(name, shape, path) for name, shape in _named(found, path).items()}
+
+
+def _shape(name: str, found: Value, path: str) -> Shape:
+    if not _naturals(found) or len(found) > MAX_DIMS or prod(max(extent, 1) for extent in found) > INT64_MAX:
+        raise MalformedError(f"its shape is {brief(found)}", path=path, key=name)
+    return tuple(found)
+
+
+def _optional(file: File, name: str) -> Mapping[Value, Value]:
+    """A dictionary that may be None, and that old versions leave out."""
+    found = file.content.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise MalformedError(f"its {name!r} is a {kind_of(found)}", path=file.path, key=name)
+    return found or {}
+
+
+def _tensors(found: Mapping[Value, Value], path: str) -> Mapping[str, StoredTensor]:
+    for name, value in _named(found, path).items():
+        if not isinstance(value, StoredTensor):
+            raise MalformedError("its fragment is no tensor", path=path, key=name)
+    return found
+
+
+def _ties(found: Mapping[Value, Value], path: str) -> Mapping[str, str]:
+    _strings([*found, *found.values()], path)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStates:
+    """What one rank's optimizer file says.
+
+    ``masters`` are its flats in order: one a param group (stages 1, 2) or a sub-group (3). ``states`` has the
+    optimizer's state of each, ``paddings`` the elements its slots may have more than the masters (none for
+    BF16_Optimizer, which trims nothing and counts its padding otherwise). ``groups`` are the param groups: their
+    hyperparameters, and which flats they have.
+    """
+
+    file: File
+    own: Mapping[str, Value]
+    stage: int
+    is_bf16_optimizer: bool
+    world_size: int
+    masters: tuple[StoredTensor, ...]
+    states: tuple[Mapping[str, Value], ...]
+    paddings: tuple[int, ...]
+    groups: tuple[OptimGroup, ...]
+    alignment_paddings: tuple[tuple[int, ...], ...] | None
+
+    @classmethod
+    def of(cls, file: File) -> OptimStates:
+        own = file.get("optimizer_state_dict", dict)
+        stage = _stage(own, file.path)
+        _refuse_foreign(own, file.path)
+        name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        masters = _flat_tensors(checked(own, name, list, file.path), name, file.path)
+        states, groups = _optimizer(own, stage, len(masters), file.path)
+        return cls(
+            file=file,
+            own=own,
+            stage=stage,
+            is_bf16_optimizer="zero_stage" not in own,
+            world_size=_world_size(own, file.path),
+            masters=masters,
+            states=states,
+            paddings=_paddings(own, len(masters), file.path) if "zero_stage" in own else (0,) * len(masters),
+            groups=groups,
+            alignment_paddings=_alignment_paddings(own, len(masters), file.path),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimGroup:
+    """A param group as the optimizer saved it: numbers of its flats, and its hyperparameters."""
+
+    flats: tuple[int, ...]
+    options: Mapping[str, Value]
+
+
+def _stage(own: Mapping[str, Value], path: str) -> int:
+    """1, 2 or 3; BF16_Optimizer, which is a stage 1, does not say."""
+    if "zero_stage" not in own:
+        if "single_partition_of_fp32_groups" not in own:
+            raise UnsupportedError("it holds no ZeRO optimizer state", path=path)
+        return 1
+    found = own["zero_stage"]
+    stage = found.args[0] if isinstance(found, Opaque) and len(found.args) == 1 else found
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise UnsupportedError(f"its ZeRO stage is {brief(stage)}; 1, 2 and 3 are read", path=path)
+    return stage
+
+
+def _refuse_foreign(own: Mapping[str, Value], path: str) -> None:
+    if own.get("ds_zero_partition_groups") is not None:
+        raise UnsupportedError("its experts are partitioned over groups of their own (AutoEP)", path=path)
+
+
+def _world_size(own: Mapping[str, Value], path: str) -> int:
+    """``partition_count``: a number, or one a param group."""
+    found = own.get("partition_count")
+    counts: list[Any] = found if isinstance(found, list) and found else [found]
+    if not all(type(count) is int and count > 0 for count in counts):
+        raise MalformedError(f"its partition_count is {brief(found)}", path=path, key="partition_count")
+    if len(set(counts)) > 1:
+        raise UnsupportedError("its param groups are cut into different numbers of partitions (experts)", path=path)
+    return int(counts[0])
+
+
+def _flat_tensors(found: list[Value], name: str, path: str) -> tuple[StoredTensor, ...]:
+    for value in found:
+        if not isinstance(value, StoredTensor) or len(value.shape) != 1 or not value.is_contiguous:
+            raise MalformedError(f"{name} holds something else than flat tensors", path=path, key=name)
+    return tuple(found)
+
+
+def _paddings(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
+    found = own.get("group_paddings") or [0] * num_flats
+    if not _naturals(found) or len(found) != num_flats or max(found, default=0) > MAX_PADDING:
+        raise MalformedError(f"its group_paddings are no {num_flats} numbers", path=path, key="group_paddings")
+    return tuple(found)
+
+
+def _alignment_paddings(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[tuple[int, ...], ...] | None:
+    """Zeros after each parameter of a group; since 0.19.7, stages 1 and 2."""
+    found = own.get("param_alignment_paddings")
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != num_flats or not all(_naturals(group) for group in found):
+        raise MalformedError("they are no list of numbers a group", path=path, key="param_alignment_paddings")
+    return tuple(tuple(group) for group in found)
+
+
+def _naturals(found: Value) -> bool:
+    return isinstance(found, list | tuple) and all(type(n) is int and 0 <= n <= INT64_MAX for n in found)
+
+
+def _optimizer(
+    own: Mapping[str, Value], stage: int, num_flats: int, path: str
+) -> tuple[tuple[Mapping[str, Value], ...], tuple[OptimGroup, ...]]:
+    """The state of each flat, and the param groups."""
+    name = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    found = own.get(name)
+    if isinstance(found, list):
+        return _elastic(own, found, num_flats, path)
+    if not isinstance(found, dict):
+        raise MalformedError(f"it has no {name!r}", path=path, key=name)
+    groups = _groups(checked(found, "param_groups", list, path), num_flats, path)
+    state = checked(found, "state", dict, path)
+    return tuple(_slots(state.get(flat), path) for flat in range(num_flats)), groups
+
+
+def _elastic(
+    own: Mapping[str, Value], found: list[Value], num_flats: int, path: str
+) -> tuple[tuple[Mapping[str, Value], ...], tuple[OptimGroup, ...]]:
+    """An elastic checkpoint keeps the states alone, and one step for all."""
+    if len(found) != num_flats:
+        raise MalformedError(f"{len(found)} states for {num_flats} param groups", path=path, key="base_optimizer_state")
+    step = own.get("base_optimizer_state_step")
+    options = {} if step is None else {"step": step}
+    return tuple(_slots(state, path) for state in found), tuple(OptimGroup((i,), options) for i in range(num_flats))
+
+
+def _slots(found: Value, path: str) -> Mapping[str, Value]:
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise MalformedError("the state of a parameter is no dictionary", path=path)
+    for slot in (WEIGHT, MASTER):
+        if slot in found:
+            raise UnsupportedError(
+                f"the optimizer calls one of its slots {slot!r}, which has a meaning here", path=path
+            )
+    return _named(found, path)
+
+
+def _groups(found: list[Value], num_flats: int, path: str) -> tuple[OptimGroup, ...]:
+    """Each flat has to be in exactly one group; torch numbers them in the order of the groups."""
+    groups = tuple(_group(group, path) for group in found)
+    flats = [flat for group in groups for flat in group.flats]
+    if sorted(flats) != list(range(num_flats)):
+        raise MalformedError(f"its param groups hold the partitions {brief(flats)} of {num_flats}", path=path)
+    return groups
+
+
+def _group(found: Value, path: str) -> OptimGroup:
+    if not isinstance(found, dict) or not isinstance(found.get("params"), list):
+        raise MalformedError("a param group has no params", path=path, key="param_groups")
+    if not all(type(number) is int for number in found["params"]):
+        raise MalformedError("the params of a group are no numbers", path=path, key="param_groups")
+    options = {name: value for name, value in _named(found, path).items() if name not in ("params", "param_names")}
+    return OptimGroup(tuple(dict.fromkeys(found["params"])), options)
+
+
+def plain(value: Value) -> Any:
+    """The attributes of an object that was pickled by its ``__dict__``; any other value as it is."""
+    return dict(value.attributes) if isinstance(value, Opaque) and value.attributes else value

@@ -1,0 +1,116 @@
+"""Frozen parameters and buffers told apart, where the source does not.
+
+DeepSpeed refuses, in stage 3, a frozen parameter that is stored as a buffer and the other way round: the module of a
+rank has the one cut and the other whole. A DCP, a torch file and safetensors call every floating-point tensor a
+parameter. What the optimizer knows is one; the rest is decided by evidence, the best first:
+
+1. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer;
+2. a model computes in one type, so that a tensor of another type is a buffer;
+3. a module's parameters are saved before its buffers, so that what precedes a parameter of its module is one, and what
+   follows a buffer is another;
+4. parameters are named ``weight`` or ``bias``, and layers are frozen as a whole: what else lies beside a parameter is
+   a buffer, and what lies alone is frozen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
+
+_DEEPSPEED_FORMATS = ("zero", "universal")
+
+_PARAMETER_ENDINGS = ("weight", "bias")
+
+
+def is_deepspeed(manifest: Manifest) -> bool:
+    """Whether DeepSpeed made the source, so that it tells everything as DeepSpeed wants it."""
+    return manifest.format.startswith(_DEEPSPEED_FORMATS)
+
+
+@dataclass(frozen=True, slots=True)
+class Untrained:
+    """What no optimizer knows, in the model's order. ``guessed`` are the names of which only rules 3 and 4 decided."""
+
+    frozen: Mapping[str, TensorEntry]
+    buffers: Mapping[str, TensorEntry]
+    guessed: tuple[str, ...]
+
+
+def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
+    """The weights and buffers of ``manifest`` that are not among ``trained``.
+
+    Without an optimizer nothing is frozen: what is not trained is stored whole, as buffers are, since such a checkpoint
+    is loaded as weights alone, and then DeepSpeed asks for no fragments.
+    """
+    model = {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
+    other = None if manifest.groups else Kind.BUFFER
+    kinds = {name: Kind.PARAMETER if name in trained else other or entry.kind for name, entry in model.items()}
+    evidence = _Evidence.of([model[name] for name in trained])
+    seen = {name: evidence.kind(model[name]) for name in _unknown(manifest, kinds, trained)}
+    guessed = tuple(name for name, kind in seen.items() if kind is None)
+    kinds |= {name: kind for name, kind in seen.items() if kind is not None}
+    kinds |= _guesses(kinds, trained, set(guessed))
+    return Untrained(
+        {name: model[name] for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained},
+        {name: _as_buffer(model[name]) for name, kind in kinds.items() if kind is Kind.BUFFER},
+        guessed,
+    )
+
+
+def _unknown(manifest: Manifest, kinds: Mapping[str, Kind], trained: Collection[str]) -> list[str]:
+    """Names of which the source does not tell what they are."""
+    if is_deepspeed(manifest):
+        return []
+    return [name for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained]
+
+
+def _as_buffer(entry: TensorEntry) -> TensorEntry:
+    """A buffer is not cast with the weights: it is read as it is stored."""
+    return TensorEntry(entry.shape, entry.shards.dtype, Kind.BUFFER, entry.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What the trained parameters show: whether the source cuts parameters, and in which types it stores them."""
+
+    is_cut: bool
+    dtypes: frozenset[DType]
+
+    @classmethod
+    def of(cls, trained: Sequence[TensorEntry]) -> _Evidence:
+        return cls(any(len(entry.shards) > 1 for entry in trained), frozenset(e.shards.dtype for e in trained))
+
+    def kind(self, entry: TensorEntry) -> Kind | None:
+        """Rules 1 and 2; None where they are silent."""
+        if self.is_cut:
+            return Kind.PARAMETER if len(entry.shards) > 1 else Kind.BUFFER
+        return None if entry.shards.dtype in self.dtypes else Kind.BUFFER
+
+
+def _guesses(kinds: Mapping[str, Kind], trained: Collection[str], guessed: Collection[str]) -> dict[str, Kind]:
+    """Rules 3 and 4 for the names in ``guessed``."""
+    modules: defaultdict[str, list[str]] = defaultdict(list)
+    for name in kinds:
+        modules[name.rpartition(".")[0]].append(name)
+    found: dict[str, Kind] = {}
+    for names in modules.values():
+        known = {
+            name: Kind.PARAMETER if name in trained or name.endswith(_PARAMETER_ENDINGS) else kinds[name]
+            for name in names
+            if name not in guessed or name.endswith(_PARAMETER_ENDINGS)
+        }
+        found |= {name: _guess(position, names, known) for position, name in enumerate(names) if name in guessed}
+    return found
+
+
+def _guess(position: int, names: Sequence[str], known: Mapping[str, Kind]) -> Kind:
+    if known.get(names[position]) is Kind.PARAMETER:
+        return Kind.PARAMETER
+    if any(known.get(name) is Kind.PARAMETER for name in names[position:]):
+        return Kind.PARAMETER
+    before = {known.get(name) for name in names[:position]}
+    return Kind.BUFFER if before - {None} else Kind.PARAMETER

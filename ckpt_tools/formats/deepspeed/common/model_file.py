@@ -1,0 +1,59 @@
+"""What the readers of ZeRO and of universal make alike of a model file: its names, its ties, what it was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.values import StoredTensor, Value
+from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.formats.deepspeed.common.files import ModelStates
+
+
+def check_names(model: ModelStates) -> None:
+    """Raises IncompleteError where a parameter that trains is not in ``module``."""
+    missing = model.trainable.keys() - model.module.keys()
+    if missing:
+        raise IncompleteError("param_shapes has it, and module has not", path=model.file.path, key=min(missing))
+
+
+def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:
+    """Tied parameters, by alias: those that DeepSpeed saw, and views of the same elements.
+
+    ``are_tied`` says of an alias and an owner in ``module`` whether what DeepSpeed saw is true: it compares addresses,
+    which empty tensors and views of other shapes may share too.
+    """
+    trainable, module = model.trainable, model.module
+    tied = {
+        alias: owner
+        for alias, owner in model.ties.items()
+        if alias in module and owner in module and alias not in trainable and are_tied(alias, owner)
+    }
+    owners: dict[object, str] = {}
+    parameters = [name for name in module if name not in model.buffers]
+    for name in sorted(parameters, key=lambda name: name not in trainable):
+        owner = owners.setdefault(_view(name, module[name]), name)
+        if owner != name and name not in trainable:
+            tied.setdefault(name, owner)
+    return {alias: tied.get(owner, owner) for alias, owner in tied.items()}
+
+
+def _view(name: str, value: Value) -> object:
+    """What two tied parameters have in common; nothing for one without elements."""
+    if not isinstance(value, StoredTensor) or not value.numel or value.storage is None:
+        return name
+    return value.storage.key, value.dtype, value.storage_offset, tuple(value.shape), tuple(value.strides)
+
+
+def other_shape(model: ModelStates, name: str, value: StoredTensor, shape: Shape) -> MalformedError:
+    """``module`` and ``param_shapes`` contradict each other."""
+    return MalformedError(
+        f"its shape is {list(value.shape)} in module and {list(shape)} in param_shapes", path=model.file.path, key=name
+    )
+
+
+def deals_in_turn(model: ModelStates) -> bool:
+    """Whether ``round_robin_gradients`` was asked for, which only stage_1_and_2.py knows."""
+    config = model.file.content.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))

@@ -1,0 +1,149 @@
+"""Which elements of which parameter each rank holds, and where in its vectors. Integers only.
+
+A rank holds a few long vectors, one a *flat group*: a param group in stages 1 and 2, a sub-group in stage 3. Stages 1
+and 2 lay the parameters of a group end to end, pad the end to a multiple of twice the world size and cut evenly
+(stage_1_and_2.py ``flatten_dense_tensors_aligned``, ``get_data_parallel_partitions``). Stage 3 cuts every parameter
+evenly, pads each cut, and lays a rank's cuts end to end (stage3.py ``_create_fp16_partitions_with_defragmentation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ckpt_tools.core.shards import Ints
+
+ALIGNMENT_FACTOR = 2
+"""Elements that a rank's part of a group is a multiple of: ``nccl_start_alignment_factor``, for 4-byte alignment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One rank's vector: row i is elements ``[starts[i], stops[i])`` of parameter ``params[i]`` of the group, then
+    ``paddings[i]`` zeros. A row may hold no element."""
+
+    params: Ints
+    starts: Ints
+    stops: Ints
+    paddings: Ints
+
+    @property
+    def numel(self) -> int:
+        """Elements and padding."""
+        return int((self.stops - self.starts).sum()) + self.num_padding
+
+    @property
+    def num_padding(self) -> int:
+        return int(self.paddings.sum())
+
+    @property
+    def offsets(self) -> Ints:
+        """Where each row starts in the vector."""
+        ends: Ints = np.cumsum(self.stops - self.starts + self.paddings)
+        return np.concatenate([[0], ends[:-1]])
+
+    def trimmed(self) -> Vector:
+        """Without the padding."""
+        return Vector(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
+
+
+class Cut(Protocol):
+    """How the parameters of a flat group are shared out."""
+
+    def vector(self, rank: int) -> Vector:
+        """What ``rank`` holds of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCut:
+    """Stages 1 and 2: rank r holds elements ``[r * size, (r + 1) * size)`` of the flattened group.
+
+    ``bounds`` are where the parameters start, and at last where the last ends.
+    """
+
+    bounds: Ints
+    size: int
+
+    @classmethod
+    def of(cls, numels: Sequence[int], world_size: int) -> GroupCut:
+        bounds = np.concatenate([[0], np.cumsum(np.array(numels, np.int64))])
+        alignment = ALIGNMENT_FACTOR * world_size
+        return cls(bounds, -(-int(bounds[-1]) // alignment) * ALIGNMENT_FACTOR)
+
+    def vector(self, rank: int) -> Vector:
+        lower, upper = rank * self.size, (rank + 1) * self.size
+        first = int(np.searchsorted(self.bounds, lower, side="right")) - 1
+        last = max(first, int(np.searchsorted(self.bounds[:-1], upper, side="left")))
+        if first >= len(self.bounds) - 1:
+            return _only_padding(self.size)
+        params = np.arange(first, last, dtype=np.int64)
+        starts = np.maximum(self.bounds[params], lower) - self.bounds[params]
+        stops = np.minimum(self.bounds[params + 1], upper) - self.bounds[params]
+        paddings = np.zeros_like(params)
+        paddings[-1] = self.size - int((stops - starts).sum())
+        return Vector(params, starts, stops, paddings)
+
+
+def _only_padding(size: int) -> Vector:
+    zero = np.zeros(1, np.int64)
+    return Vector(zero, zero, zero, np.array([size], np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamCut:
+    """Stage 3: rank r holds elements ``[r * share, (r + 1) * share)`` of each parameter, whose share is
+    ``ceil(numel / world size)``."""
+
+    numels: Ints
+    shares: Ints
+
+    @classmethod
+    def of(cls, numels: Sequence[int], world_size: int) -> ParamCut:
+        whole = np.array(numels, np.int64)
+        return cls(whole, shares(whole, world_size))
+
+    def vector(self, rank: int) -> Vector:
+        starts = np.minimum(rank * self.shares, self.numels)
+        stops = np.minimum(starts + self.shares, self.numels)
+        return Vector(np.arange(len(self.numels), dtype=np.int64), starts, stops, self.shares - (stops - starts))
+
+
+def shares(numels: Ints, world_size: int) -> Ints:
+    """Elements of each parameter on a rank, padding included, in stage 3."""
+    found: Ints = -(-numels // world_size)
+    return found
+
+
+def sub_groups(shares: Sequence[int], sub_group_size: int) -> list[range]:
+    """Positions of a param group's parameters in each of its sub-groups, whose ``shares`` reach ``sub_group_size``.
+
+    stage3.py ``_create_fp16_sub_groups``: a sub-group ends with the parameter that reaches the size.
+    """
+    found, first, reached = [], 0, 0
+    for position, share in enumerate(shares):
+        reached += share
+        if reached >= sub_group_size or position + 1 == len(shares):
+            found.append(range(first, position + 1))
+            first, reached = position + 1, 0
+    return found
+
+
+def dealt(num_params: int, world_size: int) -> list[int]:
+    """The order in which ``round_robin_gradients`` flattens a group: rank r's are r, r + N, r + 2 N, ...
+
+    stage_1_and_2.py ``_round_robin_reorder``.
+    """
+    return [position for rank in range(world_size) for position in range(rank, num_params, world_size)]
+
+
+def original_order(names: Sequence[str], world_size: int) -> tuple[str, ...]:
+    """The order of a group's parameters before ``round_robin_gradients`` dealt them out to the ranks.
+
+    stage_1_and_2.py, ``_round_robin_reorder``: rank r's are r, r + N, r + 2 N, ..., one rank after the other.
+    """
+    dealt = [index for rank in range(min(world_size, len(names))) for index in range(rank, len(names), world_size)]
+    placed = dict(zip(dealt, names, strict=True))
+    return tuple(placed[index] for index in range(len(names)))

@@ -1,0 +1,68 @@
+"""Objects of DeepSpeed's own classes, by name and attributes: nothing of it is imported.
+
+Classes and attributes of DeepSpeed 0.19.8: fp16/loss_scaler.py, zero/config.py, utils/tensor_fragment.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.values import GlobalRef, Opaque, Value
+
+DS_VERSION = "0.19.8"
+"""The version whose layout is written; loaders compare it with the ones that changed something."""
+
+_LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+
+_DYNAMIC_DEFAULTS: Mapping[str, Any] = {
+    "cur_scale": 2**16,
+    "dynamic": True,
+    "cur_iter": 0,
+    "last_overflow_iter": -1,
+    "scale_factor": 2.0,
+    "scale_window": 1000,
+    "min_scale": 1,
+    "delayed_shift": 2,
+    "cur_hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "raise_error_at_min_scale": True,
+    "dtype": GlobalRef("torch", "float16"),
+}
+"""A ``DynamicLossScaler`` as the defaults of the ``fp16`` section make it (precision_config.py): 2 ** 16 at first."""
+
+DEFAULT_SCALER = "DeepSpeed's dynamic one, starting at 65536"
+
+
+def loss_scaler(found: Value, dtype: DType) -> Opaque:
+    """The scaler of a run in ``dtype``; ``found`` are the attributes of the source's, if it has one that scales."""
+    if dtype is not DType.FLOAT16:
+        return _scaler("LossScaler", {"cur_scale": 1.0, "dynamic": False})
+    if not is_scaling(found):
+        return _scaler("DynamicLossScaler", _DYNAMIC_DEFAULTS)
+    if found.get("dynamic") is True:
+        return _scaler("DynamicLossScaler", {**_DYNAMIC_DEFAULTS, **found})
+    return _scaler("LossScaler", found)
+
+
+def is_scaling(found: Value) -> bool:
+    """Whether these are the attributes of a scaler of DeepSpeed's that scales: in fp32 and bf16 it has one of scale
+    1."""
+    if not isinstance(found, dict) or not isinstance(found.get("cur_scale"), int | float):
+        return False
+    return found.get("dynamic") is True or found["cur_scale"] != 1
+
+
+def _scaler(name: str, attributes: Mapping[str, Any]) -> Opaque:
+    return Opaque(GlobalRef(_LOSS_SCALER, name), form="new", state=dict(attributes))
+
+
+def zero_stage(stage: int) -> Opaque:
+    return Opaque(GlobalRef("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+
+
+def fragment_address(numel: int, start: int) -> Opaque:
+    """Where a parameter lies in a rank's vector, in elements."""
+    ref = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
+    return Opaque(ref, form="new", state={"numel": numel, "start": start})

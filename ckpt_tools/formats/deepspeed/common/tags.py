@@ -1,0 +1,56 @@
+"""Which of the checkpoints of a DeepSpeed folder is meant: native ones and universal ones choose alike."""
+
+from __future__ import annotations
+
+from ckpt_tools.core.wording import newest
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
+from ckpt_tools.stores.source import Source, checked_name
+
+MAX_LATEST_BYTES = 4096
+"""The name of a folder is no longer."""
+
+
+def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: str, what: str) -> str:
+    """The one of ``folders`` that ``tag`` names, or else the file ``latest``; ``what`` says what they hold.
+
+    Raises:
+        SourceNotFoundError: there is no such tag; IncompleteError: ``latest`` names one that is not there;
+        UnsafeError: ``latest`` leads out of the source; UnsupportedError: there are several and nothing chooses.
+    """
+    if not folders:
+        raise SourceNotFoundError(f"{source.store.url} holds no {what}")
+    if tag is not None:
+        return _tagged(source, folders, tag)
+    if "" in folders:
+        return ""
+    if latest in source.files:
+        return _latest(source, folders, latest)
+    if len(folders) > 1:
+        raise UnsupportedError(
+            f"there is no file {latest!r}, and several tags: name one with --tag ({_listed(folders)})"
+        )
+    return folders[0]
+
+
+def _tagged(source: Source, folders: list[str], tag: str) -> str:
+    name = tag.strip("/")
+    if not name or name not in folders:
+        raise SourceNotFoundError(f"{source.store.url} has no tag {tag!r}; it has {_listed(folders)}")
+    return name
+
+
+def _latest(source: Source, folders: list[str], latest: str) -> str:
+    try:
+        text = source.read_all(latest, limit_bytes=MAX_LATEST_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise MalformedError("it should hold the name of a tag, and it is no text", path=latest) from error
+    if not text.strip():
+        raise IncompleteError("it should hold the name of a tag, and it is empty", path=latest)
+    tag = checked_name(text.strip()).strip("/")
+    if tag not in folders:
+        raise IncompleteError(f"it names the tag {tag!r}, which is not here; there is {_listed(folders)}", path=latest)
+    return tag
+
+
+def _listed(folders: list[str]) -> str:
+    return newest(folder or "the folder itself" for folder in folders)

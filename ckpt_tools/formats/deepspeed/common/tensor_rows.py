@@ -1,0 +1,124 @@
+"""The tensors of one file: what the pickle says of each, and the segments that are its bytes.
+
+In stage 3 the files of all ranks have the same pickle and differ in elements alone. Such a file is made once as a
+``Form`` with holes, and a rank's copy is that form with its holes filled: for a thousand ranks of a thousand
+parameters writing the pickles would take longer than everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+
+import numpy as np
+
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
+from ckpt_tools.core.dtypes import DType, to_numpy
+from ckpt_tools.core.layout import FileLayout, Padding, Payload, Segment, merged
+from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
+from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.core.values import StorageRef, StoredTensor, Value
+from ckpt_tools.formats.deepspeed.common.optimizer_slots import Slot
+from ckpt_tools.formats.deepspeed.common.partition import Vector
+from ckpt_tools.formats.deepspeed.common.training_state import Group
+from ckpt_tools.serialization.torch_zip import archive_segments
+
+_NUMBERS = (DType.INT64, DType.FLOAT64, DType.BOOL)
+"""What readers make of a plain number that stands where a tensor could."""
+
+
+@dataclass(slots=True)
+class Tensors:
+    """Storages being gathered, one a tensor, in the order in which they are asked for."""
+
+    manifest: Manifest
+    _storages: dict[str, list[Segment]] = field(default_factory=dict)
+    _holes: list[Padding] = field(default_factory=list)
+
+    def file(self, path: str, value: Value) -> FileLayout:
+        """The file of ``value``, whose tensors came from here."""
+        return FileLayout(path, tuple(archive_segments(value, self._storages)))
+
+    def form(self, value: Value) -> Form:
+        """The file of ``value``, with the holes that were asked for here."""
+        return Form(tuple(merged(archive_segments(value, self._storages))), tuple(self._holes))
+
+    def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
+        """A tensor with these bytes."""
+        key = str(len(self._storages))
+        self._storages[key] = list(segments)
+        return StoredTensor(StorageRef.holding(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
+
+    def whole(self, key: StateKey, entry: TensorEntry) -> StoredTensor:
+        """All of a tensor of the manifest, as ``entry`` says."""
+        return self.add([Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape)
+
+    def vector(self, vector: Vector, group: Group, slot: Slot) -> StoredTensor:
+        """One rank's vector of a slot."""
+        return self.add(elements(rows_of(vector), group, slot), slot.dtype, (vector.numel,))
+
+    def hole(self, dtype: DType, numel: int) -> StoredTensor:
+        """A vector whose elements each rank has for itself."""
+        self._holes.append(Padding(numel * dtype.item_bytes))
+        return self.add(self._holes[-1:], dtype, (numel,))
+
+    def scalar(self, key: StateKey) -> Value:
+        """A 0-d tensor; a plain number where the source has one."""
+        entry = self.manifest.tensors[key]
+        number = _number(self.manifest, entry)
+        return self.whole(key, entry) if number is None else number
+
+    def restored(self, value: Value) -> Value:
+        """``value`` with a tensor in the place of each reference to one."""
+        return replaced(value, lambda found: self.whole(found.key, self.manifest.tensors[found.key]))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A file with holes: of ``segments``, ``holes`` are those that each rank replaces by its own, of the same bytes."""
+
+    segments: tuple[Segment, ...]
+    holes: tuple[Padding, ...]
+
+    def filled(self, path: str, contents: Sequence[Sequence[Segment]]) -> FileLayout:
+        """The file whose holes, in the order in which they were asked for, have ``contents``."""
+        of_hole = {id(hole): content for hole, content in zip(self.holes, contents, strict=True)}
+        parts = (of_hole.get(id(segment), (segment,)) for segment in self.segments)
+        return FileLayout(path, tuple(chain.from_iterable(parts)))
+
+
+Row = tuple[int, Box, int]
+"""A row of a vector: the parameter's position in its group, its elements, the zeros after them."""
+
+
+def rows_of(vector: Vector) -> list[Row]:
+    """The rows of a vector, which all slots share: a thousand ranks have millions."""
+    columns = (vector.params, vector.starts, vector.stops, vector.paddings)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [(param, Box((start,), (stop,)), padding) for param, start, stop, padding in rows]
+
+
+def elements(rows: Sequence[Row], group: Group, slot: Slot) -> list[Segment]:
+    """The bytes of one rank's vector of a slot."""
+    found: list[Segment] = []
+    item = slot.dtype.item_bytes
+    for param, box, padding in rows:
+        key, numel = slot.keys[param], box.stop[0] - box.start[0]
+        if key is not None and numel:
+            found.append(Payload(key, box, (group.numels[param],), slot.dtype))
+        zeros = padding + (0 if key is not None else numel)
+        if zeros:
+            found.append(Padding(zeros * item))
+    return found
+
+
+def _number(manifest: Manifest, entry: TensorEntry) -> Value:
+    """The plain number that a 0-d tensor stands for, or None."""
+    table = entry.shards
+    data: Mapping[str, bytes] = manifest.literals
+    if len(table) != 1 or table.dtype not in _NUMBERS or table.files[int(table.file_ids[0])] not in data:
+        return None
+    at = table.byte_range(0)
+    return np.frombuffer(data[at.file][at.start : at.stop], to_numpy(table.dtype))[0].item()

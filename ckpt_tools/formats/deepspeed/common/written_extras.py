@@ -1,0 +1,118 @@
+"""What is neither weight nor optimizer state: DeepSpeed's counters, the scheduler, the client state.
+
+Everything of another framework's that has no place of its own becomes client state, which ``load_checkpoint`` hands
+back to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import is_deepspeed
+from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER, is_scaling
+
+_NEUTRAL = ("global_step", "lr_scheduler", "loss_scaler", "deepspeed", "client_state")
+
+_FROM_SOURCE = frozenset(
+    {"data_sampler", "random_ltd", "skipped_steps", "global_samples", "num_experts", "universal_checkpoint_info"}
+)
+"""DeepSpeed's own entries of a model file that mean the same at any stage and world size."""
+
+_RESERVED = _FROM_SOURCE | {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "lr_scheduler", "global_steps", "dp_world_size", "mp_world_size"),
+    *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "ds_autoep_layers"),
+}
+"""engine.py ``_common_checkpoint_state`` and ``_save_moe_checkpoint``: a client's entry of such a name would replace
+DeepSpeed's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Sorted entries of ``Manifest.extra``. ``counters`` are DeepSpeed's own of a model file, ``own`` all that the
+    source's DeepSpeed had."""
+
+    global_steps: int
+    lr_scheduler: Any
+    loss_scaler: Any
+    counters: Mapping[str, Any]
+    own: Mapping[str, Any]
+    client_state: Mapping[str, Any]
+    notes: tuple[Note, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, dtype: DType) -> Extras:
+        extra = manifest.extra
+        own = _dict(extra.get("deepspeed"))
+        steps = _steps(manifest)
+        others = {name: value for name, value in extra.items() if name not in _NEUTRAL}
+        client = {**others, **_dict(extra.get("client_state"))}
+        shadowing = [name for name in client if name in _RESERVED]
+        scaler = extra.get("loss_scaler")
+        return cls(
+            global_steps=steps or 0,
+            lr_scheduler=extra.get("lr_scheduler"),
+            loss_scaler=scaler,
+            counters={name: value for name, value in own.items() if name in _FROM_SOURCE and value is not None},
+            own=own,
+            client_state={name: value for name, value in client.items() if name not in shadowing},
+            notes=(
+                *_notes(manifest, steps),
+                *_scaler_notes(scaler, dtype),
+                *(Note(Fate.DROPPED, name, "DeepSpeed keeps something else under this name") for name in shadowing),
+            ),
+        )
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The source's DeepSpeed config; empty where it has none."""
+        return _dict(self.own.get("ds_config"))
+
+    @property
+    def module(self) -> Mapping[str, Any]:
+        """What modules of the model keep beside tensors (``_extra_state``), by name."""
+        return _dict(self.own.get("module"))
+
+    @property
+    def tag(self) -> str:
+        """The source's own tag; else as DeepSpeed names it."""
+        found = self.own.get("tag")
+        return found if isinstance(found, str) else f"global_step{self.global_steps}"
+
+
+def _dict(found: Any) -> dict[str, Any]:
+    return found if isinstance(found, dict) else {}
+
+
+def _steps(manifest: Manifest) -> int | None:
+    found = manifest.extra.get("global_step")
+    return found if type(found) is int else manifest.step
+
+
+def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
+    notes = []
+    if steps is None:
+        notes.append(Note(Fate.DEFAULTED, "global_steps", "the source does not say; DeepSpeed starts counting at 0"))
+    if manifest.extra.get("lr_scheduler") is None and not is_deepspeed(manifest):
+        why = "the source has none; a run that has a scheduler loads it with load_lr_scheduler_states=False"
+        notes.append(Note(Fate.DEFAULTED, "lr_scheduler", why))
+    partitions = _dict(_dict(manifest.extra.get("deepspeed")).get("partition_state"))
+    if partitions:
+        why = "it belongs to the partitions of other ranks and cannot be cut again"
+        notes.append(Note(Fate.DROPPED, "optimizer state of each rank's own kind", why, len(partitions)))
+    return notes
+
+
+def _scaler_notes(found: Any, dtype: DType) -> list[Note]:
+    if dtype is DType.FLOAT16 and not is_scaling(found):
+        return [Note(Fate.DEFAULTED, "loss_scaler", f"the source has none: {DEFAULT_SCALER}")]
+    if dtype is not DType.FLOAT16 and is_scaling(found):
+        return [Note(Fate.DROPPED, "loss_scaler", f"a run in {dtype.value} is not scaled")]
+    if found is not None and not isinstance(found, dict):
+        return [Note(Fate.DROPPED, "loss_scaler", "it is none of DeepSpeed's")]
+    return []

@@ -1,0 +1,1 @@
+"""DeepSpeed universal. ``docs/formats/universal.md`` says what its files hold."""

@@ -1,0 +1,235 @@
+"""From the headers of a universal checkpoint to its manifest: which tensor is what, and where.
+
+Parameters that train have their states in ``zero/``, and their weights in the model's file or, where that has them at
+size 0 (stage 3, and what we write), only as the masters: the weight is then their cast. Buffers, frozen weights and
+ties come from the model's file alone, for in ``zero/`` DeepSpeed leaves copies of them that went through float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.values import Opaque, StoredTensor, Value
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
+from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, deals_in_turn, other_shape
+from ckpt_tools.formats.deepspeed.common.partition import original_order
+from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
+from ckpt_tools.formats.deepspeed.universal.names import MASTER_FILE, UniversalFiles
+from ckpt_tools.formats.deepspeed.universal.states import Slots
+from ckpt_tools.formats.foreign import refuse_tensor_object
+
+STEP = "step"
+
+Entries = Iterator[tuple[StateKey, TensorEntry]]
+
+
+@dataclass
+class Contents:
+    """One checkpoint on its way into a manifest. ``models`` has one a rank where DeepSpeed made it from stage 3."""
+
+    files: UniversalFiles
+    models: tuple[ModelStates, ...]
+    optimizer: File
+    slots: Slots
+    extras: Extras = field(default_factory=Extras)
+
+    def manifest(self) -> Manifest:
+        """Raises FormatError where the files contradict themselves."""
+        tensors = {key: entry for name in self._names() for key, entry in self._of(name)}
+        groups = tuple(self._group(number, group) for number, group in enumerate(self.group_values))
+        self.extras.add_model(self.model.file)
+        self.extras.add_optimizer(self.optimizer, self.optimizer.content)
+        if self.files.tag:
+            self.extras.values.setdefault("deepspeed", {})["tag"] = self.files.tag
+        content = self.model.file.content
+        step, world_size = content.get("global_steps"), content.get("dp_world_size")
+        return Manifest(
+            format="universal",
+            tensors=tensors | self.extras.tensors,
+            aliases=self.aliases,
+            groups=groups if any(group.params for group in groups) else (),
+            literals=self.slots.literals,
+            extra=self.extras.values,
+            step=step if type(step) is int else None,
+            world_size=world_size if type(world_size) is int else None,
+        )
+
+    @property
+    def model(self) -> ModelStates:
+        return self.models[0]
+
+    @cached_property
+    def trainable(self) -> Mapping[str, Shape]:
+        return self.model.trainable
+
+    # Names
+
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied parameters, by alias."""
+        return aliases(self.model, self._are_tied)
+
+    def _are_tied(self, alias: str, owner: str) -> bool:
+        one, other = self.model.module[alias], self.model.module[owner]
+        if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
+            return False
+        if one.numel:
+            return one.shape == other.shape
+        return not other.numel and alias not in self.model.frozen_shapes
+
+    def _names(self) -> list[str]:
+        """The model's own names in its own order, each tie once. Raises IncompleteError."""
+        check_names(self.model)
+        return [name for name in self.model.module if name not in self.aliases]
+
+    # Tensors
+
+    def _of(self, name: str) -> Entries:
+        """The tensors of one name: the weight or buffer, and what the optimizer has of it."""
+        value = self.model.module[name]
+        refuse_tensor_object(value, name)
+        if not isinstance(value, StoredTensor):
+            self.extras.add_module_value(name, value, self.model.file)
+        elif name in self.trainable:
+            yield from self._trained(name, value, self.trainable[name])
+        else:
+            yield StateKey(name, WEIGHT), self._untrained(name, value)
+
+    def _trained(self, name: str, value: StoredTensor, shape: Shape) -> Entries:
+        paths = self.files.states.get(name, {})
+        if MASTER_FILE not in paths and 0 not in shape:
+            raise IncompleteError("it has no file zero/.../fp32.pt", path=self.model.file.path, key=name)
+        states = {_slot_name(slot, path): self._state(slot, path, shape, name) for slot, path in paths.items()}
+        yield StateKey(name, WEIGHT), self._weight(name, value, shape, states.get(MASTER))
+        yield from ((StateKey(name, slot), entry) for slot, entry in states.items())
+        if STEP not in states and name in self.shared_steps:
+            yield StateKey(name, STEP), self.shared_steps[name]
+
+    def _state(self, slot: str, path: str, shape: Shape, name: str) -> TensorEntry:
+        table = self.slots.scalar(path) if slot == STEP else self.slots.table(path, shape, name)
+        return TensorEntry(() if slot == STEP else shape, table.dtype, Kind.STATE, table)
+
+    def _weight(self, name: str, value: StoredTensor, shape: Shape, master: TensorEntry | None) -> TensorEntry:
+        if tuple(value.shape) == shape:
+            return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.table(value))
+        if value.numel:
+            raise other_shape(self.model, name, value, shape)
+        table = ShardTable.build(shape, value.dtype, []) if master is None else master.shards
+        return TensorEntry(shape, value.dtype, Kind.PARAMETER, table)
+
+    def _untrained(self, name: str, value: StoredTensor) -> TensorEntry:
+        """A buffer, or a frozen weight, whose elements stage 3 leaves with the ranks."""
+        if name in self.model.buffers:
+            return TensorEntry(tuple(value.shape), value.dtype, Kind.BUFFER, self.model.file.table(value))
+        shape = self.model.frozen_shapes.get(name, tuple(value.shape))
+        if tuple(value.shape) == shape:
+            return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.table(value))
+        if value.numel:
+            raise other_shape(self.model, name, value, shape)
+        return TensorEntry(shape, value.dtype, Kind.PARAMETER, self._fragments(name, shape, value))
+
+    def _fragments(self, name: str, shape: Shape, value: StoredTensor) -> ShardTable:
+        """stage3.py: each rank has ``ceil(numel / world size)`` elements of a frozen weight, the last ones padded."""
+        numel, shards = prod(shape), []
+        share = -(-numel // len(self.models))
+        for rank, model in enumerate(self.models):
+            lower, upper = min(rank * share, numel), min((rank + 1) * share, numel)
+            fragment = model.frozen_fragments.get(name)
+            if lower < upper:
+                shards.append(self._fragment(name, model, fragment, lower, upper))
+        return ShardTable.build((numel,), value.dtype, shards)
+
+    def _fragment(self, name: str, model: ModelStates, fragment: StoredTensor | None, lower: int, upper: int) -> Shard:
+        if fragment is None or fragment.numel < upper - lower or not fragment.is_contiguous:
+            raise IncompleteError("the file lacks its share of this frozen weight", path=model.file.path, key=name)
+        start = model.file.start(fragment)
+        stop = start + (upper - lower) * fragment.dtype.item_bytes
+        return Shard(Box((lower,), (upper,)), ByteRange(model.file.path, start, stop))
+
+    # Groups
+
+    @cached_property
+    def group_values(self) -> list[Mapping[str, Value]]:
+        """The optimizer's param groups as they were saved; their ``params`` are numbers of ``param_shapes``."""
+        nested = self.optimizer.content.get("optimizer_state_dict")
+        where = self.optimizer.content
+        if "param_groups" not in where and isinstance(nested, dict):
+            where = nested
+        found = checked(where, "param_groups", list, self.optimizer.path)
+        for group in found:
+            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+                raise self._bad_groups("a param group has no params")
+        self._check_numbers([number for group in found for number in group["params"]])
+        return found
+
+    def _check_numbers(self, numbers: list[Value]) -> None:
+        """Every list of ``param_shapes`` is in exactly one group."""
+        expected = list(range(len(self.model.param_shapes)))
+        if not all(type(number) is int for number in numbers) or (numbers and sorted(numbers) != expected):
+            raise self._bad_groups(f"its param groups hold {numbers[:8]} of the {len(expected)} of param_shapes")
+
+    def _bad_groups(self, message: str) -> MalformedError:
+        return MalformedError(message, path=self.optimizer.path, key="param_groups")
+
+    def _group(self, number: int, group: Mapping[str, Value]) -> ParamGroup:
+        options = {
+            name: value
+            for name, value in group.items()
+            if isinstance(name, str) and name not in ("params", "param_names")
+        }
+        return ParamGroup(
+            tuple(name for flat in group["params"] for name in self._members(flat)),
+            self.extras.options(number, options, self.optimizer),
+        )
+
+    def _members(self, number: int) -> tuple[str, ...]:
+        """A list of ``param_shapes`` in the order in which the optimizer was given it."""
+        names, world_size = tuple(self.model.param_shapes[number]), self.model.file.content.get("dp_world_size")
+        if self._is_dealt and type(world_size) is int and world_size > 0:
+            return original_order(names, world_size)
+        return names
+
+    @property
+    def _is_dealt(self) -> bool:
+        """Whether ``round_robin_gradients`` was in force: the optimizer that knows it says of itself stage 1 or 2."""
+        stage = self.optimizer.content.get("zero_stage")
+        stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
+        return deals_in_turn(self.model) and stage in (1, 2)
+
+    @cached_property
+    def shared_steps(self) -> Mapping[str, TensorEntry]:
+        """Steps kept once for many parameters: stage 3 has them by sub-group, Apex among a group's options."""
+        found: dict[str, TensorEntry] = {}
+        for group in self.group_values:
+            for number in group["params"]:
+                value = self._shared_step(number, group)
+                if value is not None:
+                    entry = self._step(number, value)
+                    found |= dict.fromkeys(self.model.param_shapes[number], entry)
+        return found
+
+    def _shared_step(self, number: int, group: Mapping[str, Value]) -> Value:
+        nested = self.optimizer.content.get("optimizer_state_dict")
+        states = nested.get("state") if isinstance(nested, dict) else None
+        state = states.get(number, states.get(0)) if isinstance(states, dict) else None
+        return state[STEP] if isinstance(state, dict) and STEP in state else group.get(STEP)
+
+    def _step(self, number: int, value: Value) -> TensorEntry:
+        if isinstance(value, StoredTensor) and not value.shape:
+            table = self.optimizer.table(value)
+        else:
+            table = self.slots.number(f"{number}.{STEP}", value)
+        return TensorEntry((), table.dtype, Kind.STATE, table)
+
+
+def _slot_name(slot: str, path: str) -> str:
+    if slot in (WEIGHT, MASTER):
+        raise UnsupportedError(f"the optimizer calls one of its slots {slot!r}, which has a meaning here", path=path)
+    return MASTER if slot == MASTER_FILE else slot

@@ -1,0 +1,157 @@
+"""What DeepSpeed's loader of universal checkpoints cannot restore, and which native target can.
+
+Read in DeepSpeed 0.19.8 and seen in runs; docs/formats/universal.md has each with its place in the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import TensorEntry
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.deepspeed.common.ds_config import Settings
+from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
+from ckpt_tools.formats.deepspeed.common.written_extras import Extras
+from ckpt_tools.formats.deepspeed.universal.names import MASTER_FILE
+
+STEP = "step"
+
+STAGE3_SLOTS = ("exp_avg", "exp_avg_sq")
+"""What stage 3 opens beside the masters, stage3.py ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``."""
+
+MAX_ELEMENTS_OF_ONE_RANK = 2
+"""A group so small lies on the first rank at any world size, since partitions have at least two elements; the others
+have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]``."""
+
+
+def portable(groups: Sequence[Group]) -> tuple[tuple[Group, ...], tuple[Note, ...]]:
+    """The groups without the state that has no form in ``zero/<fqn>/``, and what became of it.
+
+    A file there has to have as many elements as its parameter, and is copied into float32. An optimizer that finds a
+    part of its state takes it for the whole, so that a group keeps all of it or nothing.
+
+    Raises:
+        UnsupportedError: a slot has the name of the master's file.
+    """
+    notes, found = [], []
+    for number, group in enumerate(groups):
+        foreign = _foreign(group)
+        if foreign:
+            why = f"a universal checkpoint has no form for {', '.join(foreign)}; zero1, zero2 and zero3 do"
+            notes.append(Note(Fate.DROPPED, f"optimizer state of parameter group {number}", why))
+        found.append(replace(group, slots=(), scalars={}) if foreign else group)
+    return tuple(found), tuple(notes)
+
+
+def _foreign(group: Group) -> list[str]:
+    for slot in (*group.scalars, *(slot.name for slot in group.slots)):
+        if slot == MASTER_FILE or "/" in slot:
+            raise UnsupportedError(f"a slot of the optimizer is called {slot!r}, which names another file here")
+    scalars = [slot for slot in group.scalars if slot != STEP]
+    return scalars + [slot.name for slot in group.slots if slot.dtype is not DType.FLOAT32]
+
+
+def stage3_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The hyperparameters that all groups share: stage 3 sets every group to the same ones.
+
+    DeepSpeed's own files make it give all groups the first one's, weight decay and learning rate included.
+    """
+    first, *others = groups
+    return {name: value for name, value in first.items() if all(_same(value, group, name) for group in others)}
+
+
+def _same(value: Any, group: Mapping[str, Any], name: str) -> bool:
+    return name in group and type(group[name]) is type(value) and group[name] == value
+
+
+def corrected(notes: Iterable[Note]) -> Iterator[Note]:
+    """The notes on what is no tensor. A native checkpoint needs a loss scaler; here the job keeps its own."""
+    for note in notes:
+        if note.what == "loss_scaler" and note.fate is Fate.DEFAULTED:
+            note = replace(note, why="the source has none, so the job keeps its own")
+        yield note
+
+
+def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
+    """What a job that loads the checkpoint has to know."""
+    yield from _untrained("buffers", state.buffers.values())
+    without_state = [entry for entry in state.frozen.values() if entry.numel]
+    yield from _untrained("parameters without optimizer state (frozen, or tied to others)", without_state)
+    yield from _slots_in_stage3(state.groups)
+    yield from _groups_in_stage3(state, extras)
+    yield from _groups_in_stages_1_and_2(state.groups)
+
+
+def _untrained(what: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:
+    found = list(entries)
+    if found:
+        why = (
+            "they are in the checkpoint, but load_universal leaves them as the job made them; "
+            "zero1, zero2 and zero3 restore them"
+        )
+        yield Note(Fate.DROPPED, f"{len(found)} {what}", why, len(found), sum(entry.num_bytes for entry in found))
+
+
+def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
+    what = "optimizer state in stage 3"
+    missing = _missing_in_stage3(groups)
+    others = {slot.name for group in groups for slot in group.slots if slot.name not in STAGE3_SLOTS}
+    if missing:
+        why = f"it loads Adam's state and nothing else, and fails without {', '.join(missing)}; zero3 loads"
+        yield Note(Fate.DEFAULTED, what, why)
+    elif others:
+        why = f"it does not load {', '.join(sorted(others))}, without which the next step fails; zero3 restores it"
+        yield Note(Fate.DEFAULTED, what, why)
+
+
+def _missing_in_stage3(groups: Sequence[Group]) -> list[str]:
+    return [slot for slot in (*STAGE3_SLOTS, STEP) if not all(_has(group, slot) for group in groups)]
+
+
+def _has(group: Group, slot: str) -> bool:
+    return slot in group.scalars or any(found.name == slot for found in group.slots)
+
+
+def _groups_in_stage3(state: TrainingState, extras: Extras) -> Iterator[Note]:
+    """All sub-groups get one and the same step; a tensor is then counted up once for each of them."""
+    if _missing_in_stage3(state.groups):
+        return
+    options = [group.options for group in state.groups]
+    differing = sorted({name for group in options for name in group} - set(stage3_options(options)))
+    shared = [] if _counts_in_python(state) else ["one step count, which runs ahead"]
+    if differing:
+        shared.insert(0, f"the same hyperparameters, so that {', '.join(differing)} stay as the job sets them")
+    if len(options) > 1 and shared:
+        why = f"they get {', and '.join(shared)}; zero3 restores each group's own"
+        yield Note(Fate.DEFAULTED, f"{len(options)} parameter groups in stage 3", why, len(options))
+    elif shared and sum(state.groups[0].numels) > _sub_group_size(extras):
+        why = (
+            f"a rank with more than sub_group_size ({_sub_group_size(extras):,}) elements cuts them into sub-groups, "
+            f"which get {shared[0]}; zero3 restores each one's own"
+        )
+        yield Note(Fate.DEFAULTED, "the step count in stage 3", why)
+
+
+def _counts_in_python(state: TrainingState) -> bool:
+    """Whether steps are plain numbers, as in DeepSpeed's own optimizers: each sub-group counts up its own."""
+    steps = [state.manifest.tensors[group.scalars[STEP]] for group in state.groups]
+    return all(set(entry.shards.files) <= state.manifest.literals.keys() for entry in steps)
+
+
+def _sub_group_size(extras: Extras) -> int:
+    return Settings.of(extras.config, 3, DType.FLOAT32).sub_group_size
+
+
+def _groups_in_stages_1_and_2(groups: Sequence[Group]) -> Iterator[Note]:
+    for number, group in enumerate(groups):
+        numel = sum(group.numels)
+        if numel <= MAX_ELEMENTS_OF_ONE_RANK:
+            why = (
+                "stages 1 and 2 fail on more than one rank, where a rank has none of a group's elements; "
+                "zero1 and zero2 load"
+            )
+            yield Note(Fate.DEFAULTED, f"parameter group {number} of {numel} elements", why)

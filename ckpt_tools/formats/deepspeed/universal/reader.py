@@ -1,0 +1,57 @@
+"""Universal checkpoints as manifests: those of DeepSpeed's ``ds_to_universal`` from any stage, and ours.
+
+One pass over the headers: the model's file says names, shapes and groups, each parameter's files say where its states
+lie. No tensor byte is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
+from ckpt_tools.formats.deepspeed.universal import names
+from ckpt_tools.formats.deepspeed.universal.contents import Contents
+from ckpt_tools.formats.deepspeed.universal.states import Slots
+from ckpt_tools.stores.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalReader:
+    """Reads a save directory with ``latest_universal``, or a tag folder with ``zero/`` in it."""
+
+    name: str = "universal"
+
+    def detect(self, source: Source) -> bool:
+        return names.is_universal(source.files)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        files = names.universal_files(source, names.choose_folder(source, options.tag))
+        model = ModelStates.of(File.open(source, files.model[0]))
+        _check_model(model)
+        others = files.model[1:] if _has_fragments(model) else ()
+        models = (model, *(ModelStates.of(File.open(source, path)) for path in others))
+        optimizer = File.open(source, files.optimizer)
+        return Contents(files, models, optimizer, Slots(source)).manifest()
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        folder = names.choose_folder(source, None)
+        used = manifest.files | manifest.fqns | manifest.aliases.keys()
+        return names.own_files(source.files, names.universal_files(source, folder), folder, used)
+
+
+def _has_fragments(model: ModelStates) -> bool:
+    return any(prod(shape) for shape in model.frozen_shapes.values())
+
+
+def _check_model(model: ModelStates) -> None:
+    content, path = model.file.content, model.file.path
+    parallel = content.get("checkpoint_parallel_dimensions")
+    degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
+    if any(type(degree) is int and degree > 1 for degree in degrees):
+        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
+    if content.get("ds_autoep_layers"):
+        raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)

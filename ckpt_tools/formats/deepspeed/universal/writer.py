@@ -1,0 +1,153 @@
+"""One folder that DeepSpeed resumes from in stages 1, 2 and 3, at any world size.
+
+DeepSpeed's own converter writes shaped dicts for stages 1 and 2 or bare flat tensors for stage 3, and neither loads in
+the other. But the loader of stage 3 takes the dicts too, and only asks for ``optimizer_state_dict`` in
+``optimizer_state.pt``, which those of stages 1 and 2 ignore: stage3.py ``load_hp_checkpoint_state``, base_optimizer.py
+``load_hp_checkpoint_state_from_checkpoint_dir``. docs/formats/universal.md says what each restores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
+from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.values import StorageRef, StoredTensor, Value
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, is_scaling, loss_scaler
+from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors
+from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
+from ckpt_tools.formats.deepspeed.common.written_extras import Extras
+from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
+from ckpt_tools.formats.deepspeed.universal.model_states import ModelFiles
+from ckpt_tools.formats.deepspeed.universal.names import LATEST, MASTER_FILE, OPTIMIZER_NAME
+from ckpt_tools.serialization.torch_zip import archive_segments
+from ckpt_tools.stores.source import checked_name
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalWriter:
+    """Writes a save directory: a tag folder, and ``latest_universal`` last."""
+
+    name: str = "universal"
+    holds_optimizer: bool = True
+    holds_masters: bool = True
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        state = TrainingState.of(_grouped(manifest))
+        extras = Extras.of(manifest, state.dtype)
+        groups, dropped = portable(state.groups)
+        state = replace(state, groups=groups)
+        tag = _checked_tag(options.tag or extras.tag)
+        output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
+        files = [
+            *output.parameter_files(),
+            output.optimizer_file(),
+            *ModelFiles(state, extras).layouts(f"{tag}/"),
+            FileLayout(LATEST, (Literal(tag.encode()),)),
+        ]
+        return Layout(files, (*state.notes, *dropped, *corrected(extras.notes), *notes_of(state, extras)))
+
+
+def _grouped(manifest: Manifest) -> Manifest:
+    """Weights alone are one group, which says nothing of hyperparameters."""
+    if manifest.groups:
+        return manifest
+    weights = (key for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is Kind.PARAMETER)
+    return replace(manifest, groups=(ParamGroup(tuple(key.fqn for key in weights), {}),))
+
+
+def _checked_tag(tag: str) -> str:
+    if tag in ("", ".", "..", LATEST) or any(character in tag for character in "/\\\0\n"):
+        raise UsageError(f"--tag {tag!r} is no name for the folder of a checkpoint")
+    return tag
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """The files of a tag folder, whose paths start with ``prefix``; ``is_grouped`` where the source knew groups."""
+
+    state: TrainingState
+    extras: Extras
+    prefix: str
+    is_grouped: bool
+
+    def parameter_files(self) -> Iterator[FileLayout]:
+        """The master, the slots and the step of each parameter."""
+        for group in self.state.groups:
+            named = [(MASTER_FILE, group.masters), *((slot.name, slot) for slot in group.slots)]
+            for position, fqn in enumerate(group.params):
+                shape = self.state.manifest.tensors[StateKey(fqn)].shape
+                for name, slot in named:
+                    yield _slot_file(self._path(fqn, name), shape, slot.keys[position], slot.dtype)
+                if STEP in group.scalars:
+                    yield self._step_file(self._path(fqn, STEP), group.scalars[STEP])
+
+    def _path(self, fqn: str, slot: str) -> str:
+        return checked_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
+
+    def _step_file(self, path: str, key: StateKey) -> FileLayout:
+        tensors = Tensors(self.state.manifest)
+        return tensors.file(path, tensors.scalar(key))
+
+    def optimizer_file(self) -> FileLayout:
+        """Each stage takes what it knows: ``param_groups`` are for stages 1 and 2, the rest of the optimizer for 3."""
+        tensors = Tensors(self.state.manifest)
+        options = [dict(group.options) for group in self.state.groups]
+        value = {
+            **self._scaling(tensors),
+            "ds_version": DS_VERSION,
+            "param_groups": [tensors.restored({**one, "params": [i]}) for i, one in enumerate(options)],
+            "optimizer_state_dict": {
+                "state": {0: self._step(tensors)},
+                "param_groups": [tensors.restored({**stage3_options(options), "params": [0]})],
+            },
+        }
+        if not self.is_grouped:
+            value["param_groups"] = self._any_groups()
+        return tensors.file(self.prefix + OPTIMIZER_NAME, value)
+
+    def _any_groups(self) -> list[Value]:
+        """Stages 1 and 2 load as many groups as they find here: enough for a job that has any number of them."""
+        return [{"params": []}] * sum(len(group.params) for group in self.state.groups)
+
+    def _step(self, tensors: Tensors) -> dict[str, Value]:
+        """The one step that stage 3 takes."""
+        keys = [group.scalars[STEP] for group in self.state.groups if STEP in group.scalars]
+        return {STEP: tensors.scalar(keys[0])} if keys else {}
+
+    def _scaling(self, tensors: Tensors) -> dict[str, Value]:
+        """What the source said; where it said nothing, the job keeps its own."""
+        own, dtype = self.extras.own, self.state.dtype
+        found: dict[str, Value] = {name: own[name] for name in ("overflow", "clip_grad") if own.get(name) is not None}
+        if self.extras.loss_scaler is not None and is_scaling(self.extras.loss_scaler) == (dtype is DType.FLOAT16):
+            scaler = loss_scaler(self.extras.loss_scaler, dtype)
+            dynamic = isinstance(scaler.state, dict) and scaler.state.get("dynamic") is True
+            found |= {"loss_scaler": tensors.restored(scaler), "dynamic_loss_scale": dynamic}
+        return found
+
+
+def _slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType) -> FileLayout:
+    """A slot of a parameter; zeros where it has none and others of its group have."""
+    whole = Box.whole(shape)
+    elements = Padding(whole.numel * dtype.item_bytes) if key is None else Payload(key, whole, shape, dtype)
+    template = _slot_segments(shape, dtype)
+    return FileLayout(path, tuple(elements if isinstance(segment, Payload) else segment for segment in template))
+
+
+@lru_cache(maxsize=4096)
+def _slot_segments(shape: Shape, dtype: DType) -> tuple[Segment, ...]:
+    """The file of any slot of this shape and type: 1 of its segments differs from parameter to parameter.
+
+    ``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism.
+    """
+    ref = StorageRef.holding("0", dtype, prod(shape))
+    tensor = StoredTensor(ref, dtype, 0, shape, contiguous_strides(shape))
+    anybody = Payload(StateKey(""), Box.whole(shape), shape, dtype)
+    return tuple(merged(archive_segments({"cat_dim": 0, "param": tensor}, {"0": [anybody]})))

@@ -1,0 +1,244 @@
+"""From the headers of a ZeRO checkpoint to its manifest: which tensor is what, and where.
+
+Weights come from ``module`` where it has them (stages 1 and 2). In stage 3 it has only their type, and the masters are
+read as it: DeepSpeed itself refills the 16-bit weights from the masters when it loads, stage3.py
+``_rigid_load_state_dict``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
+from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates
+from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, deals_in_turn, other_shape
+from ckpt_tools.formats.deepspeed.common.partition import original_order
+from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
+from ckpt_tools.formats.deepspeed.zero_reader import zero3, zero12
+from ckpt_tools.formats.deepspeed.zero_reader.flat import Flats, Pieces, Vector
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, is_scalar, vector
+from ckpt_tools.formats.foreign import refuse_tensor_object
+from ckpt_tools.stores.source import Source
+
+Entries = Iterator[tuple[StateKey, TensorEntry]]
+
+
+@dataclass
+class Contents:
+    """One checkpoint on its way into a manifest."""
+
+    source: Source
+    model: ModelStates
+    optim: OptimStates
+    model_paths: tuple[str, ...]
+    partitions: Partitions
+    extras: Extras = field(default_factory=Extras)
+    literals: dict[str, bytes] = field(default_factory=dict)
+
+    def manifest(self) -> Manifest:
+        """Raises FormatError where the files contradict themselves."""
+        tensors = {key: entry for name in self._names() for key, entry in self._of(name)}
+        groups = tuple(self._group(number, group) for number, group in enumerate(self.optim.groups))
+        self._gather_extras()
+        step = self.model.file.content.get("global_steps")
+        return Manifest(
+            format=f"zero{self.optim.stage}",
+            tensors=tensors | self.extras.tensors,
+            aliases=self.aliases,
+            groups=groups,
+            literals=self.literals,
+            extra=self.extras.values,
+            step=step if type(step) is int else None,
+            world_size=self.optim.world_size,
+            notes=tuple(self._notes()),
+        )
+
+    def _notes(self) -> Iterator[Note]:
+        """Stages 2 and 3 list frozen parameters, and None in place of the list says that they were not to be saved."""
+        content = self.model.file.content
+        if self.optim.stage > 1 and "frozen_param_shapes" in content and content["frozen_param_shapes"] is None:
+            why = "they are not in the checkpoint: it was saved with exclude_frozen_parameters"
+            yield Note(Fate.DEFAULTED, "weights of frozen parameters, if the run has any", why)
+
+    @cached_property
+    def trainable(self) -> Mapping[str, Shape]:
+        return self.model.trainable
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Pieces]:
+        """Where each trainable parameter that has elements lies in the partitions."""
+        shapes, found = self.model.param_shapes, self.partitions
+        if self.optim.stage == 3:
+            return zero3.locate(shapes, found.masters)
+        return zero12.locate(shapes, found.masters, found.paddings, self.optim.alignment_paddings)
+
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied parameters, by alias."""
+        return aliases(self.model, self._are_tied)
+
+    def _are_tied(self, alias: str, owner: str) -> bool:
+        if self.optim.stage == 3:
+            return alias not in self.model.frozen_shapes
+        one, other = self.model.module[alias], self.model.module[owner]
+        if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
+            return False
+        return one.numel > 0 and one.shape == other.shape
+
+    def _names(self) -> list[str]:
+        """The model's own names in its own order, each tie once. Raises IncompleteError."""
+        check_names(self.model)
+        return [name for name in self.model.module if name not in self.aliases and not self._is_left_out(name)]
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether ``exclude_frozen_parameters`` took the owner of a tie and left its alias, empty, behind."""
+        value, owner = self.model.module[name], self.model.ties.get(name)
+        return (
+            owner is not None and owner not in self.model.module and isinstance(value, StoredTensor) and not value.numel
+        )
+
+    def _of(self, name: str) -> Entries:
+        """The tensors of one name: the weight or buffer, and the optimizer's."""
+        value = self.model.module[name]
+        refuse_tensor_object(value, name)
+        if not isinstance(value, StoredTensor) and name not in self.trainable:
+            self.extras.add_module_value(name, value, self.model.file)
+            return
+        if not isinstance(value, StoredTensor):
+            raise MalformedError(f"module holds no tensor, but a {kind_of(value)}", path=self.model.file.path, key=name)
+        yield StateKey(name, WEIGHT), self._weight(name, value)
+        if name in self.pieces:
+            yield from self._states(name, self.trainable[name], self.pieces[name])
+
+    def _weight(self, name: str, value: StoredTensor) -> TensorEntry:
+        kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
+        shape = self._shape(name, value)
+        if tuple(value.shape) == shape:
+            return TensorEntry(shape, value.dtype, kind, self.model.file.table(value))
+        if self.optim.stage < 3 or value.numel:
+            raise other_shape(self.model, name, value, shape)
+        return TensorEntry(shape, value.dtype, kind, self._cut_weight(name, shape, value.dtype))
+
+    def _shape(self, name: str, value: StoredTensor) -> Shape:
+        """What the shape should be; in stage 3 a weight that is cut leaves an empty one in ``module``."""
+        if name in self.model.buffers:
+            return tuple(value.shape)
+        frozen = self.model.frozen_shapes if self.optim.stage == 3 else {}
+        shape = self.trainable.get(name, frozen.get(name))
+        if shape is None and self.optim.stage == 3 and not value.numel:
+            raise IncompleteError("no file has the elements of this parameter", path=self.model.file.path, key=name)
+        return tuple(value.shape) if shape is None else shape
+
+    def _cut_weight(self, name: str, shape: Shape, dtype: DType) -> ShardTable:
+        """The elements of a stage 3 weight: the masters, or the fragments of a frozen one."""
+        if not prod(shape):
+            return ShardTable.build(shape, dtype, [])
+        if name in self.pieces:
+            return self.partitions.masters.table(self.pieces[name])
+        fragments = [{0: rank[name]} if name in rank else {} for rank in self.fragments]
+        flats = Flats.of(f"the frozen {name}", self.model_paths, fragments, 1)
+        cut = zero3.share(prod(shape), self.optim.world_size)
+        return flats.table(zero3.pieces(0, prod(shape), self.optim.world_size, np.array([0, cut])))
+
+    @cached_property
+    def fragments(self) -> list[Mapping[str, Vector]]:
+        """Where each rank has its fragments of the frozen parameters."""
+        return [_fragments(self.model), *map(self._read_fragments, self.model_paths[1:])]
+
+    def _read_fragments(self, path: str) -> Mapping[str, Vector]:
+        model = ModelStates.of(File.open(self.source, path))
+        for name in ("global_steps", "dp_world_size"):
+            found, expected = model.file.content.get(name), self.model.file.content.get(name)
+            if found != expected:
+                raise MalformedError(f"its {name} is {brief(found)} and that of rank 0 {brief(expected)}", path=path)
+        return _fragments(model)
+
+    def _states(self, name: str, shape: Shape, pieces: Pieces) -> Entries:
+        yield StateKey(name, MASTER), _state(shape, self.partitions.masters.table(pieces))
+        for slot in self.partitions.slots:
+            if slot.holds(pieces):
+                yield StateKey(name, slot.name), _state(shape, slot.table(pieces))
+        for slot_name, entry in self.scalars[int(pieces.flats[0])].items():
+            yield StateKey(name, slot_name), entry
+
+    @cached_property
+    def scalars(self) -> list[Mapping[str, TensorEntry]]:
+        """The 0-d state of each flat, from rank 0, which has some of every parameter's elements or of its group's."""
+        steps = {flat: group.options.get("step") for group in self.optim.groups for flat in group.flats}
+        return [
+            {slot: self._scalar(flat, slot, value) for slot, value in _scalars(state, steps.get(flat)).items()}
+            for flat, state in enumerate(self.optim.states)
+        ]
+
+    def _scalar(self, flat: int, slot: str, value: Value) -> TensorEntry:
+        if isinstance(value, StoredTensor):
+            return _state((), self.optim.file.table(value))
+        dtype, data = _as_bytes(value)
+        literal = f"literal:{flat}.{slot}"
+        self.literals[literal] = data
+        at = ByteRange(literal, 0, len(data))
+        return _state((), ShardTable.build((), dtype, [Shard(Box.whole(()), at)]))
+
+    def _group(self, number: int, group: OptimGroup) -> ParamGroup:
+        return ParamGroup(self._members(group), self.extras.options(number, group.options, self.optim.file))
+
+    def _members(self, group: OptimGroup) -> tuple[str, ...]:
+        """The parameters of a group in the order in which the optimizer was given them.
+
+        A group is one flat in stages 1 and 2, but for Adagrad: DeepSpeed remakes it with a single group of all flats.
+        """
+        if self.optim.stage == 3:
+            flats = set(group.flats)
+            return tuple(name for name, pieces in self.pieces.items() if int(pieces.flats[0]) in flats)
+        return tuple(name for flat in group.flats for name in self._flat_members(flat))
+
+    def _flat_members(self, flat: int) -> tuple[str, ...]:
+        found = tuple(self.model.param_shapes[flat])
+        if deals_in_turn(self.model) and not self.optim.is_bf16_optimizer:
+            return original_order(found, self.optim.world_size)
+        return found
+
+    def _gather_extras(self) -> None:
+        self.extras.add_model(self.model.file)
+        self.extras.add_optimizer(self.optim.file, self.optim.own)
+        for rank, state in self.partitions.rest:
+            assert state.file is not None, "state of other kinds comes with its file"
+            kept = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
+            kept[rank] = self.extras.inert(dict(state.rest), f"partition_state.{rank}", state.file)
+
+
+def _fragments(model: ModelStates) -> Mapping[str, Vector]:
+    return {name: vector(model.file, tensor) for name, tensor in model.frozen_fragments.items() if tensor.numel}
+
+
+def _state(shape: Shape, table: ShardTable) -> TensorEntry:
+    return TensorEntry(shape, table.dtype, Kind.STATE, table)
+
+
+def _scalars(state: Mapping[str, Value], group_step: Value) -> Mapping[str, Value]:
+    """The 0-d slots of a flat. Apex keeps one step for a whole group, among its hyperparameters."""
+    found = {slot: value for slot, value in state.items() if is_scalar(value)}
+    return found if "step" in found or not is_scalar(group_step) else {**found, "step": group_step}
+
+
+def _as_bytes(value: bool | int | float) -> tuple[DType, bytes]:
+    """A Python number in its own width. Raises MalformedError for an integer of more than 64 bits."""
+    if isinstance(value, bool):
+        return DType.BOOL, struct.pack("<?", value)
+    if isinstance(value, float):
+        return DType.FLOAT64, struct.pack("<d", value)
+    if not -(1 << 63) <= value < 1 << 63:
+        raise MalformedError(f"a step or another counter of the optimizer is {value.bit_length()} bits long")
+    return DType.INT64, struct.pack("<q", value)

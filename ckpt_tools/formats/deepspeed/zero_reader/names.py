@@ -1,0 +1,145 @@
+"""Where the files of a DeepSpeed checkpoint lie, from their names alone.
+
+A save directory holds a folder for each tag, and ``latest`` names one of them. deepspeed/runtime/engine.py:
+``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name``. Folders of pipeline, expert and tensor parallel runs, and of NVMe
+offload, are recognised so that they can be refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.core.wording import natural
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.tags import choose_tag
+from ckpt_tools.stores.source import Source
+
+LATEST = "latest"
+
+SCRIPT = "zero_to_fp32.py"
+"""DeepSpeed lays it beside ``latest``, engine.py ``_copy_recovery_script``."""
+
+_MODEL = re.compile(r"mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
+_RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
+# The engine still reads names without the last underscore, _get_all_zero_checkpoint_names.
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_?optim_states\.pt")
+_UNIVERSAL = re.compile(r"(?P<folder>.*?)/?zero/.+/fp32\.pt")
+
+_FOREIGN = {
+    re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*"): "experts (mixture of experts)",
+    re.compile(r"layer_\d+[-_].*"): "pipeline stages",
+    re.compile(r"offloaded_tensors/.*"): "optimizer state offloaded to NVMe",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TagFiles:
+    """The files of one checkpoint. Of the model there is one file, or in stage 3 one a rank; a folder that was
+    written twice may hold both, and the stage decides."""
+
+    prefix: str
+    model: tuple[str, ...]
+    rank_models: tuple[str, ...]
+    optim: tuple[str, ...]
+
+    def models(self, stage: int) -> tuple[str, ...]:
+        """The model's files in this stage. Raises IncompleteError."""
+        found = self.rank_models if stage == 3 else self.model
+        if not found:
+            name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+            raise IncompleteError("this file of the checkpoint is missing", path=self.prefix + name)
+        return found
+
+
+def tag_folders(paths: Iterable[str]) -> list[str]:
+    """The folders that hold native ZeRO files, in the order of their names; ``""`` is the source itself."""
+    native, universal = set(), set()
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        if is_own_name(name):
+            native.add(folder)
+        elif path.endswith("/fp32.pt") and (match := _UNIVERSAL.fullmatch(path)):
+            universal.add(match["folder"])
+    return sorted(native - universal, key=natural)
+
+
+def choose_folder(source: Source, tag: str | None) -> str:
+    """The folder of ``tag``, or of the checkpoint that ``latest`` points to. Raises as ``choose_tag`` does."""
+    return choose_tag(source, tag, tag_folders(source.files), latest=LATEST, what="DeepSpeed checkpoint")
+
+
+def own_files(paths: Iterable[str], folder: str) -> frozenset[str]:
+    """The files of the checkpoint in ``folder``, and those that DeepSpeed lays beside that; none where nothing in the
+    source itself says that it is the one."""
+    found = set(paths)
+    if not folder:
+        return frozenset(path for path in found if is_own_name(path))
+    inside = {path for path in found if path.rpartition("/")[0] == folder and is_own_name(path.rpartition("/")[2])}
+    return frozenset(inside | ({LATEST, SCRIPT} & found)) if LATEST in found else frozenset()
+
+
+def is_own_name(name: str) -> bool:
+    """Whether DeepSpeed gives this name to a file of a tag folder."""
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _RANK_MODEL, _OPTIM))
+
+
+def tag_files(source: Source, folder: str) -> TagFiles:
+    """The files of the checkpoint in ``folder``.
+
+    Raises:
+        UnsupportedError: it is of a kind of parallelism that is not read; IncompleteError: the file of a rank is
+        missing; MalformedError: two files claim one rank.
+    """
+    prefix = f"{folder}/" if folder else ""
+    names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
+    _refuse_foreign(names, folder)
+    model, rank_models, optim = (_complete(_by_rank(names, kind), prefix) for kind in (_MODEL, _RANK_MODEL, _OPTIM))
+    if not optim:
+        name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        raise IncompleteError(
+            f"{_place(folder)} has no *_optim_states.pt, the optimizer's files; runs without ZeRO (stage 0) have none, "
+            "and are not read",
+            path=prefix + name,
+        )
+    return TagFiles(prefix, model, rank_models, optim)
+
+
+def _place(folder: str) -> str:
+    return f"the tag {folder!r}" if folder else "the folder"
+
+
+def _refuse_foreign(names: list[str], folder: str) -> None:
+    for name in names:
+        for pattern, what in _FOREIGN.items():
+            if pattern.fullmatch(name):
+                raise UnsupportedError(f"{_place(folder)} holds {what} ({name}), which are not read")
+        match = _RANK_MODEL.fullmatch(name) or _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)
+        if match and int(match["mp"]):
+            raise UnsupportedError(f"{_place(folder)} is of a tensor-parallel run ({name}), which is not read")
+
+
+def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match:
+            rank = int(match.groupdict().get("rank", 0))
+            if rank in found:
+                raise MalformedError(f"{name} and {found[rank]} both claim to be of rank {rank}")
+            found[rank] = name
+    return found
+
+
+def _complete(found: Mapping[int, str], prefix: str) -> tuple[str, ...]:
+    """The files in the order of their ranks. Raises IncompleteError naming the first that is missing."""
+    for rank in range(len(found)):
+        if rank not in found:
+            raise IncompleteError("the file of this rank is missing", path=prefix + of_rank(found[max(found)], rank))
+    return tuple(prefix + found[rank] for rank in range(len(found)))
+
+
+def of_rank(name: str, rank: int) -> str:
+    """The name that a file of the same kind has on ``rank``."""
+    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", name)

@@ -1,0 +1,77 @@
+"""Native ZeRO checkpoints as manifests.
+
+One pass over the headers: rank 0's optimizer file says the stage and the world size, the model file says names, shapes
+and order, the other ranks' files say where their vectors lie. No tensor byte is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.values import brief
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
+from ckpt_tools.formats.deepspeed.zero_reader import names
+from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
+from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
+from ckpt_tools.stores.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedReader:
+    """Reads ZeRO-1, -2 and -3 as ``save_checkpoint`` writes them: a save directory with ``latest``, or a tag folder."""
+
+    name: str = "deepspeed"
+
+    def detect(self, source: Source) -> bool:
+        return bool(names.tag_folders(source.files))
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        files = names.tag_files(source, names.choose_folder(source, options.tag))
+        optim = OptimStates.of(File.open(source, files.optim[0]))
+        paths = _model_paths(files, optim)
+        model = ModelStates.of(File.open(source, paths[0]))
+        _check_model(model, optim)
+        partitions = read_partitions(source, files.optim, optim)
+        return Contents(source, model, optim, paths, partitions).manifest()
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return names.own_files(source.files, names.choose_folder(source, None))
+
+
+def _model_paths(files: TagFiles, optim: OptimStates) -> tuple[str, ...]:
+    """The model's files; there are as many of each kind as ranks. Raises IncompleteError, MalformedError."""
+    paths = files.models(optim.stage)
+    _check_count(files.optim, optim)
+    if optim.stage == 3:
+        _check_count(paths, optim)
+    return paths
+
+
+def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
+    if len(paths) < optim.world_size:
+        missing = names.of_rank(paths[0], len(paths))
+        raise IncompleteError(f"the file of this rank, one of {optim.world_size}, is missing", path=missing)
+    if len(paths) > optim.world_size:
+        raise MalformedError(
+            f"the checkpoint is of {optim.world_size} ranks; this file is of another one, perhaps of an earlier save",
+            path=paths[optim.world_size],
+        )
+
+
+def _check_model(model: ModelStates, optim: OptimStates) -> None:
+    content, path = model.file.content, model.file.path
+    parallel = content.get("checkpoint_parallel_dimensions")
+    degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
+    if any(type(degree) is int and degree > 1 for degree in degrees):
+        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
+    if content.get("ds_autoep_layers") or content.get("autoep_layers"):
+        raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)
+    world_size = content.get("dp_world_size", optim.world_size)
+    if world_size != optim.world_size:
+        raise MalformedError(
+            f"its dp_world_size is {brief(world_size)}, and the optimizer's {optim.world_size}", path=path
+        )

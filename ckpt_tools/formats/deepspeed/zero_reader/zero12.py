@@ -1,0 +1,109 @@
+"""Stages 1 and 2: each param group is one vector, padded at the end and cut evenly.
+
+stage_1_and_2.py: ``flatten_dense_tensors_aligned`` pads a group to a multiple of twice the world size,
+``get_data_parallel_partitions`` cuts it, and ``_get_groups_without_padding`` trims the masters, so that the last ranks
+may hold less or nothing; the optimizer's slots keep the padding. BF16_Optimizer trims neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.shards import Ints
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.formats.deepspeed.zero_reader.flat import Flats, Pieces
+
+ALIGNMENT_FACTOR = 2
+"""A partition has a multiple of so many elements: ``nccl_start_alignment_factor``."""
+
+
+def locate(
+    param_shapes: Sequence[Mapping[str, Shape]],
+    masters: Flats,
+    paddings: Ints,
+    alignment_paddings: Sequence[Sequence[int]] | None,
+) -> dict[str, Pieces]:
+    """The pieces of every parameter that has elements.
+
+    ``paddings`` are ``[world size, num groups]``: elements that a trimmed master lacks. ``alignment_paddings`` are the
+    zeros after each parameter.
+
+    Raises:
+        MalformedError: the partitions are not those of these parameters.
+    """
+    num_groups = masters.numels.shape[1]
+    if len(param_shapes) != num_groups:
+        raise MalformedError(
+            f"{num_groups} groups of partitions for the {len(param_shapes)} of param_shapes", path=masters.files[0]
+        )
+    found: dict[str, Pieces] = {}
+    for group, shapes in enumerate(param_shapes):
+        gaps = _gaps(shapes, alignment_paddings, group, masters.files[0])
+        partition = _most_common(masters.numels[:, group] + paddings[:, group])
+        spans = list(_spans(shapes, gaps))
+        _check_sizes(masters, group, partition, spans[-1][2] if spans else 0)
+        found |= {name: _pieces(start, stop, partition, group) for name, start, stop in spans if stop > start}
+    return found
+
+
+def _most_common(numels: Ints) -> int:
+    """What most ranks say, so that a message names the rank that differs."""
+    found, counts = np.unique(numels, return_counts=True)
+    return int(found[np.argmax(counts)])
+
+
+def _gaps(
+    shapes: Mapping[str, Shape], alignment_paddings: Sequence[Sequence[int]] | None, group: int, path: str
+) -> Sequence[int]:
+    gaps = alignment_paddings[group] if alignment_paddings is not None else [0] * len(shapes)
+    if len(gaps) != len(shapes):
+        raise MalformedError(f"{len(gaps)} param_alignment_paddings for {len(shapes)} parameters", path=path)
+    return gaps
+
+
+def _spans(shapes: Mapping[str, Shape], gaps: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+    """Each parameter's name, start and stop in the flattened group."""
+    cursor = 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        yield name, cursor, cursor + prod(shape)
+        cursor += prod(shape) + gap
+
+
+def _check_sizes(masters: Flats, group: int, partition: int, numel: int) -> None:
+    """Every rank has the elements of its partition, all or without the padding."""
+    world_size = len(masters.files)
+    surplus = partition * world_size - numel
+    if not 0 <= surplus < max(1, ALIGNMENT_FACTOR * world_size):
+        raise MalformedError(
+            f"group {group} has {world_size} partitions of {partition:,} elements, which do not fit the {numel:,} "
+            "of param_shapes",
+            path=masters.files[0],
+        )
+    trimmed = np.clip(numel - np.arange(world_size) * partition, 0, partition)
+    saved = masters.numels[:, group]
+    wrong = np.flatnonzero((saved != trimmed) & (saved != partition))
+    if len(wrong):
+        rank = int(wrong[0])
+        raise MalformedError(
+            f"its partition of group {group} has {int(saved[rank]):,} elements instead of {int(trimmed[rank]):,}",
+            path=masters.files[rank],
+        )
+
+
+def _pieces(start: int, stop: int, partition: int, group: int) -> Pieces:
+    """The pieces of a parameter at ``[start, stop)`` of a group that is cut every ``partition`` elements."""
+    ranks = np.arange(start // partition, -(-stop // partition), dtype=np.int64)
+    lower = np.maximum(ranks * partition, start)
+    upper = np.minimum((ranks + 1) * partition, stop)
+    return Pieces(
+        numel=stop - start,
+        ranks=ranks,
+        starts=lower - start,
+        stops=upper - start,
+        flats=np.full(len(ranks), group, np.int64),
+        offsets=lower - ranks * partition,
+    )

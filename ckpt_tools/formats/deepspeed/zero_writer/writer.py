@@ -1,0 +1,117 @@
+"""A manifest as a native ZeRO checkpoint for any number of ranks.
+
+The files of a rank are made when they are asked for: a thousand ranks of a thousand parameters are millions of
+intervals, and a conversion works through the files one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import FileLayout, Layout, LazyFile, Literal, Workshop
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
+from ckpt_tools.formats.deepspeed.zero_writer.model_states import CutModel, WholeModel
+from ckpt_tools.formats.deepspeed.zero_writer.optim_states import GroupCutOptim, ParamCutOptim
+from ckpt_tools.formats.deepspeed.zero_writer.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroWriter:
+    """Writes what DeepSpeed's ``load_checkpoint`` resumes in ZeRO ``stage`` 1, 2 or 3 on ``world_size`` ranks."""
+
+    stage: int
+    holds_optimizer: bool = field(default=True, init=False)
+    holds_masters: bool = field(default=True, init=False)
+
+    @property
+    def name(self) -> str:
+        return f"zero{self.stage}"
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
+        is no folder's name."""
+        target = Target.of(manifest, self.stage, options.world_size)
+        tag = _checked_tag(options.tag or target.extras.tag)
+        files = ZeroFiles.of(tag, target).layouts()
+        return Layout(files, (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage)))
+
+
+def _checked_tag(tag: str) -> str:
+    if tag in ("", ".", "..", "latest") or any(character in tag for character in "/\\\0\n"):
+        raise UsageError(f"--tag {tag!r} is no name for the folder of a checkpoint")
+    return tag
+
+
+def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
+    """Only stage 3 stores frozen parameters and buffers in different ways."""
+    if stage < 3 or not state.guessed:
+        return []
+    frozen = [name for name in state.guessed if name in state.frozen]
+    buffers = [name for name in state.guessed if name in state.buffers]
+    why = "the source does not tell frozen parameters, tied names and buffers apart, so names and places decided"
+    return [
+        Note(Fate.DEFAULTED, f"{listed(names)} taken for {what}", why, len(names))
+        for names, what in ((frozen, "frozen parameters"), (buffers, "buffers"))
+        if names
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroFiles:
+    """The files of a checkpoint by number: the model's, the optimizer's, and ``latest``, which makes it valid."""
+
+    tag: str
+    target: Target
+    model: WholeModel | CutModel
+    optim: GroupCutOptim | ParamCutOptim
+
+    @classmethod
+    def of(cls, tag: str, target: Target) -> ZeroFiles:
+        if target.stage == 3:
+            return cls(tag, target, CutModel(target), ParamCutOptim(target))
+        return cls(tag, target, WholeModel(target), GroupCutOptim(target))
+
+    def layouts(self) -> list[FileLayout]:
+        """All of them in order, the ranks' made when they are asked for."""
+        workshop = Workshop(self.made)
+        numbers = range(self.num_model_files + self.target.world_size)
+        ranks = [LazyFile(workshop, n, self._path(n), workshop.file(self._like(n)).size_bytes) for n in numbers]
+        return [*ranks, FileLayout("latest", (Literal(self.tag.encode()),))]
+
+    def made(self, number: int) -> FileLayout:
+        path = self._path(number)
+        if number >= self.num_model_files:
+            return self.optim.file(path, number - self.num_model_files)
+        return self.model.file(path, number) if isinstance(self.model, CutModel) else self.model.file(path)
+
+    @property
+    def num_model_files(self) -> int:
+        return self.target.world_size if isinstance(self.model, CutModel) else 1
+
+    def _like(self, number: int) -> int:
+        """A file of the same size: in stage 3 ranks differ in their elements alone, and rank 0 names the ties."""
+        if self.target.stage < 3:
+            return number
+        return self.num_model_files if number >= self.num_model_files else min(number, 1)
+
+    def _path(self, number: int) -> str:
+        rank = number - self.num_model_files
+        if rank >= 0:
+            return f"{self.tag}/{self._prefix}{_of_rank(rank)}_optim_states.pt"
+        name = _of_rank(number) if isinstance(self.model, CutModel) else "mp_rank_00"
+        return f"{self.tag}/{name}_model_states.pt"
+
+    @property
+    def _prefix(self) -> str:
+        """engine.py ``_get_zero_ckpt_prefix``: optimizer files of bf16 runs alone have one."""
+        return "bf16_" if self.target.state.dtype is DType.BFLOAT16 else ""
+
+
+def _of_rank(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00"

@@ -1,0 +1,193 @@
+"""Signs of state that is not a whole model, wherever it lies: what a reader has to refuse by name. Pure.
+
+A reader that does not know a layout can still read each tensor of it, and would take moments for weights, or one rank's
+pieces for a model. These are the signs: names that only optimizers give, flat parameters of FSDP1, objects that stand
+for a part of a tensor, and files that say of which rank they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
+from ckpt_tools.errors import UnsupportedError
+
+_SLOTS = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "momentum_buffer",
+     "square_avg", "acc_delta", "grad_avg", "fp32_param")
+)  # fmt: skip
+"""What optimizers of torch, DeepSpeed and Megatron-Core call their state; ``fp32_param`` is the latter's master."""
+
+_OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizers?|chained_\d+)\.(?:.*\.)?(?:state|distributed|param_groups)\.")
+
+_FLAT_PARAMETERS = ("_flat_param", "flat_param")
+
+_PIECES = ("DTensor", "ShardedTensor", "LocalShardsWrapper")
+"""Classes of ``torch.distributed`` and of Megatron-Core that hold one rank's part of a tensor."""
+
+_RANK_OF = re.compile(r".*_world_size_(\d+)_rank_(\d+)\.pt")
+"""verl, fsdp_checkpoint_manager.py: ``model_world_size_2_rank_0.pt``, also of state that is not cut."""
+
+_RANK = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin")
+"""accelerate, utils/fsdp_utils.py: ``pytorch_model_fsdp_0_rank0.bin``."""
+
+_GATHER = (
+    "save the state with torch.distributed.checkpoint.save, or gather it on one rank first "
+    "(get_model_state_dict with full_state_dict=True)"
+)
+
+
+def is_optimizer_name(name: str) -> bool:
+    """Whether a tensor of this name is optimizer state, as far as names tell."""
+    return not _SLOTS.isdisjoint(name.split(".")) or _OPTIMIZER.search(name) is not None
+
+
+def refuse_weights(names: Iterable[str]) -> None:
+    """Raises UnsupportedError where what was taken for weights are, by their paths in the tree, none."""
+    for name in names:
+        if name.rpartition(".")[2] in _FLAT_PARAMETERS:
+            raise UnsupportedError(
+                "it is a flat parameter of FSDP1 (LOCAL_STATE_DICT), one rank's elements without the names and shapes "
+                "of what they are; save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
+                key=name,
+            )
+        if is_optimizer_name(name):
+            raise UnsupportedError(
+                "it is optimizer state by its name and lies among the weights, in a layout that is not read; save "
+                "model and optimizer under keys of their own, as get_state_dict of torch gives them",
+                key=name,
+            )
+
+
+def refuse_tensor_object(value: Any, name: str) -> None:
+    """Raises UnsupportedError where a weight is a tensor of a class that is not understood."""
+    if isinstance(value, Opaque) and isinstance(value.ref, GlobalRef) and _rebuilds(value.ref):
+        raise UnsupportedError(f"it is a {_tensor_class(value)}, which cannot be read; save plain tensors", key=name)
+
+
+def _rebuilds(ref: GlobalRef) -> bool:
+    is_rebuilt = ref.module in ("torch._utils", "torch._tensor") and ref.name.startswith("_rebuild")
+    return is_rebuilt or ref == PARAMETER
+
+
+def _tensor_class(value: Opaque) -> str:
+    """The class that ``_rebuild_from_type_v2`` makes, or the function that would make the tensor."""
+    named = [arg for arg in value.args if isinstance(arg, GlobalRef)]
+    return str(named[1]) if len(named) > 1 else f"tensor of {value.ref}"
+
+
+def rank_in_name(path: str) -> str | None:
+    """``rank 0 of 2`` where the name of a file says that it holds the part of one of several ranks."""
+    name = path.rpartition("/")[2]
+    if (of := _RANK_OF.fullmatch(name)) is not None:
+        return f"rank {int(of[2])} of {int(of[1])}" if int(of[1]) > 1 else None
+    alone = _RANK.fullmatch(name)
+    return f"rank {int(alone[1])}" if alone is not None else None
+
+
+def refuse_pieces(value: Value, path: str) -> None:
+    """Raises UnsupportedError where ``value``, which the file ``path`` holds, is one rank's part of a sharded state."""
+    found = pieces_in(value) or (f"{rank} by its name" if (rank := rank_in_name(path)) is not None else None)
+    if found is not None:
+        raise UnsupportedError(f"this is a part of a sharded state ({found}), which is not read; {_GATHER}", path=path)
+
+
+def refuse_ranks(files: Mapping[str, str]) -> None:
+    """Raises UnsupportedError for ``files`` that are the parts of ranks; of each it is said what was found in it."""
+    if files:
+        shown = ", ".join(f"{path}: {found}" for path, found in list(files.items())[:4])
+        raise UnsupportedError(
+            f"files of single ranks of a sharded state lie here ({shown}), which are not read, and none of them alone "
+            f"is the model; {_GATHER}"
+        )
+
+
+def pieces_in(value: Value) -> str | None:
+    """What of ``value`` is one rank's part of something, in words, or None."""
+    classes = _classes(value)
+    kind = next((ref.name for ref in classes if _is_piece(ref)), None)
+    if kind is None:
+        return None
+    where = next((text for item in _objects(value) if (text := _place(item)) is not None), None)
+    return f"{kind}s of {where or 'one rank'}"
+
+
+def _is_piece(ref: GlobalRef) -> bool:
+    return ref.name in _PIECES and ref.module.startswith(("torch.distributed.", "megatron."))
+
+
+def _classes(value: Value) -> Iterator[GlobalRef]:
+    return (item for item in _parts(value) if isinstance(item, GlobalRef))
+
+
+def _objects(value: Value) -> Iterator[Opaque]:
+    return (item for item in _parts(value) if isinstance(item, Opaque))
+
+
+def _place(item: Opaque) -> str | None:
+    """The rank of a ``DeviceMesh`` or of a ``ShardedTensor``'s process group, and of how many."""
+    known = item.attributes
+    rank, size = known.get("_rank", known.get("global_rank")), known.get("global_world_size")
+    ranks = known.get("mesh", known.get("_rank_map"))
+    if isinstance(ranks, StoredTensor):
+        size = ranks.numel
+    return f"rank {rank} of {size}" if type(rank) is int and type(size) is int else None
+
+
+def _parts(value: Value) -> Iterator[Value]:
+    """Everything inside ``value``, once each."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        item = waiting.pop()
+        yield item
+        if isinstance(item, dict | list | tuple | set | frozenset | Opaque | StoredTensor) and id(item) not in seen:
+            seen.add(id(item))
+            waiting.extend(_inside(item))
+
+
+def _inside(item: Value) -> Iterable[Value]:
+    if isinstance(item, OrderedDict):
+        return (*item.keys(), *item.values(), item.attributes)
+    if isinstance(item, dict):
+        return (*item.keys(), *item.values())
+    if isinstance(item, StoredTensor):
+        return (item.wrapper, item.state)
+    if isinstance(item, Opaque):
+        return (item.ref, *item.args, item.kwargs, item.state, *item.items, *item.pairs)
+    return item  # type: ignore[no-any-return]
+
+
+_DEEPSPEED_MASTERS = ("fp32_groups", "fp32_groups_flat")
+_DEEPSPEED_PARTITIONS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "zero_stage")
+
+
+def refuse_deepspeed(value: Value, path: str) -> None:
+    """Raises UnsupportedError where a file of DeepSpeed's, opened by itself, would lose what makes it whole."""
+    if not isinstance(value, dict):
+        return
+    optimizer, own = value.get("optimizer"), value.get("optimizer_state_dict")
+    if isinstance(optimizer, dict) and any(name in optimizer for name in _DEEPSPEED_MASTERS):
+        raise UnsupportedError(
+            "it is of a DeepSpeed run in 16 bit without ZeRO (stage 0), whose fp32 masters lie in its optimizer under "
+            "numbers and are not read; save with ZeRO stage 1, or take the 16-bit weights with "
+            "torch.load(FILE, weights_only=False)['module']",
+            path=path,
+        )
+    if isinstance(own, dict) and any(name in own for name in _DEEPSPEED_PARTITIONS):
+        raise UnsupportedError("it is one rank's file of a DeepSpeed ZeRO checkpoint; name its folder", path=path)
+    _refuse_cut_module(value, path)
+
+
+def _refuse_cut_module(value: dict[Value, Value], path: str) -> None:
+    """In stage 3 ``module`` keeps an empty tensor for each parameter that is cut."""
+    module, groups = value.get("module"), value.get("param_shapes")
+    shapes = groups if isinstance(groups, list) else [groups]
+    for name, shape in ((n, s) for group in shapes if isinstance(group, dict) for n, s in group.items()):
+        weight = module.get(name) if isinstance(module, dict) else None
+        if isinstance(weight, StoredTensor) and isinstance(shape, tuple) and tuple(weight.shape) != tuple(shape):
+            raise UnsupportedError(
+                f"it is one file of a DeepSpeed ZeRO checkpoint and has no elements of {name}; name the folder",
+                path=path,
+            )

@@ -1,0 +1,38 @@
+"""From what a user types to a store: paths and URLs, files and folders, sources and destinations."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ckpt_tools.core.applicability import READING, Case, check
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.trainer_files import with_companions
+from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import open_source
+
+
+def read_checkpoint(
+    url: str | Path, options: ReadOptions, *, format_name: str | None = None
+) -> tuple[Source, Manifest]:
+    """The manifest of what is at ``url``, with the source whose files its shards name.
+
+    Raises:
+        CkptError: as ``open_source``, ``reader_for`` and the reader say.
+    """
+    return read_source(open_source(url), options, format_name=format_name)
+
+
+def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
+    """As ``read_checkpoint``, of a source that is open."""
+    reader = reader_for(source, format_name)
+    manifest = with_companions(reader.read_manifest(source, options), source)
+    return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+
+
+def check_reading(manifest: Manifest, options: ReadOptions) -> None:
+    """Raises UsageError where an option says how to read and ``manifest`` is of a format that does not have it."""
+    check(READING, asdict(options), Case(source=manifest.format, is_tree=manifest.tree is not None))

@@ -1,0 +1,351 @@
+"""safetensors: a length, a JSON header, and the tensors' bytes.
+
+Invariants, after the format's own specification and ``safetensors/src/tensor.rs``: the header's length is a
+little-endian u64 of at most 100 MB, no key appears twice, every tensor's range is as long as its shape and dtype say,
+and the ranges cover the data exactly, without a gap or an overlap. A sharded model has
+``<name>-0000i-of-0000n.safetensors`` files and an index of Hugging Face's form.
+
+Tied weights are stored once; as ``safetensors.torch.save_model`` does, the metadata maps each alias to the name stored.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType, from_safetensors
+from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.values import MAX_DIMS, brief
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
+from ckpt_tools.formats.safetensors.rank_pieces import (
+    OFFSETS_KEY,
+    Piece,
+    check_numbers,
+    is_shard_name,
+    joined,
+    piece_of,
+    read_offsets,
+)
+from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
+from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Leaves, TensorLeaf, manifest_of
+from ckpt_tools.serialization.pickle.load import dumps, loads
+from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.stores.source import Source
+
+MAX_HEADER_BYTES = 100_000_000
+"""The library's own limit, tensor.rs MAX_HEADER_SIZE."""
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+STATE_KEY = "ckpt_tools.state"
+"""Our entry of the metadata where a file holds a whole training state: base64 of a pickle of inert values."""
+
+_SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """One file's tensors by name, and its metadata."""
+
+    tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsReader:
+    """Reads a single file, or a folder with an index or a complete set of shards, whole tensors or pieces in each."""
+
+    name: str = "safetensors"
+
+    def detect(self, source: Source) -> bool:
+        return any(_is_ours(path) for path in source.files)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        headers = {path: read_header(source, path) for path in _files(source)}
+        leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
+        state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
+        if state is not None:
+            return _whole_state(leaves, _ties(headers.values(), leaves), state, options)
+        tensors = {StateKey(name): _entry(leaf) for name, leaf in leaves.items()}
+        return Manifest("safetensors", tensors, aliases=_ties(headers.values(), leaves))
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return frozenset([*_files(source), *_index(source)])
+
+
+def _whole_state(
+    tensors: Mapping[str, TensorLeaf], ties: Mapping[str, str], state: str, options: ReadOptions
+) -> Manifest:
+    """A file of ours with optimizer state: the metadata say where each tensor stood in the tree, and hold the rest."""
+    found = _unpacked(state)
+    paths = {name: path for name, path in found["paths"].items() if name in tensors or name in found["objects"]}
+    paths |= {name: (name,) for name in (*tensors, *ties) if name not in paths}
+    return manifest_of(
+        Leaves(paths, tensors, found["objects"]),
+        format_name="safetensors",
+        model_key=options.model_key,
+        optim_key=options.optim_key,
+        ties=ties,
+    )
+
+
+def _unpacked(state: str) -> dict[str, dict[str, Any]]:
+    try:
+        found = loads(base64.b64decode(state, validate=True), path=STATE_KEY)
+    except ValueError as error:
+        raise MalformedError(f"its {STATE_KEY} is not valid base64") from error
+    paths, objects = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]
+    if not isinstance(paths, dict) or not isinstance(objects, dict) or not objects.keys() <= paths.keys():
+        raise MalformedError(f"its {STATE_KEY} holds no tree of state")
+    if not all(type(name) is str for name in paths) or not all(map(_is_path, paths.values())):
+        raise MalformedError(f"its {STATE_KEY} holds names or paths of the wrong kind")
+    return {"paths": paths, "objects": objects}
+
+
+def _is_path(path: Any) -> bool:
+    is_tuple = isinstance(path, tuple) and 0 < len(path) <= MAX_PATH_PARTS
+    return is_tuple and all(type(part) in (str, int) for part in path)
+
+
+def _is_ours(path: str) -> bool:
+    return "/" not in path and path.endswith((".safetensors", INDEX_SUFFIX))
+
+
+def _files(source: Source) -> list[str]:
+    """The files that make up the model, in order."""
+    for index in _index(source):
+        return _indexed_files(source, index)
+    files = [path for path in source.files if _is_ours(path)]
+    if len(files) > 1:
+        _check_shards(files)
+    return files
+
+
+def _index(source: Source) -> list[str]:
+    """The one index, if there is any."""
+    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
+    return [choose_index(indexes, f"model{INDEX_SUFFIX}")] if indexes else []
+
+
+def _indexed_files(source: Source, index: str) -> list[str]:
+    weight_map = read_weight_map(source, index)
+    files = list(dict.fromkeys(weight_map.values()))
+    for file in files:
+        check_promises(weight_map, index, file, read_header(source, file).tensors)
+    return files
+
+
+def _check_shards(files: list[str]) -> None:
+    """A folder without an index is one model only if its files number themselves completely."""
+    if all(map(is_shard_name, files)):
+        check_numbers(files)
+        return
+    numbers = [_SHARD_NAME.fullmatch(file) for file in files]
+    if not all(numbers):
+        raise UnsupportedError(f"several models lie here ({listed(files)}); name the file of the one you mean")
+    present = {(int(match[1]), int(match[2])) for match in numbers if match}
+    totals = {total for _, total in present}
+    expected = {(number, total) for total in totals for number in range(1, total + 1)}
+    if len(totals) > 1 or present != expected:
+        raise IncompleteError(f"of the shards {files[0]} ... {files[-1]} some are missing")
+
+
+def read_header(source: Source, path: str) -> _Header:
+    """The checked header of one file.
+
+    Raises:
+        MalformedError, IncompleteError: a rule of the format is broken.
+    """
+    size = source.size(path)
+    if size < 8:
+        raise IncompleteError(f"{size} bytes are no safetensors file", path=path)
+    (length,) = struct.unpack("<Q", source.read(path, 0, 8))
+    if length > MAX_HEADER_BYTES:
+        raise MalformedError(
+            f"its header claims {length:,} bytes, more than the {MAX_HEADER_BYTES:,} allowed", path=path
+        )
+    if 8 + length > size:
+        raise IncompleteError(f"its header of {length:,} bytes does not fit its {size:,} bytes", path=path)
+    found = parse_json(source.read(path, 8, 8 + length), path)
+    if not isinstance(found, dict):
+        raise MalformedError("its header is no JSON object", path=path)
+    metadata = _metadata(found.pop("__metadata__", {}), path)
+    tensors = {name: _described(name, info, 8 + length, path) for name, info in found.items()}
+    _check_ranges(tensors, 8 + length, size, path)
+    return _Header(tensors, metadata)
+
+
+def _metadata(found: Any, path: str) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise MalformedError("__metadata__ does not map strings to strings", path=path)
+    return found
+
+
+def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType, tuple[int, ...], ByteRange]:
+    if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
+        raise MalformedError("an entry needs dtype, shape and data_offsets, and nothing else", path=path, key=name)
+    dtype = from_safetensors(info["dtype"]) if isinstance(info["dtype"], str) else None
+    if dtype is None:
+        raise UnsupportedError(f"unknown dtype {brief(info['dtype'])}", path=path, key=name)
+    shape, offsets = info["shape"], info["data_offsets"]
+    if not _naturals(shape, MAX_DIMS) or not _naturals(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise MalformedError(
+            f"shape {brief(shape)} or data_offsets {brief(offsets)} are no such numbers", path=path, key=name
+        )
+    if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
+        raise MalformedError(
+            f"{offsets[1] - offsets[0]:,} bytes cannot hold {shape} of {dtype.value}", path=path, key=name
+        )
+    return dtype, tuple(shape), ByteRange(path, data_start + offsets[0], data_start + offsets[1])
+
+
+def _naturals(found: Any, limit: int) -> bool:
+    """Whether it is a list of at most ``limit`` numbers."""
+    return isinstance(found, list) and len(found) <= limit and all(type(n) is int and 0 <= n < 1 << 63 for n in found)
+
+
+def _check_ranges(
+    tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]], data_start: int, size: int, path: str
+) -> None:
+    cursor = data_start
+    for at, name in sorted((((at.start, at.stop), name) for name, (_, _, at) in tensors.items())):
+        if at[0] != cursor:
+            kind = "overlaps the tensor before it" if at[0] < cursor else "leaves a gap before it"
+            raise MalformedError(f"its range {kind}", path=path, key=name)
+        cursor = at[1]
+    if cursor > size:
+        raise IncompleteError(f"it should have {cursor:,} bytes and has {size:,}; it was cut off", path=path)
+    if cursor < size:
+        raise MalformedError(f"{size - cursor:,} bytes after the last tensor belong to none", path=path)
+
+
+def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
+    found: dict[str, TensorLeaf] = {}
+    for path, header in headers.items():
+        for name, (dtype, shape, at) in header.tensors.items():
+            if name in found:
+                raise MalformedError("this tensor lies in two files", path=path, key=name)
+            found[name] = TensorLeaf(shape, dtype, ShardTable.build(shape, dtype, [Shard(Box.whole(shape), at)]))
+    return found
+
+
+def _are_pieces(headers: Mapping[str, _Header]) -> bool:
+    """Whether each file holds pieces of tensors, as torch's DCP writes them from every rank."""
+    return any(OFFSETS_KEY in header.metadata for header in headers.values())
+
+
+def _pieces(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
+    found: dict[str, list[Piece]] = {}
+    for path, header in headers.items():
+        offsets = read_offsets(header.metadata, path)
+        for name, (dtype, extents, at) in header.tensors.items():
+            found.setdefault(name, []).append(piece_of(name, dtype, extents, at, offsets))
+    tables = {name: joined(name, pieces) for name, pieces in found.items()}
+    return {name: TensorLeaf(table.shape, table.dtype, table) for name, table in tables.items()}
+
+
+def _entry(leaf: TensorLeaf) -> TensorEntry:
+    kind = Kind.PARAMETER if leaf.dtype.is_floating else Kind.BUFFER
+    return TensorEntry(leaf.shape, leaf.dtype, kind, leaf.shards)
+
+
+def _ties(headers: Iterable[_Header], tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+    return {
+        alias: owner
+        for header in headers
+        for alias, owner in header.metadata.items()
+        if owner in tensors and alias not in tensors
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsWriter:
+    """Writes a model in one file, or in shards with their index.
+
+    Where there is more than a model, moments are tensors ``optim.state.<fqn>.<slot>`` beside the weights, and the
+    first file's metadata hold the rest: groups, scheduler, counts, as a pickle of inert values.
+    """
+
+    name: str = "safetensors"
+    holds_optimizer: bool = False
+    holds_masters: bool = False
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        entries = entries_of(manifest, StateTree((), ("optim",)))
+        state, notes = ({}, ()) if is_model_only(manifest) else _packed(entries)
+        contents = {name: (key, manifest.tensors[key]) for name, key in entries.tensors.items()}
+        parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
+        if len(parts) > 1 and options.file_name is not None:
+            raise UnsupportedError(
+                f"{options.file_name} is one file, and --max-shard-size asks for {len(parts)}; name a folder"
+            )
+        names = [options.file_name or "model.safetensors"] if len(parts) == 1 else _shard_names(len(parts))
+        files = [
+            _file_layout(name, {n: contents[n] for n in part}, entries.aliases, state if name == names[0] else {})
+            for name, part in zip(names, parts, strict=True)
+        ]
+        listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
+        index = [index_layout(f"model{INDEX_SUFFIX}", listed, {})] if len(parts) > 1 else []
+        return Layout((*files, *index), (*entries.notes, *notes))
+
+
+def _shard_names(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _packed(entries: Entries) -> tuple[dict[str, str], tuple[Note, ...]]:
+    """The tree and its objects as metadata; objects that hold tensors inside have no form here."""
+    lost = [name for name, value in entries.objects.items() if next(references(value), None) is not None]
+    objects = {name: value for name, value in entries.objects.items() if name not in lost}
+    data = dumps({"paths": dict(entries.paths), "objects": objects})
+    notes = (Note(Fate.DROPPED, ", ".join(lost), "it holds tensors inside; torch and dcp keep it", len(lost)),)
+    return {STATE_KEY: base64.b64encode(data).decode()}, notes if lost else ()
+
+
+def _file_layout(
+    path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], state: Mapping[str, str]
+) -> FileLayout:
+    """Wide elements first, so that every tensor is aligned to its own width."""
+    ordered = dict(sorted(part.items(), key=lambda item: -item[1][1].dtype.item_bytes))
+    payloads = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in ordered.values()]
+    ties = {alias: owner for alias, owner in aliases.items() if owner in ordered}
+    header = _header_bytes({name: entry for name, (_, entry) in ordered.items()}, {**ties, **state})
+    return FileLayout(path, (Literal(header), *payloads))
+
+
+def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    cursor = 0
+    for name, entry in tensors.items():
+        header[name] = {
+            "dtype": _dtype_name(name, entry.dtype),
+            "shape": list(entry.shape),
+            "data_offsets": [cursor, cursor + entry.num_bytes],
+        }
+        cursor += entry.num_bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsupportedError(f"a header of {len(text):,} bytes is more than the format allows; use --max-shard-size")
+    return struct.pack("<Q", len(text)) + text
+
+
+def _dtype_name(name: str, dtype: DType) -> str:
+    found = dtype.safetensors_name
+    if found is None:
+        raise UnsupportedError(f"safetensors has no {dtype.value}; write it with --to torch or exclude it", key=name)
+    return found

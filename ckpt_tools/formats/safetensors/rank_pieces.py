@@ -1,0 +1,95 @@
+"""safetensors that torch's DCP wrote, each rank a file of its own pieces.
+
+``HuggingFaceStorageWriter(save_distributed=True)`` (torch 2.15.0, distributed/checkpoint/hf_storage.py) names files
+``shard-<rank + 1>-model-<i>-of-<n>.safetensors`` and says in each header's metadata where its pieces begin:
+``DCP_SHARDING_INFO`` is JSON, ``{name: {"saved_offsets": [...]}}``. There is no index, and the whole shape of a tensor
+is nowhere: it reaches as far as its last piece, as torch's own reader takes it. A lost last file can therefore not be
+told from a smaller model; a lost one before it is a gap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError
+from ckpt_tools.serialization.strict_json import parse_json
+
+OFFSETS_KEY = "DCP_SHARDING_INFO"
+
+_FILE_NAME = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, starting at ``start``, as one file holds it."""
+
+    dtype: DType
+    start: tuple[int, ...]
+    extents: tuple[int, ...]
+    at: ByteRange
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(a + n for a, n in zip(self.start, self.extents, strict=True))
+
+
+def is_shard_name(path: str) -> bool:
+    return _FILE_NAME.fullmatch(path) is not None
+
+
+def check_numbers(paths: Iterable[str]) -> None:
+    """Every rank up to the last has its file. Raises IncompleteError."""
+    numbers = {int(match[1]): path for path in paths if (match := _FILE_NAME.fullmatch(path))}
+    for number in range(1, max(numbers, default=0)):
+        if number not in numbers:
+            example = numbers[max(numbers)]
+            missing = re.sub(r"shard-\d+", f"shard-{number:05d}", example)
+            raise IncompleteError("the shard of this rank is missing", path=missing)
+
+
+def read_offsets(metadata: Mapping[str, str], path: str) -> Mapping[str, tuple[int, ...]]:
+    """Where the pieces of a file begin, by name. Raises MalformedError."""
+    if OFFSETS_KEY not in metadata:
+        raise MalformedError(f"a shard of a rank needs {OFFSETS_KEY} in its metadata", path=path)
+    found = parse_json(metadata[OFFSETS_KEY].encode(), path)
+    pieces = found.items() if isinstance(found, dict) else ()
+    offsets = {name: piece.get("saved_offsets") if isinstance(piece, dict) else None for name, piece in pieces}
+    if not isinstance(found, dict) or not all(map(_is_offset, offsets.values())):
+        raise MalformedError(f"its {OFFSETS_KEY} does not map names to saved_offsets", path=path)
+    return {name: tuple(offset) for name, offset in offsets.items() if offset is not None}
+
+
+def _is_offset(found: object) -> bool:
+    return isinstance(found, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in found)
+
+
+def piece_of(
+    name: str, dtype: DType, extents: tuple[int, ...], at: ByteRange, offsets: Mapping[str, tuple[int, ...]]
+) -> Piece:
+    """A tensor of a file at its place. Raises MalformedError where the file does not say it."""
+    start = offsets.get(name)
+    if start is None or len(start) != len(extents):
+        raise MalformedError(f"its {OFFSETS_KEY} has no place for this tensor", path=at.file, key=name)
+    return Piece(dtype, start, extents, at)
+
+
+def joined(name: str, pieces: list[Piece]) -> ShardTable:
+    """One tensor from its pieces; empty ones, which all begin where another ends, count for its shape alone.
+
+    Raises:
+        MalformedError: they are of different types or dims, or one overlaps another.
+    """
+    first = pieces[0]
+    if any((piece.dtype, len(piece.start)) != (first.dtype, len(first.start)) for piece in pieces):
+        raise MalformedError("its pieces in the ranks' files differ in dtype or dims", path=first.at.file, key=name)
+    shape = tuple(max(ends) for ends in zip(*(piece.stop for piece in pieces), strict=True))
+    shards = [Shard(Box(piece.start, piece.stop), piece.at) for piece in pieces if 0 not in piece.extents]
+    try:
+        return ShardTable.build(shape, first.dtype, shards)
+    except CkptError as error:
+        raise type(error)(error.message, path=error.path, key=name) from error

@@ -1,0 +1,311 @@
+"""A manifest as the names of a DCP. Pure.
+
+DCP flattens the tree that a user saves into names joined by dots, each a tensor or an object: dicts are always taken
+apart, lists only where they hold dicts or tensors, empty ones vanish (torch 2.15.0, checkpoint/_traverse.py,
+``traverse_state_dict``). The tree is ``{"app": {"model", "optim", ...}}`` with the user's entries beside model and
+optimizer, the one that the source had if that was a DCP, or the bare model's names where there is nothing but a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckpt_tools.core.dtypes import DType, to_numpy
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, Path, StateKey, StateTree, TensorRef
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.wording import count
+from ckpt_tools.errors import UnsupportedError
+
+APP_TREE = StateTree(("app", "model"), ("app", "optim"))
+"""What the FSDP2 recipes of torch use: one Stateful, saved as ``app``."""
+
+MAX_ENTRIES = 10_000_000
+"""Names of one checkpoint; dicts that share their values could describe any number of them."""
+
+
+def chosen_tree(manifest: Manifest, *, model_key: str | None, optim_key: str | None) -> StateTree:
+    """Where a DCP of ``manifest`` keeps things; a key given wins over the source's own place."""
+    base = _own_tree(manifest)
+    if model_key is not None and _dotted(base.model) != model_key:
+        model = _path(model_key)
+        base = StateTree(model, (*model[:-1], "optim"), base.is_flattened)
+    if optim_key is not None and (base.optim is None or _dotted(base.optim) != optim_key):
+        base = replace(base, optim=_path(optim_key))
+    return base
+
+
+def _own_tree(manifest: Manifest) -> StateTree:
+    own = manifest.tree if manifest.format == "dcp" else None
+    if is_model_only(manifest):
+        was_more = own is None or own.optim is not None or own.extras
+        return StateTree((), None) if was_more or own is None else own
+    return own or APP_TREE
+
+
+def is_model_only(manifest: Manifest) -> bool:
+    """Whether there is nothing but weights and buffers."""
+    return not manifest.groups and not manifest.extra and not manifest.of_kind(Kind.STATE)
+
+
+def _path(key: str) -> Path:
+    return tuple(key.split(".")) if key else ()
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Every name of a DCP with its path in the tree, and what it is.
+
+    ``tensors`` names tensors of the manifest, ``aliases`` maps the names of ties to the names that own the bytes.
+    """
+
+    paths: Mapping[str, Path]
+    tensors: Mapping[str, StateKey]
+    aliases: Mapping[str, str]
+    objects: Mapping[str, Any]
+    notes: tuple[Note, ...]
+
+
+def entries_of(manifest: Manifest, tree: StateTree) -> Entries:
+    """The names of ``manifest`` in ``tree``.
+
+    Raises:
+        UnsupportedError: two entries would have one name, or there are too many.
+    """
+    found = _Found(manifest, tree)
+    found.add_model()
+    found.add_optimizer()
+    found.add_extras()
+    return Entries(found.paths, found.tensors, found.aliases, found.objects, (*found.notes, *found.unused()))
+
+
+@dataclass(slots=True)
+class _Found:
+    manifest: Manifest
+    tree: StateTree
+    paths: dict[str, Path] = field(default_factory=dict)
+    tensors: dict[str, StateKey] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+    def add_model(self) -> None:
+        names = {}
+        for key, entry in self.manifest.tensors.items():
+            if entry.kind in (Kind.PARAMETER, Kind.BUFFER):
+                names[key.fqn] = self._add_tensor((*self.tree.model, key.fqn), key)
+        for alias, owner in self.manifest.aliases.items():
+            self.aliases[self._new((*self.tree.model, alias))] = names[owner]
+
+    def add_optimizer(self) -> None:
+        for key in self.manifest.of_kind(Kind.STATE):
+            self._add_state(self._state_path(key), key)
+        self._add_empty_state()
+        for number, group in enumerate(self.manifest.groups):
+            if self.manifest.tree is None:
+                options, notes = for_torch(group.options, number, _adam_decays_apart(self.manifest.extra))
+                group = replace(group, options=options)
+                self.notes += notes
+            for path, value in self._options(number, group):
+                self._add_leaves(path, value)
+
+    def _state_path(self, key: StateKey) -> Path:
+        assert self.tree.optim is not None, "a tree with optimizer state has a place for it"
+        if self.tree.is_flattened:
+            return (*self.tree.optim, f"state.{key.fqn}.{key.slot}")
+        return (*self.tree.optim, "state", key.fqn, key.slot)
+
+    def _add_empty_state(self) -> None:
+        """State for parameters without elements, which DeepSpeed does not optimize: ``dcp.load`` asks for it.
+
+        It has no elements either, so that the parameter stands for each slot of its shape; what is 0-d is that of
+        another parameter. No group takes them in, as torch matches groups by their members.
+        """
+        if self.manifest.tree is not None:
+            return
+        state = self.manifest.of_kind(Kind.STATE)
+        known = {key.fqn for key in state}
+        other = next((key.fqn for key, entry in state.items() if not entry.shape), None)
+        slots = [key for key in state if key.fqn == other]
+        empty = [key for key, entry in self.manifest.of_kind(Kind.PARAMETER).items() if not entry.numel]
+        empty = [key for key in empty if slots and key.fqn not in known]
+        for key in empty:
+            for slot in slots:
+                path = self._state_path(StateKey(key.fqn, slot.slot))
+                self._add_tensor(path, key if state[slot].shape else slot)
+        if empty:
+            what = f"optimizer state of {count(len(empty), 'empty parameter')}"
+            self.notes.append(Note(Fate.DEFAULTED, what, "the source keeps none", len(empty)))
+
+    def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[Path, Any]]:
+        assert self.tree.optim is not None, "a tree with groups has a place for them"
+        if self.tree.is_flattened:
+            for fqn in group.params:
+                yield from (
+                    ((*self.tree.optim, f"param_groups.{fqn}.{name}"), value) for name, value in group.options.items()
+                )
+            return
+        prefix = (*self.tree.optim, "param_groups", number)
+        yield (*prefix, "params"), list(group.params)
+        yield from (((*prefix, name), value) for name, value in group.options.items())
+
+    def add_extras(self) -> None:
+        root = self.tree.model[:-1]
+        reserved = (self.tree.model, self.tree.optim)
+        extras, notes = beside(self.manifest)
+        self.notes += notes
+        for name, value in extras.items():
+            path = self.tree.extras.get(name, (*root, name))
+            if path in reserved and name not in self.tree.extras:
+                self.notes.append(Note(Fate.DROPPED, name, "model or optimizer have this name in the tree"))
+            else:
+                self._add_leaves(path, value)
+
+    def _add_leaves(self, path: Path, value: Any) -> None:
+        for leaf, item in leaves(path, value):
+            missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
+            if missing:
+                self.notes.append(Note(Fate.DROPPED, _dotted(leaf), "its tensor was not selected", asked=True))
+            elif isinstance(item, TensorRef):
+                self._add_tensor(leaf, item.key)
+            elif isinstance(item, _Nothing):
+                self.notes.append(Note(Fate.DROPPED, _dotted(leaf), "a DCP keeps no empty dict"))
+            else:
+                self.objects[self._new(leaf)] = item
+
+    def _add_state(self, path: Path, key: StateKey) -> None:
+        """State that a tree kept as a plain number is a plain number again."""
+        number = _number(self.manifest, key) if self.manifest.tree is not None else None
+        if number is None:
+            self._add_tensor(path, key)
+        else:
+            self.objects[self._new(path)] = number
+
+    def _add_tensor(self, path: Path, key: StateKey) -> str:
+        name = self._new(path)
+        self.tensors[name] = key
+        return name
+
+    def _new(self, path: Path) -> str:
+        name = _dotted(path)
+        if name in self.paths:
+            raise UnsupportedError(
+                "two entries of the tree would have this name; choose others with --model-key", key=name
+            )
+        if len(self.paths) == MAX_ENTRIES:
+            raise UnsupportedError(f"more than {MAX_ENTRIES:,} entries are no checkpoint")
+        self.paths[name] = path
+        return name
+
+    def unused(self) -> Iterator[Note]:
+        """Tensors to which no entry refers."""
+        used = {*self.tensors.values(), *(ref.key for value in self.objects.values() for ref in references(value))}
+        for key in self.manifest.of_kind(Kind.EXTRA):
+            if key not in used:
+                yield Note(Fate.DROPPED, str(key), "no entry of the checkpoint refers to it")
+
+
+ADAM_OPTIONS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+"""What torch's Adam and AdamW keep in a group and DeepSpeed's own Adams do not, at torch's defaults (2.15.0): that is
+how DeepSpeed computes."""
+
+
+def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tuple[dict[str, Any], list[Note]]:
+    """A group of DeepSpeed as one of torch, which asks for every option of its own.
+
+    ``bias_correction`` is DeepSpeed's, and torch always does it.
+    """
+    found = dict(options)
+    notes = []
+    if found.pop("bias_correction", True) is not True:
+        notes.append(Note(Fate.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
+    if {"betas", "eps"} <= found.keys():
+        missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
+        missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
+        if missing:
+            what = f"{', '.join(missing)} of parameter group {number}"
+            notes.append(Note(Fate.DEFAULTED, what, "torch's Adam keeps them and DeepSpeed's does not", len(missing)))
+        found |= missing
+    return found, notes
+
+
+def _adam_decays_apart(extra: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's Adam was an AdamW: ``adam_w_mode`` of its config, true unless it says otherwise."""
+    found: Any = extra.get("deepspeed", {})
+    for name in ("ds_config", "optimizer", "params", "adam_w_mode"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found is not False
+
+
+def _number(manifest: Manifest, key: StateKey) -> Any:
+    """The number that a literal file holds, in its Python type; None where the tensor is stored otherwise."""
+    entry = manifest.tensors[key]
+    file = entry.shards.files[int(entry.shards.file_ids[0])] if len(entry.shards) else ""
+    data = manifest.literals.get(file)
+    if data is None or entry.shape or entry.dtype not in (DType.BOOL, DType.INT64, DType.FLOAT64):
+        return None
+    return np.frombuffer(data, to_numpy(entry.dtype))[0].item()
+
+
+def beside(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
+    """The entries beside model and optimizer: in a tree the user's own; else DeepSpeed's client state among the
+    neutral ones, without what only DeepSpeed can use."""
+    extra = dict(manifest.extra)
+    if manifest.tree is not None:
+        return extra, []
+    client_state = extra.pop("client_state", {})
+    internals = extra.pop("deepspeed", {})
+    notes = (
+        [Note(Fate.DROPPED, f"DeepSpeed's own {', '.join(internals)}", "only DeepSpeed uses it")] if internals else []
+    )
+    for name, value in client_state.items():
+        if str(name) in extra:
+            notes.append(Note(Fate.DROPPED, f"client_state.{name}", "an entry of the checkpoint has its name"))
+        else:
+            extra[str(name)] = value
+    if extra.get("global_step", 0) is None:
+        del extra["global_step"]
+    return extra, notes
+
+
+class _Nothing:
+    """Stands for an empty dict among leaves."""
+
+
+def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_Nothing``."""
+    if isinstance(value, dict):
+        if not value:
+            yield path, _Nothing()
+        for name, item in value.items():
+            yield from leaves((*path, str(name)), item)
+    elif isinstance(value, list) and _is_taken_apart(value, set()):
+        for position, item in enumerate(value):
+            yield from leaves((*path, position), item)
+    else:
+        yield path, value
+
+
+def _is_taken_apart(value: list[Any], seen: set[int]) -> bool:
+    """Whether a list holds a dict or a tensor, at any depth of lists; one that is shared is looked into once."""
+    seen.add(id(value))
+    return any(
+        isinstance(item, dict | TensorRef)
+        or (isinstance(item, list) and id(item) not in seen and _is_taken_apart(item, seen))
+        for item in value
+    )

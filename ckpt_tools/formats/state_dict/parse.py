@@ -1,0 +1,519 @@
+"""Where model and optimizer live in a tree of state that somebody saved. Pure: paths in, a manifest out.
+
+A DCP and a file of torch.save are trees of the user's own making; each leaf is a tensor or an object.
+``get_state_dict`` puts optimizer state at ``(..., "state", fqn, slot)`` and options at ``(..., "param_groups",
+number, option)``; torchtitan flattens both into one string, ``state.<fqn>.<slot>``. The model is the mapping whose
+names the optimizer knows, or, without an optimizer, the one with the most elements. What is in neither is the user's
+own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef
+from ckpt_tools.core.manifest import Path as Path
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.values import Distinct, StoredTensor
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
+from ckpt_tools.formats.foreign import refuse_tensor_object, refuse_weights
+from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
+
+MODEL_NAMES = ("model", "module", "state_dict")
+"""What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
+
+
+MAX_PATH_PARTS = 100
+"""Levels of a tree; no state is nested so deeply, and what walks it must end."""
+
+MAX_NUMBER_DIGITS = 18
+"""Of the number of a parameter, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter or buffer of the model."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Optimizer state of one parameter."""
+
+    fqn: str
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A hyperparameter of a group, named by its number, or of a parameter, where the saver flattened groups away."""
+
+    owner: int | str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """The user's own entry."""
+
+    path: Path
+
+
+Place = Weight | State | Option | Extra
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The prefixes under which model and optimizer live; ``optim`` is None where there is no optimizer."""
+
+    model: Path
+    optim: Path | None
+
+
+def find_tree(
+    paths: Mapping[str, Path], numels: Mapping[str, int], *, model_key: str | None, optim_key: str | None
+) -> Tree:
+    """The tree of a checkpoint whose leaves lie at ``paths``, those with ``numels`` being tensors.
+
+    Raises:
+        UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers.
+    """
+    optim = _optim_prefix(paths.values()) if optim_key is None else _given(optim_key, paths, "--optim-key")
+    if model_key is not None:
+        return Tree(_given(model_key, paths, "--model-key"), optim)
+    known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
+    return Tree(_model_prefix(paths, numels, optim, known), optim)
+
+
+def _given(key: str, paths: Mapping[str, Path], option: str) -> Path:
+    prefixes = {path[:length] for path in paths.values() for length in range(len(path) + 1)}
+    for prefix in prefixes:
+        if ".".join(map(str, prefix)) == key:
+            return prefix
+    raise UsageError(f"{option} {key!r} names nothing in this checkpoint")
+
+
+def _optim_prefix(paths: Iterable[Path]) -> Path | None:
+    found = Counter(prefix for path in paths if (prefix := _optim_part(path)) is not None)
+    if len(found) > 1:
+        names = listed([".".join(map(str, prefix)) for prefix in found])
+        raise UnsupportedError(f"there are several optimizers ({names}); choose one with --optim-key")
+    return next(iter(found), None)
+
+
+def _optim_part(path: Path) -> Path | None:
+    """What stands before the first sign of an optimizer, or None."""
+    for position, part in enumerate(path):
+        if part == "param_groups" and position + 1 < len(path) and isinstance(path[position + 1], int):
+            return path[:position]
+        if isinstance(part, str) and part.startswith("param_groups.") and position + 1 == len(path):
+            return path[:position]
+    return None
+
+
+def _model_prefix(paths: Mapping[str, Path], numels: Mapping[str, int], optim: Path | None, known: set[str]) -> Path:
+    """The parent of the names that the optimizer knows best, then by name, then by size."""
+    sizes: Counter[Path] = Counter()
+    hits: Counter[Path] = Counter()
+    for name, numel in numels.items():
+        path = paths[name]
+        if path and _in_optim(path, optim) is None:
+            sizes[path[:-1]] += numel
+            hits[path[:-1]] += path[-1] in known
+    if not sizes:
+        return ()
+    return max(sizes, key=lambda prefix: (hits[prefix], bool(prefix) and prefix[-1] in MODEL_NAMES, sizes[prefix]))
+
+
+def place(path: Path, tree: Tree, *, is_tensor: bool) -> Place:
+    """What the leaf at ``path`` is."""
+    in_optim = _in_optim(path, tree.optim)
+    if in_optim is not None:
+        return in_optim
+    depth = len(tree.model)
+    in_model = path[:depth] == tree.model and (len(path) == depth + 1 or (depth > 0 and len(path) > depth))
+    return Weight(".".join(map(str, path[depth:]))) if in_model and is_tensor else Extra(path)
+
+
+def _in_optim(path: Path, optim: Path | None) -> State | Option | None:
+    if optim is None or path[: len(optim)] != optim:
+        return None
+    match path[len(optim) :]:
+        case ("state", fqn, *slot) if slot:
+            return State(str(fqn), ".".join(map(str, slot)))
+        case ("param_groups", int(number), *option) if option:
+            return Option(number, ".".join(map(str, option)))
+        case (str(flat),):
+            return _flattened(flat)
+    return None
+
+
+def _flattened(flat: str) -> State | Option | None:
+    kind, _, rest = flat.partition(".")
+    fqn, _, name = rest.rpartition(".")
+    if not fqn or kind not in ("state", "param_groups"):
+        return None
+    return State(fqn, name) if kind == "state" else Option(fqn, name)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor of the tree: its whole shape, and its pieces."""
+
+    shape: Shape
+    dtype: DType
+    shards: ShardTable
+
+    @classmethod
+    def of(cls, tensor: StoredTensor, file: str, storage_start: int) -> TensorLeaf:
+        """The tensor of a pickle whose storage begins at byte ``storage_start`` of a file."""
+        item = tensor.dtype.item_bytes
+        start = storage_start + tensor.storage_offset * item
+        at = ByteRange(file, start, storage_start + max(tensor.stop, tensor.storage_offset) * item)
+        shape = tuple(tensor.shape)
+        shard = Shard(Box.whole(shape), at, None if tensor.is_contiguous else tensor.strides)
+        return cls(shape, tensor.dtype, ShardTable.build(shape, tensor.dtype, [shard]))
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object.
+
+    ``inner`` are tensors to which objects refer.
+    """
+
+    paths: Mapping[str, Path]
+    tensors: Mapping[str, TensorLeaf]
+    objects: Mapping[str, Any]
+    inner: Mapping[StateKey, TensorLeaf] = field(default_factory=dict)
+
+    @staticmethod
+    def inner_key(name: str, number: int) -> StateKey:
+        """The key of the tensor of that number in an object."""
+        return StateKey(f"{name}[{number}]", "extra")
+
+
+def manifest_of(
+    leaves: Leaves,
+    *,
+    format_name: str,
+    model_key: str | None,
+    optim_key: str | None,
+    world_size: int | None = None,
+    ties: Mapping[str, str] | None = None,
+) -> Manifest:
+    """The tree as a manifest. ``ties`` maps names of leaves that are no tensors of their own to the leaf they are.
+
+    Raises:
+        FormatError: a tensor's pieces do not cover it, or there are several optimizers. UsageError: a key leads
+        nowhere.
+    """
+    numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
+    tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
+    leaves, tree, notes = _by_name(leaves, tree)
+    places = {name: _place(name, leaves, tree) for name in leaves.paths}
+    refuse_weights(_dotted(leaves.paths[name]) for name, where in places.items() if isinstance(where, Weight))
+    aliases, twins = _aliases(ties or {}, places)
+    numbers = {name: leaves.objects[name] for name in leaves.objects if isinstance(places[name], State)}
+    tensors = {**leaves.tensors, **{name: leaves.tensors[owner] for name, owner in twins.items()}}
+    leaves = replace(leaves, tensors=tensors | {name: _number_leaf(name, number) for name, number in numbers.items()})
+    extra, homes = _extras(leaves, places, tree)
+    return Manifest(
+        format_name,
+        _entries(leaves, places),
+        aliases=aliases,
+        groups=_groups(_options(leaves, places)),
+        literals={_literal(name): _number_bytes(number)[1] for name, number in numbers.items()},
+        extra=extra,
+        step=_step(extra),
+        world_size=world_size,
+        tree=StateTree(tree.model, tree.optim, _is_flattened(leaves.paths.values(), tree.optim), homes),
+        notes=notes,
+    )
+
+
+def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]]:
+    """The tree with its optimizer's numbers as names; as the user's own entry, where they could mean several."""
+    groups = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
+    if tree.optim is None or not groups:
+        return leaves, tree, ()
+    names = match_numbers(list(groups.values()), _state_shapes(leaves, tree.optim), _parameter_shapes(leaves, tree))
+    if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
+        why = "it numbers its parameters, and their order and shapes do not prove which they are; carried as it is"
+        return leaves, replace(tree, optim=None), (Note(Fate.KEPT, _dotted(tree.optim) or "the optimizer", why),)
+    return _renamed(leaves, tree.optim, groups, names), tree, ()
+
+
+def _numbered_groups(leaves: Leaves, optim: Path) -> dict[str, NumberedGroup]:
+    """Groups of numbers, by the names of the leaves that list these."""
+    found: dict[int, tuple[str, NumberedGroup]] = {}
+    objects = {leaves.paths[name]: (name, value) for name, value in leaves.objects.items()}
+    for path, (name, value) in objects.items():
+        match path[len(optim) :] if path[: len(optim)] == optim else ():
+            case ("param_groups", int(number), "params") if _are_numbers(value):
+                _, names = objects.get((*path[:-1], "param_names"), ("", None))
+                found[number] = name, NumberedGroup(tuple(value), _param_names(names))
+    return dict(found[number] for number in sorted(found))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(number) is int for number in value)
+
+
+def _param_names(names: Any) -> tuple[str, ...] | None:
+    """What an optimizer made of named parameters says."""
+    return tuple(names) if isinstance(names, list) and all(type(name) is str for name in names) else None
+
+
+def _state_number(path: Path, optim: Path) -> int | None:
+    """The number of the parameter whose state lies at ``path``; DCP makes text of the numbers."""
+    match path[len(optim) :] if path[: len(optim)] == optim else ():
+        case ("state", int(number) | str(number), _, *_) if str(number)[: MAX_NUMBER_DIGITS + 1].isdecimal():
+            return int(number) if len(str(number)) <= MAX_NUMBER_DIGITS else None
+    return None
+
+
+def _state_numbers(leaves: Leaves, optim: Path) -> set[int]:
+    found = (_state_number(path, optim) for path in leaves.paths.values())
+    return {number for number in found if number is not None}
+
+
+def _state_shapes(leaves: Leaves, optim: Path) -> dict[int, Shape]:
+    """The one shape that all state of a parameter has but its step."""
+    found: defaultdict[int, set[Shape]] = defaultdict(set)
+    for name, tensor in leaves.tensors.items():
+        path = leaves.paths[name]
+        number = _state_number(path, optim)
+        if number is not None and path[len(optim) + 2] != "step":
+            found[number].add(tensor.shape)
+    return {number: next(iter(shapes)) for number, shapes in found.items() if len(shapes) == 1}
+
+
+def _parameter_shapes(leaves: Leaves, tree: Tree) -> dict[str, Shape]:
+    """The model's tensors that could be parameters, in order."""
+    found = {}
+    for name, tensor in leaves.tensors.items():
+        where = place(leaves.paths[name], tree, is_tensor=True)
+        if isinstance(where, Weight) and tensor.dtype.is_floating:
+            found[where.fqn] = tensor.shape
+    return found
+
+
+def _renamed(leaves: Leaves, optim: Path, groups: Mapping[str, NumberedGroup], names: Mapping[int, str]) -> Leaves:
+    paths = dict(leaves.paths)
+    for name, path in leaves.paths.items():
+        number = _state_number(path, optim)
+        if number is not None:
+            paths[name] = (*optim, "state", names[number], *path[len(optim) + 2 :])
+    params = {name: [names[number] for number in group.numbers] for name, group in groups.items()}
+    return replace(leaves, paths=paths, objects={**leaves.objects, **params})
+
+
+def _place(name: str, leaves: Leaves, tree: Tree) -> Place:
+    """What a leaf is. Optimizer state that is neither a tensor nor a number has no slot, and stays the user's own.
+
+    Raises UnsupportedError for a weight that is a tensor of a class that is not understood.
+    """
+    if name in leaves.objects and isinstance(place(leaves.paths[name], tree, is_tensor=True), Weight | State):
+        refuse_tensor_object(leaves.objects[name], name)
+    where = place(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
+    is_value = isinstance(where, State) and name in leaves.objects and not _is_number(leaves.objects[name])
+    return Extra(leaves.paths[name]) if is_value else where
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, float) or (type(value) is int and -(1 << 63) <= value < 1 << 63)
+
+
+def _number_leaf(name: str, number: float) -> TensorLeaf:
+    """State that is kept as a plain number, as a 0-d tensor in a literal file."""
+    dtype, data = _number_bytes(number)
+    at = ByteRange(_literal(name), 0, len(data))
+    return TensorLeaf((), dtype, ShardTable.build((), dtype, [Shard(Box.whole(()), at)]))
+
+
+def _literal(name: str) -> str:
+    return f"literal:{name}"
+
+
+def _number_bytes(number: float) -> tuple[DType, bytes]:
+    """A number in its own width, from which its Python type can be told."""
+    if isinstance(number, bool):
+        return DType.BOOL, struct.pack("<?", number)
+    return (
+        (DType.INT64, struct.pack("<q", number))
+        if isinstance(number, int)
+        else (DType.FLOAT64, struct.pack("<d", number))
+    )
+
+
+def _options(leaves: Leaves, places: Mapping[str, Place]) -> dict[Option, Any]:
+    """The hyperparameters; one that is a tensor, such as the ``lr`` of a captured graph, as a reference to it."""
+    return {
+        where: leaves.objects[name] if name in leaves.objects else TensorRef(_key(where, leaves.tensors[name])[0])
+        for name, where in places.items()
+        if isinstance(where, Option)
+    }
+
+
+def _is_flattened(paths: Iterable[Path], optim: Path | None) -> bool:
+    return optim is not None and any(path[:-1] == optim and _flattened(str(path[-1])) for path in paths if path)
+
+
+def _entries(leaves: Leaves, places: Mapping[str, Place]) -> dict[StateKey, TensorEntry]:
+    found = {}
+    for name, tensor in leaves.tensors.items():
+        try:
+            key, kind = _key(places[name], tensor)
+            if key in found:
+                raise MalformedError("another entry of the tree means the same tensor")
+            found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
+        except CkptError as error:
+            raise type(error)(error.message, path=error.path, key=name) from error
+    for key, tensor in leaves.inner.items():
+        if key in found:
+            raise MalformedError("another entry of the tree has the name of this tensor", key=str(key))
+        found[key] = TensorEntry(tensor.shape, tensor.dtype, Kind.EXTRA, tensor.shards)
+    return found
+
+
+def _key(where: Place, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
+    match where:
+        case Weight(fqn):
+            return StateKey(fqn), Kind.PARAMETER if tensor.dtype.is_floating else Kind.BUFFER
+        case State(fqn, slot):
+            return StateKey(fqn, slot), Kind.STATE
+        case Option(owner, name):
+            return StateKey(f"param_groups.{owner}", name), Kind.EXTRA
+        case Extra(path):
+            return StateKey(_dotted(path), "extra"), Kind.EXTRA
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _aliases(ties: Mapping[str, str], places: Mapping[str, Place]) -> tuple[dict[str, str], dict[str, str]]:
+    """Ties between weights, by fqn, and the others, by leaf: what is no weight has no aliases and stands for itself."""
+    aliases, twins = {}, {}
+    for alias, owner in ties.items():
+        ends = places[alias], places[owner]
+        if isinstance(ends[0], Weight) and isinstance(ends[1], Weight):
+            aliases[ends[0].fqn] = ends[1].fqn
+        else:
+            twins[alias] = owner
+    return aliases, twins
+
+
+def _groups(options: Mapping[Option, Any]) -> tuple[ParamGroup, ...]:
+    """The optimizer's groups; where options are kept by parameter, parameters with the same options are a group."""
+    by_owner: defaultdict[int | str, dict[str, Any]] = defaultdict(dict)
+    for option, value in options.items():
+        by_owner[option.owner][option.name] = value
+    numbered = {owner: options for owner, options in by_owner.items() if isinstance(owner, int)}
+    if numbered:
+        return tuple(_numbered_group(numbered[number]) for number in sorted(numbered))
+    return _gathered_groups({str(owner): options for owner, options in by_owner.items()})
+
+
+def _numbered_group(options: dict[str, Any]) -> ParamGroup:
+    params = options.pop("params", ())
+    return ParamGroup(tuple(map(str, params if isinstance(params, list | tuple) else ())), options)
+
+
+def _gathered_groups(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
+    members: defaultdict[int, list[str]] = defaultdict(list)
+    distinct = Distinct()
+    for fqn, options in by_param.items():
+        members[distinct.number(dict(sorted(options.items())))].append(fqn)
+    return tuple(ParamGroup(tuple(names), dict(by_param[names[0]])) for names in members.values())
+
+
+def _extras(leaves: Leaves, places: Mapping[str, Place], tree: Tree) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The user's own entries as the tree they were, without the levels that model and optimizer share with them; and
+    the path of each name at its top."""
+    shared = tree.model[:-1] if tree.optim is None else _common(tree.model, tree.optim)
+    extra: dict[str, Any] = {}
+    homes: dict[str, Path] = {}
+    uses: Counter[str] = Counter()
+    for name, where in places.items():
+        if isinstance(where, Extra):
+            depth = len(shared) if where.path[: len(shared)] == shared and len(where.path) > len(shared) else 0
+            home = where.path[: depth + 1]
+            inner = where.path[depth:]
+            if homes.setdefault(str(inner[0]), home) != home:
+                inner = (_unused(_dotted(where.path), homes, uses),)
+                homes[inner[0]] = where.path
+            tensor = leaves.tensors.get(name)
+            _set(extra, inner, leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0]))
+    return {str(name): _with_lists(value) for name, value in extra.items()}, homes
+
+
+def _unused(name: str, names: Mapping[str, Path], uses: Counter[str]) -> str:
+    """``name``, or with a number behind it; ``uses`` counts the numbers given, so that none is tried twice."""
+    found = name
+    while found in names:
+        uses[name] += 1
+        found = f"{name}'{uses[name]}"
+    return found
+
+
+def _common(first: Path, second: Path) -> Path:
+    different = (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return first[: next(different, min(len(first), len(second)))]
+
+
+class _Node(dict[str | int, Any]):
+    """A level of a tree under construction, apart from the dicts that are values of leaves."""
+
+
+def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put ``value`` at ``path``; where an object stands in the way, the rest of the path is its name."""
+    *parents, leaf = path
+    for depth, part in enumerate(parents):
+        inner = tree.setdefault(part, _Node())
+        if not isinstance(inner, _Node):
+            tree[_dotted((*parents[depth:], leaf))] = value
+            return
+        tree = inner
+    tree[leaf] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """Levels whose keys are all the positions from 0 on were lists."""
+    if not isinstance(value, _Node):
+        return value
+    inner = {part: _with_lists(item) for part, item in value.items()}
+    state = value.get("state")
+    if "param_groups" in value and isinstance(state, _Node):
+        # By number, as Optimizer.load_state_dict wants it, and no list.
+        inner["state"] = {part: _with_lists(item) for part, item in state.items()}
+    if set(inner) == set(range(len(inner))):
+        return [inner[position] for position in range(len(inner))]
+    return {str(part): item for part, item in inner.items()}
+
+
+STEP_NAMES = ("global_step", "global_steps", "step")
+"""What training loops call their count of optimizer steps."""
+
+
+def _step(extra: Mapping[str, Any]) -> int | None:
+    for found in _nested(extra):
+        for name in STEP_NAMES:
+            if type(found.get(name)) is int:
+                return int(found[name])
+    return None
+
+
+def _nested(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield extra
+    yield from (value for name, value in extra.items() if isinstance(value, dict) and "scheduler" not in name)

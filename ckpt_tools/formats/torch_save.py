@@ -1,0 +1,297 @@
+"""Full state dicts of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, and Hugging Face shards of them with their index.
+
+A file is a tree of state, like a DCP, whose tensors are views of storages in the same zip. Two names that show the
+same view are tied. Views of one storage that differ each read their own part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.core.boxes import Box, contiguous_strides
+from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
+from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry, TensorRef
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.value_refs import extracted, replaced
+from ckpt_tools.core.values import PARAMETER, OrderedDict, StorageRef, StoredTensor
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
+from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
+from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
+from ckpt_tools.formats.state_dict.parse import Leaves, Path, TensorLeaf, manifest_of
+from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
+from ckpt_tools.stores.source import Source
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+INDEX_SUFFIX = ".bin.index.json"
+INDEX_NAME = f"pytorch_model{INDEX_SUFFIX}"
+_SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.bin")
+
+MAX_TREE_DEPTH = 100
+"""Dicts in dicts; no state is nested so deeply, and recursion must end."""
+
+MAX_LOOKS = 4
+"""Files of a folder that are opened to say what they are."""
+
+_WRAPPERS = (None, PARAMETER)
+"""Classes around a tensor whose elements are the tensor's own; others (DTensor, quantized ones) mean more than they
+hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchReader:
+    """Reads one file, or a folder with one, or with an index."""
+
+    name: str = "torch"
+
+    def detect(self, source: Source) -> bool:
+        return any(_is_ours(path) for path in source.files)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        weight_map, files = _files(source)
+        trees = {file: _read_file(source, file) for file in files}
+        for file, tree in trees.items():
+            check_promises(weight_map, INDEX_NAME, file, tree.names)
+        return manifest_of(
+            _merged(trees),
+            format_name="torch",
+            model_key=options.model_key,
+            optim_key=options.optim_key,
+            ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
+        )
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return frozenset([*_files(source)[1], *_index(source)])
+
+
+def _is_ours(path: str) -> bool:
+    return "/" not in path and path.endswith((*SUFFIXES, INDEX_SUFFIX))
+
+
+def _files(source: Source) -> tuple[Mapping[str, str], list[str]]:
+    """The index's map, empty where there is none, and the files that make up the state."""
+    for index in _index(source):
+        weight_map = read_weight_map(source, index)
+        return weight_map, list(dict.fromkeys(weight_map.values()))
+    files = [path for path in source.files if _is_ours(path)] or list(source.files)
+    if len(files) > 1:
+        _check_shards(source, files)
+    return {}, files
+
+
+def _index(source: Source) -> list[str]:
+    """The one index, if there is any."""
+    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
+    return [choose_index(indexes, INDEX_NAME)] if indexes else []
+
+
+def _check_shards(source: Source, files: list[str]) -> None:
+    numbers = {(int(m[1]), int(m[2])) for file in files if (m := _SHARD_NAME.fullmatch(file))}
+    if len(numbers) != len(files):
+        refuse_ranks({file: found for file in files[:MAX_LOOKS] if (found := _rank_of(source, file)) is not None})
+        raise UnsupportedError(f"several files lie here ({listed(files)}); name the one you mean")
+    totals = {total for _, total in numbers}
+    if numbers != {(number, total) for total in totals for number in range(1, total + 1)} or len(totals) > 1:
+        raise IncompleteError(f"of the shards {files[0]} ... {files[-1]} some are missing")
+
+
+def _rank_of(source: Source, file: str) -> str | None:
+    """Whose part of a sharded state a file holds; None where it holds another thing, or cannot be read."""
+    try:
+        archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    except CkptError:
+        return rank_in_name(file)
+    return pieces_in(archive.value) or rank_in_name(file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """One file's leaves; ``ties`` maps leaves that show the same view as an earlier one to that one."""
+
+    leaves: Leaves
+    ties: Mapping[str, str]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.leaves.paths)
+
+
+def _read_file(source: Source, file: str) -> _Tree:
+    archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    refuse_pieces(archive.value, file)
+    refuse_deepspeed(archive.value, file)
+    paths: dict[str, Path] = {}
+    tensors: dict[str, TensorLeaf] = {}
+    objects: dict[str, Any] = {}
+    inner: dict[StateKey, TensorLeaf] = {}
+    ties: dict[str, str] = {}
+    views: dict[tuple[object, ...], str] = {}
+    for path, value in _leaves(archive.value, (), file):
+        name = ".".join(map(str, path))
+        if not path:
+            raise UnsupportedError("it holds no dict; it is no state dict", path=file)
+        if name in paths:
+            raise MalformedError("two entries of the tree have this name", path=file, key=name)
+        paths[name] = path
+        if not isinstance(value, StoredTensor):
+            objects[name] = _with_references(value, archive, file, name, inner)
+            continue
+        view = (value.storage, value.storage_offset, value.shape, value.strides, value.dtype)
+        if value.numel and view in views:
+            ties[name] = views[view]
+        else:
+            views[view] = name
+            tensors[name] = _leaf(archive, value, file, name)
+    if not tensors:
+        raise UnsupportedError("it holds no tensors in dicts; it is no state dict", path=file)
+    return _Tree(Leaves(paths, tensors, objects, inner), ties)
+
+
+def _with_references(value: Any, archive: TorchArchive, file: str, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
+    """An object whose tensors are added to ``inner`` and leave references."""
+
+    def refer(tensor: StoredTensor) -> Any:
+        if tensor.storage is None:
+            return tensor
+        key = Leaves.inner_key(name, len(inner))
+        inner[key] = _leaf(archive, tensor, file, str(key))
+        return TensorRef(key)
+
+    return extracted(value, refer)
+
+
+def _leaves(value: Any, path: Path, file: str) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole."""
+    if len(path) > MAX_TREE_DEPTH:
+        raise MalformedError("its dicts are nested too deeply", path=file)
+    if isinstance(value, dict) and (value or not path):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key if type(key) is int else str(key)), file)
+    elif isinstance(value, list) and any(isinstance(inner, dict | StoredTensor) for inner in value):
+        for position, inner in enumerate(value):
+            yield from _leaves(inner, (*path, position), file)
+    else:
+        yield path, value
+
+
+def _leaf(archive: TorchArchive, tensor: StoredTensor, file: str, name: str) -> TensorLeaf:
+    if tensor.storage is None:
+        raise UnsupportedError("this tensor is on the meta device and has no elements", path=file, key=name)
+    if tensor.wrapper not in _WRAPPERS:
+        raise UnsupportedError(f"a {tensor.wrapper} cannot be read; save plain tensors", path=file, key=name)
+    start, _ = archive.storage_range(tensor.storage.key)
+    return TensorLeaf.of(tensor, file, start)
+
+
+def _merged(trees: Mapping[str, _Tree]) -> Leaves:
+    paths: dict[str, Path] = {}
+    tensors: dict[str, TensorLeaf] = {}
+    objects: dict[str, Any] = {}
+    inner: dict[StateKey, TensorLeaf] = {}
+    for file, tree in trees.items():
+        twice = next((name for name in tree.leaves.paths if name in paths), None)
+        if twice is not None:
+            raise MalformedError("this entry lies in two files", path=file, key=twice)
+        paths |= tree.leaves.paths
+        tensors |= tree.leaves.tensors
+        objects |= tree.leaves.objects
+        inner |= tree.leaves.inner
+    return Leaves(paths, tensors, objects, inner)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchWriter:
+    """Writes what ``torch.save`` would: a model's state dict, in one file or in shards with their index; or, where
+    there is more than a model, the tree ``{"model", "optim", ...}`` in the form of ``get_state_dict``, in one file."""
+
+    name: str = "torch"
+    holds_optimizer: bool = False
+    holds_masters: bool = False
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        if is_model_only(manifest):
+            return _model_layout(manifest, options)
+        if options.max_shard_bytes is not None:
+            raise UnsupportedError("a whole state is one file; leave --max-shard-size out, or write --state model")
+        entries = entries_of(manifest, StateTree(("model",), ("optim",)))
+        return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
+
+
+def _model_layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
+    parts = cut(weights, options.max_shard_bytes)
+    if len(parts) == 1:
+        return Layout((_file_layout(options.file_name or "pytorch_model.bin", parts[0], manifest.aliases),))
+    if options.file_name is not None:
+        raise UnsupportedError(
+            f"{options.file_name} is one file, and --max-shard-size asks for {len(parts)}; name a folder"
+        )
+    names = [f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin" for number in range(1, len(parts) + 1)]
+    files = [_file_layout(name, part, manifest.aliases) for name, part in zip(names, parts, strict=True)]
+    listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
+    return Layout((*files, index_layout(INDEX_NAME, listed, manifest.aliases)))
+
+
+def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:
+    storages = _Storages({StateKey(name): entry for name, entry in part.items()})
+    value = {name: storages.tensor(StateKey(name)) for name in part}
+    value |= {alias: value[owner] for alias, owner in aliases.items() if owner in value}
+    return FileLayout(path, tuple(archive_segments(OrderedDict(value), storages.segments)))
+
+
+def _tree_layout(path: str, manifest: Manifest, entries: Entries) -> FileLayout:
+    storages = _Storages(manifest.tensors)
+    root: dict[str | int, Any] = {}
+    for name, where in entries.paths.items():
+        if name in entries.objects:
+            value = replaced(entries.objects[name], lambda ref: storages.tensor(ref.key))
+        else:
+            value = storages.tensor(entries.tensors[entries.aliases.get(name, name)])
+        _put(root, where, value)
+    return FileLayout(path, tuple(archive_segments(_as_lists(root), storages.segments)))
+
+
+def _put(root: dict[str | int, Any], path: Path, value: Any) -> None:
+    for part in path[:-1]:
+        root = root.setdefault(part, _Branch())
+    root[path[-1]] = value
+
+
+class _Branch(dict[Any, Any]):
+    """A dict that the tree is made of, as opposed to one that is a value in it."""
+
+
+def _as_lists(value: Any) -> Any:
+    """The tree with branches of positions as the lists that they were."""
+    if not isinstance(value, _Branch) and type(value) is not dict:
+        return value
+    inner = {key: _as_lists(item) for key, item in value.items()}
+    if "param_groups" in value and isinstance(value.get("state"), _Branch):
+        # An optimizer's own state dict: by number, of which entries make text, and no list.
+        state = value["state"].items()
+        inner["state"] = {int(key) if str(key).isdecimal() else key: _as_lists(item) for key, item in state}
+    is_list = isinstance(value, _Branch) and list(inner) == list(range(len(inner)))
+    return list(inner.values()) if is_list else inner
+
+
+class _Storages:
+    """The storages of a file, one for each tensor, numbered as they are asked for."""
+
+    def __init__(self, tensors: Mapping[StateKey, TensorEntry]) -> None:
+        self._tensors = tensors
+        self._made: dict[StateKey, StoredTensor] = {}
+        self.segments: dict[str, list[Segment]] = {}
+
+    def tensor(self, key: StateKey) -> StoredTensor:
+        """The tensor as torch pickles it; the same one for the same key, so that ties share their storage."""
+        if key not in self._made:
+            entry, number = self._tensors[key], str(len(self.segments))
+            storage = StorageRef.holding(number, entry.dtype, entry.numel)
+            strides = contiguous_strides(entry.shape)
+            self._made[key] = StoredTensor(storage, entry.dtype, 0, entry.shape, strides)
+            self.segments[number] = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)]
+        return self._made[key]

@@ -1,0 +1,1 @@
+"""From a manifest and a layout to tasks: which bytes go where. Pure."""

@@ -1,0 +1,101 @@
+"""Where a file is cut so that most of its parts can be copied by the service that keeps both ends. Intervals alone: no
+tensor, no store.
+
+A *run* is a range of the file that is one range of one stored file. A service copies a part that lies within a run, and
+every part but the last has to have a least size, so that runs may not simply be cut out: what is left between two of
+them may be a few kilobytes. Then it is made large enough at the expense of its neighbours, or one of them is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckpt_tools.core.dtypes import SPARE_BYTES
+
+Run = tuple[int, int]
+"""Bytes ``[start, stop)`` of a file."""
+
+Whole = Callable[[int], int]
+"""The last position at or before one at which the file may be cut."""
+
+
+def smallest_limit(least: int) -> int:
+    """How large parts must be allowed to be, so that whatever has ``least`` bytes or more can be cut into parts of no
+    fewer."""
+    return 2 * (least + SPARE_BYTES)
+
+
+def ends_at_runs(size: int, runs: Iterable[Run], *, least: int, most: int, whole: Whole) -> list[int]:
+    """Where each part of a file of ``size`` bytes ends, most of its bytes in parts that lie within one run.
+
+    ``runs`` do not overlap, are in order, and begin and end where the file may be cut. Every part has at most ``most``
+    bytes, and all but the last at least ``least``. An empty file has one empty part.
+    """
+    assert most >= smallest_limit(least), "parts of such sizes do not fill every range"
+    found: list[int] = []
+    kept = _kept((run for run in runs if run[1] - run[0] >= least), least, whole)
+    for start, stop in pairwise(sorted({0, size}.union(*kept))):
+        found += _cut(start, stop, least, most, whole)
+    return found or [0]
+
+
+def _cut(start: int, stop: int, least: int, most: int, whole: Whole) -> Iterator[int]:
+    """The ends of as few parts as can be; halves, where the largest would leave too little."""
+    while (left := stop - start) > most:
+        start = whole(start + (most if left >= most + least + SPARE_BYTES else left // 2))
+        yield start
+    yield stop
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Runs to be copied, shortened so that nothing between two of them is too small; the last one first."""
+
+    copied: int
+    last: Run
+    before: _Chain | None = None
+
+    def runs(self) -> Iterator[Run]:
+        chain: _Chain | None = self
+        while chain is not None:
+            yield chain.last
+            chain = chain.before
+
+    def joined(self, run: Run, least: int, whole: Whole) -> _Chain | None:
+        """With one more run, where what lies between can be made large enough: first of what this chain's last can
+        spare, since no later one may have it."""
+        stop, (first, end) = self.last[1], run
+        lacking = max(0, least - (first - stop)) if first > stop else 0
+        given = min(lacking, _room(self.last, least))
+        if lacking - given > _room(run, least):
+            return None
+        shortened = self._ending_at(whole(stop - given)) if given else self
+        if lacking > given:
+            first = whole(first + lacking - given + SPARE_BYTES)
+        return _Chain(shortened.copied + end - first, (first, end), shortened)
+
+    def _ending_at(self, stop: int) -> _Chain:
+        return _Chain(self.copied - (self.last[1] - stop), (self.last[0], stop), self.before)
+
+
+def _room(run: Run, least: int) -> int:
+    """What it can spare, wherever it is then cut."""
+    return max(0, run[1] - run[0] - least - SPARE_BYTES)
+
+
+def _kept(runs: Iterable[Run], least: int, whole: Whole) -> list[Run]:
+    """The runs to be copied, as ``_Chain`` has them: for each that is taken and for each that is given up, the better
+    way to come there."""
+    best = without = _Chain(0, (0, 0))
+    taken: _Chain | None = None
+    for run in runs:
+        ways = (chain.joined(run, least, whole) for chain in (without, taken) if chain is not None)
+        without, taken = best, max(filter(None, ways), key=_copied, default=None)
+        best = max(filter(None, (without, taken)), key=_copied)
+    return list(best.runs())
+
+
+def _copied(chain: _Chain) -> int:
+    return chain.copied

@@ -1,0 +1,269 @@
+"""From a manifest and a layout to tasks and the bytes each needs. Pure: no store, no format, no I/O.
+
+A task fills one contiguous range of one output file. What it must read is found when it runs, by intersecting its range
+with the shards of the tensors in it, so that a plan of a trillion parameters is its manifest and its layout and nothing
+more. A hit stays a box until the bytes are placed: one weight sharded eight ways on its last axis is a few dozen hits
+but tens of thousands of runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import sub
+
+from ckpt_tools.core.boxes import flat_interval, is_contiguous
+from ckpt_tools.core.layout import FILES_KEPT, Crc32, FileLayout, Layout, LazyFile, Literal, Payload
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.shards import Framing
+from ckpt_tools.core.wording import count, size
+from ckpt_tools.errors import MemoryBudgetError
+from ckpt_tools.planning.cuts import ends_at_runs, smallest_limit
+from ckpt_tools.planning.hits import FlatHit, Hit, hits
+from ckpt_tools.planning.tasks import Task
+
+MAX_TASK_BYTES = 4 << 20
+"""Measured on 2 cores, 4.49 GB: writes of 4 MiB 0.64 s, of 1 MiB 0.73 s, of 256 KiB 0.88 s; larger ones gain
+nothing."""
+
+MIN_TASK_BYTES = 64 << 10
+"""Below this the work a task costs outweighs the bytes it moves."""
+
+BASE_BYTES = 72 << 20
+"""Resident memory of the interpreter with numpy and the command line, before any tensor byte."""
+
+BYTES_PER_SHARD = 100
+"""Resident bytes of one row of a shard table and of what indexes it: 4.1 million rows of ZeRO-3 took 55 each, those of
+matrices have two more columns."""
+
+BYTES_PER_ITEM = 900
+"""What one item of a DCP takes while its index is read as objects: 1,035,264 took 735 each."""
+
+BYTES_PER_TENSOR = 4 << 10
+"""Resident bytes of one tensor's entry and its table's columns."""
+
+BYTES_PER_SEGMENT = 300
+"""Resident bytes of a payload with its box, or of a literal without its data."""
+
+COPIES_OF_LITERALS = 3
+"""A literal, what it was made of, and what it was made from: an index of 1.2 million chunks has 97 MB and took 196."""
+
+BUFFERS_PER_TASK = 3
+"""A worker holds its output, the elements before a cast, and a block read to be placed strided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a plan moves: its files with their bytes, tensor bytes read from the source as they are stored there, and
+    bytes written."""
+
+    files: Mapping[str, int]
+    num_tasks: int
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRules:
+    """Of a destination that itself copies ranges of the source's files: parts of ``min_bytes`` and more, at most
+    ``max_parts`` of a file."""
+
+    min_bytes: int
+    max_parts: int
+
+    @property
+    def task_bytes(self) -> int:
+        """The smallest limit of tasks with which they are cut where stored ranges begin and end."""
+        return smallest_limit(self.min_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A conversion, decided: what is read, what is written, in which pieces, and in how much memory."""
+
+    manifest: Manifest
+    layout: Layout
+    task_bytes: int
+    num_workers: int
+    reading_bytes: int = 0
+    """The most memory that reading the manifest took."""
+    copies: CopyRules | None = None
+    """Where they are given, files are cut where what is stored begins and ends."""
+
+    def __post_init__(self) -> None:
+        assert self.copies is None or self.task_bytes >= self.copies.task_bytes, "tasks too small to be cut anywhere"
+
+    def tasks(self) -> Iterator[Task]:
+        """Every task, files in order, each file from its start."""
+        for number, file in enumerate(self.layout.files):
+            yield from _cut(number, self._ends(file.made))
+
+    def _ends(self, file: FileLayout) -> Iterable[int]:
+        """Where each task of a file ends."""
+        found = None if self.copies is None else _ends_at_runs(self.manifest, file, self.task_bytes, self.copies)
+        return found or _ends(file, self.task_bytes)
+
+    def figures(self) -> Figures:
+        """What it moves, in one pass: files made on demand are made once."""
+        stored = {key: entry.shards.dtype.item_bytes for key, entry in self.manifest.tensors.items()}
+        files: dict[str, int] = {}
+        num_tasks = bytes_read = 0
+        for file in self.layout.files:
+            made = file.made
+            files[file.path] = made.size_bytes
+            num_tasks += sum(1 for _ in self._ends(made))
+            bytes_read += sum(
+                num_bytes // segment.dtype.item_bytes * stored[segment.key]
+                for segment, num_bytes in zip(made.segments, map(sub, made.offsets[1:], made.offsets), strict=True)
+                if isinstance(segment, Payload)
+            )
+        return Figures(files, num_tasks, bytes_read, sum(files.values()))
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most resident memory the conversion will take, start-up included."""
+        fixed = _fixed_bytes(self.manifest, self.layout)
+        return max(self.reading_bytes, fixed + self.num_workers * BUFFERS_PER_TASK * self.task_bytes)
+
+
+def make_plan(
+    manifest: Manifest,
+    layout: Layout,
+    *,
+    memory_bytes: int,
+    num_workers: int,
+    is_limit: bool = True,
+    wanted_bytes: int = 0,
+    reading_bytes: int = 0,
+    copies: CopyRules | None = None,
+) -> Plan:
+    """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; where these are no limit, a checkpoint
+    whose index alone needs more has what it needs.
+
+    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so, and as large as
+    ``copies`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of which
+    ``manifest`` may be a part.
+
+    Raises:
+        MemoryBudgetError: not even the smallest tasks fit.
+    """
+    fixed = _fixed_bytes(manifest, layout)
+    if copies is not None and is_limit and fixed + num_workers * BUFFERS_PER_TASK * copies.task_bytes > memory_bytes:
+        copies = None
+    wanted_bytes = max(wanted_bytes, 0 if copies is None else copies.task_bytes)
+    smallest = max(MIN_TASK_BYTES, wanted_bytes)
+    if not is_limit:
+        # Tasks of full size: smaller ones would be a hundred million where there are terabytes to write.
+        memory_bytes = max(
+            memory_bytes, fixed + num_workers * BUFFERS_PER_TASK * max(MAX_TASK_BYTES, smallest), reading_bytes
+        )
+    needed = max(reading_bytes, fixed + num_workers * BUFFERS_PER_TASK * smallest)
+    if needed > memory_bytes:
+        raise MemoryBudgetError(
+            f"this checkpoint needs at least {size(needed, at_least=True)} of memory with "
+            f"{count(num_workers, 'worker')}, and the budget is {size(memory_bytes)}: "
+            "raise --memory or lower --workers"
+        )
+    fitting = (memory_bytes - fixed) // (num_workers * BUFFERS_PER_TASK)
+    aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES
+    task_bytes = max(min(MAX_TASK_BYTES, aligned), wanted_bytes)
+    return Plan(manifest, layout, task_bytes, num_workers, reading_bytes, copies)
+
+
+def reading_bytes(manifest: Manifest) -> int:
+    """The most resident memory that reading ``manifest`` took, start-up included."""
+    items = sum(len(e.shards) for e in manifest.tensors.values() if e.shards.framing is Framing.TORCH_ITEM)
+    return _tables_bytes(manifest) + items * (BYTES_PER_ITEM - BYTES_PER_SHARD)
+
+
+def _fixed_bytes(manifest: Manifest, layout: Layout) -> int:
+    return _tables_bytes(manifest) + _layout_bytes(layout)
+
+
+def _tables_bytes(manifest: Manifest) -> int:
+    num_shards = sum(len(entry.shards) for entry in manifest.tensors.values())
+    return BASE_BYTES + BYTES_PER_SHARD * num_shards + BYTES_PER_TENSOR * len(manifest.tensors)
+
+
+def _layout_bytes(layout: Layout) -> int:
+    """Files that are there, and as many of those made on demand as are kept; the first and the last are typical."""
+    lazy = [file for file in layout.files if isinstance(file, LazyFile)]
+    there = sum(_file_bytes(file) for file in layout.files if not isinstance(file, LazyFile))
+    largest = max((_file_bytes(file.made) for file in (*lazy[:1], *lazy[-1:])), default=0)
+    return there + min(FILES_KEPT, len(lazy)) * largest
+
+
+def _file_bytes(file: FileLayout) -> int:
+    literals = {id(segment): len(segment.data) for segment in file.segments if isinstance(segment, Literal)}
+    return BYTES_PER_SEGMENT * len(file.segments) + COPIES_OF_LITERALS * sum(literals.values())
+
+
+def _cut(number: int, ends: Iterable[int]) -> Iterator[Task]:
+    """The tasks of a file that end there."""
+    start = 0
+    for part, stop in enumerate(ends):
+        yield Task(number, part, start, stop)
+        start = stop
+
+
+def _ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
+    """Where tasks end that have at most ``task_bytes`` and never split an element or a checksum; one empty task for an
+    empty file."""
+    size, stop = file.size_bytes, 0
+    while True:
+        stop = _whole_elements(file, min(stop + task_bytes, size))
+        yield stop
+        if stop == size:
+            return
+
+
+def _ends_at_runs(manifest: Manifest, file: FileLayout, task_bytes: int, copies: CopyRules) -> list[int] | None:
+    """The same, where as much as can be lies in tasks that the destination copies; None where that is nothing, or they
+    would be too many."""
+    runs = list(_stored_runs(manifest, file, copies.min_bytes))
+    if not runs:
+        return None
+    whole = partial(_whole_elements, file)
+    found = ends_at_runs(file.size_bytes, runs, least=copies.min_bytes, most=task_bytes, whole=whole)
+    return found if len(found) <= copies.max_parts else None
+
+
+def _stored_runs(manifest: Manifest, file: FileLayout, least: int) -> Iterator[tuple[int, int]]:
+    """Bytes of a file, in order, that are ``least`` or more and one range of one stored file; none where checksums of
+    them are written too.
+
+    Of torch's own items it is found when they are read whether they are stored in order, as all but a few are.
+    """
+    if any(isinstance(segment, Crc32) for segment in file.segments):
+        return
+    for offset, segment in zip(file.offsets, file.segments, strict=False):
+        if isinstance(segment, Payload) and segment.num_bytes >= least:
+            item, table = segment.dtype.item_bytes, manifest.tensors[segment.key].shards
+            if table.dtype is segment.dtype and int(table.numels.max()) * item >= least:
+                found = sorted(_contiguous(hits(table, segment.box, segment.shape, 0, segment.box.numel)))
+                yield from ((offset + a * item, offset + b * item) for a, b in found if (b - a) * item >= least)
+
+
+def _contiguous(found: Sequence[Hit]) -> Iterator[tuple[int, int]]:
+    """The elements of the destination that each hit fills, where they are contiguous there and in its piece."""
+    for hit in found:
+        if isinstance(hit, FlatHit):
+            yield hit.into, hit.into + hit.stop - hit.start
+        elif hit.strides is None and is_contiguous(hit.source, hit.shape) and is_contiguous(hit.into, hit.block):
+            start, stop = flat_interval(hit.into, hit.block)
+            yield hit.block_start + start, hit.block_start + stop
+
+
+def _whole_elements(file: FileLayout, stop: int) -> int:
+    """The last boundary between elements at or before ``stop``."""
+    index = bisect_right(file.offsets, stop) - 1
+    segment = file.segments[index] if index < len(file.segments) else None
+    match segment:
+        case Payload():
+            return stop - (stop - file.offsets[index]) % segment.dtype.item_bytes
+        case Crc32():
+            return file.offsets[index]
+        case _:
+            return stop

@@ -1,0 +1,1 @@
+"""Pickles as data: opcodes interpreted into inert values."""

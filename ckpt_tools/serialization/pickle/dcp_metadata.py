@@ -1,0 +1,403 @@
+"""The dataclasses of a DCP ``.metadata`` pickle, inert.
+
+Field for field those of ``torch.distributed.checkpoint.metadata`` and ``.filesystem`` (torch 2.15.0), slotted because a
+checkpoint of a million chunks holds three million. Fields are checked when they are set; what could be changed after,
+the content of lists and dicts, by ``check`` once all was read. One that a pickle makes and never fills raises
+MalformedError where it is used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any, NoReturn
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.values import INT64_MAX, GlobalRef, Opaque, Size, Value
+from ckpt_tools.errors import MalformedError, UnsupportedError
+
+MAX_FQN_CHARS = 1 << 16
+"""Length of a name: as a key, equal ones are compared again and again."""
+
+MAX_TRANSFORMS = 16
+"""Transforms of one item; torch has one, compression."""
+
+
+class Record:
+    """A slotted object; its fields are the slots of its class."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Only reached where a slot was never filled.
+        if name in type(self).__slots__:
+            raise MalformedError(f"a {type(self).__name__} of the pickle has no {name!r}")
+        raise AttributeError(name)
+
+    @property
+    def fields(self) -> dict[str, Value]:
+        names: tuple[str, ...] = type(self).__slots__
+        return {name: getattr(self, name) for name in names}
+
+    def check(self) -> tuple[Value, ...]:
+        """The values inside it that could be anything, once the fields that could not are found in order.
+
+        Run when the whole pickle was read, since a list may be changed after it became a field.
+        """
+        return ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Record) and type(other) is type(self) and self.fields == other.fields
+
+    __hash__ = None  # type: ignore[assignment]  # only a MetadataIndex is ever a key
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
+
+
+def _refuse_rest(kind: str, state: dict[str, Value], *known: str) -> None:
+    """Raises UnsupportedError where the state holds more: a field we do not know may change what the others mean."""
+    unknown = [name for name in state if name not in known]
+    if unknown:
+        raise UnsupportedError(f"a {kind} has a field {unknown[0]!r:.80}, which this version does not know")
+
+
+def _wrong(kind: str) -> MalformedError:
+    return MalformedError(f"a {kind} holds values of the wrong kind")
+
+
+class ChunkStorageMetadata(Record):
+    """A stored region of a tensor: ``offsets`` and ``sizes``, in elements."""
+
+    __slots__ = ("offsets", "sizes")
+    offsets: Size
+    sizes: Size
+
+    def __init__(self, offsets: Size, sizes: Size) -> None:
+        self.set(offsets, sizes)
+
+    def set(self, offsets: Size, sizes: Size) -> None:
+        """Fill the fields. Raises MalformedError."""
+        if type(offsets) is not Size or type(sizes) is not Size or len(offsets) != len(sizes):
+            raise _wrong("ChunkStorageMetadata")
+        self.offsets = offsets
+        self.sizes = sizes
+
+    def build(self, state: dict[str, Value]) -> None:
+        _refuse_rest("ChunkStorageMetadata", state, "offsets", "sizes")
+        self.set(state["offsets"], state["sizes"])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ChunkStorageMetadata, (self.offsets, self.sizes)
+
+
+class MetadataIndex(Record):
+    """The key of an item: the name, and for a chunk its offset. ``index`` is a hint that takes no part in equality."""
+
+    __slots__ = ("fqn", "index", "offset")
+    fqn: str
+    offset: Size | None
+    index: int | None
+
+    def __init__(self, fqn: str, offset: Size | None = None, index: int | None = None) -> None:
+        self.set(fqn, offset, index)
+
+    def set(self, fqn: str, offset: Size | None, index: int | None) -> None:
+        """Fill the fields. Raises MalformedError."""
+        if type(fqn) is not str or len(fqn) > MAX_FQN_CHARS or not (offset is None or type(offset) is Size):
+            raise _wrong("MetadataIndex")
+        if not (index is None or type(index) is int):
+            raise _wrong("MetadataIndex")
+        self.fqn = fqn
+        self.offset = offset
+        self.index = index
+
+    def build(self, state: dict[str, Value]) -> None:
+        _refuse_rest("MetadataIndex", state, "fqn", "offset", "index")
+        # torch leaves the offset out of the pickle where it is None.
+        self.set(state["fqn"], state.get("offset"), state.get("index"))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return MetadataIndex, (self.fqn, self.offset, self.index)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is MetadataIndex and self.fqn == other.fqn and self.offset == other.offset
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash((self.fqn, self.offset))
+
+
+class StorageInfo(Record):
+    """Where an item lies: ``_StorageInfo`` of the file system storage; lengths in bytes."""
+
+    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] | None
+
+    def __init__(
+        self, relative_path: str, offset: int, length: int, transform_descriptors: tuple[str, ...] | None = None
+    ) -> None:
+        self.set(relative_path, offset, length, transform_descriptors)
+
+    def set(self, relative_path: str, offset: int, length: int, transforms: Iterable[str] | None) -> None:
+        """Fill the fields. Raises MalformedError."""
+        if type(relative_path) is not str or type(offset) is not int or type(length) is not int:
+            raise _wrong("_StorageInfo")
+        if not (0 <= offset <= INT64_MAX and 0 <= length <= INT64_MAX):
+            raise MalformedError(f"an item of {length} bytes lies at byte {offset}")
+        self.relative_path = relative_path
+        self.offset = offset
+        self.length = length
+        self.transform_descriptors = None if transforms is None else _names(transforms)
+
+    def build(self, state: dict[str, Value]) -> None:
+        _refuse_rest("_StorageInfo", state, "relative_path", "offset", "length", "transform_descriptors")
+        transforms = state.get("transform_descriptors")
+        self.set(state["relative_path"], state["offset"], state["length"], transforms)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return StorageInfo, (self.relative_path, self.offset, self.length, self.transform_descriptors)
+
+
+def _names(values: Value) -> tuple[str, ...]:
+    if type(values) not in (list, tuple) or len(values) > MAX_TRANSFORMS or set(map(type, values)) - {str}:
+        raise _wrong("_StorageInfo")
+    return tuple(values)
+
+
+class TensorProperties(Record):
+    """What a DCP says of a tensor besides its size. Its pickled state is a tuple of 5 (torch < 2.8) or 6 fields.
+
+    ``dtype`` is a ``GlobalRef``; ``layout`` and ``memory_format`` are ``Opaque`` calls and mean nothing here.
+    """
+
+    __slots__ = ("dtype", "layout", "memory_format", "pin_memory", "requires_grad", "strides")
+    STATE = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides")
+    dtype: GlobalRef
+    layout: Value
+    requires_grad: bool
+    memory_format: Value
+    pin_memory: bool
+    strides: tuple[int, ...] | None
+
+    def __init__(
+        self,
+        dtype: GlobalRef,
+        layout: Value = None,
+        requires_grad: bool = False,
+        memory_format: Value = None,
+        pin_memory: bool = False,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
+        layout = layout or Opaque(GlobalRef("torch.serialization", "_get_layout"), ("torch.strided",))
+        memory_format = memory_format or Opaque(
+            GlobalRef("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), (0,)
+        )
+        self.build((dtype, layout, requires_grad, memory_format, pin_memory, strides))
+
+    def build(self, state: Any) -> None:
+        if type(state) is not tuple or len(state) not in (5, 6) or type(state[0]) is not GlobalRef:
+            raise _wrong("TensorProperties")
+        self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state[:5]
+        self.strides = state[5] if len(state) == 6 else None
+
+    def check(self) -> tuple[Value, ...]:
+        return self.state
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return TensorProperties, self.state
+
+    @property
+    def state(self) -> tuple[Value, ...]:
+        """The fields in the order in which torch pickles them; torch before 2.8 reads them only without strides."""
+        names = self.STATE if self.strides is not None else self.STATE[:-1]
+        return tuple(getattr(self, name) for name in names)
+
+    @property
+    def element_type(self) -> DType:
+        """The dtype. Raises MalformedError where it is none of torch's that we know."""
+        if self.dtype.dtype is None:
+            raise MalformedError(f"{self.dtype} is no element type that is known here")
+        return self.dtype.dtype
+
+
+class TensorStorageMetadata(Record):
+    """A tensor of a DCP: what it is, its whole size and its chunks."""
+
+    __slots__ = ("chunks", "properties", "size")
+    properties: TensorProperties
+    size: Size
+    chunks: list[ChunkStorageMetadata]
+
+    def __init__(self, properties: TensorProperties, size: Size, chunks: list[ChunkStorageMetadata]) -> None:
+        self.build({"properties": properties, "size": size, "chunks": chunks})
+
+    def build(self, state: dict[str, Value]) -> None:
+        self.properties = state.pop("properties")
+        self.size = state.pop("size")
+        self.chunks = state.pop("chunks")
+        _refuse_rest("TensorStorageMetadata", state)
+
+    def check(self) -> tuple[Value, ...]:
+        if (
+            type(self.properties) is not TensorProperties
+            or type(self.size) is not Size
+            or type(self.chunks) is not list
+        ):
+            raise _wrong("TensorStorageMetadata")
+        _check_types("TensorStorageMetadata", self.chunks, ChunkStorageMetadata)
+        _check_filled(self.chunks, "sizes")
+        return (self.properties,)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return TensorStorageMetadata, (self.properties, self.size, self.chunks)
+
+
+class BytesStorageMetadata(Record):
+    """An item of a DCP that is no tensor: a torch.save stream of any object."""
+
+    __slots__ = ()
+
+    def build(self, state: dict[str, Value]) -> None:
+        _refuse_rest("BytesStorageMetadata", state)
+
+
+class StorageMeta(Record):
+    """Identifiers a storage gives itself."""
+
+    __slots__ = ("checkpoint_id", "load_id", "modules", "save_id")
+    checkpoint_id: Value
+    save_id: Value
+    load_id: Value
+    modules: Value
+
+    def __init__(
+        self, checkpoint_id: Value = None, save_id: Value = None, load_id: Value = None, modules: Value = None
+    ) -> None:
+        self.build({"checkpoint_id": checkpoint_id, "save_id": save_id, "load_id": load_id, "modules": modules})
+
+    def build(self, state: dict[str, Value]) -> None:
+        self.checkpoint_id = state.pop("checkpoint_id", None)
+        self.save_id = state.pop("save_id", None)
+        self.load_id = state.pop("load_id", None)
+        self.modules = state.pop("modules", None) or []
+        _refuse_rest("StorageMeta", state)
+
+    def check(self) -> tuple[Value, ...]:
+        return (self.checkpoint_id, self.save_id, self.load_id, self.modules)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return StorageMeta, (self.checkpoint_id, self.save_id, self.load_id, self.modules)
+
+
+class Metadata(Record):
+    """A whole ``.metadata``. ``extra`` holds attributes that others set on it, such as Megatron's ``mcore_data``."""
+
+    __slots__ = ("extra", "planner_data", "state_dict_metadata", "storage_data", "storage_meta", "version")
+    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
+    planner_data: Value
+    storage_data: dict[MetadataIndex, StorageInfo]
+    storage_meta: StorageMeta | None
+    version: str | None
+    extra: dict[str, Value]
+
+    def __init__(
+        self,
+        state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata],
+        planner_data: Value = None,
+        storage_data: dict[MetadataIndex, StorageInfo] | None = None,
+        storage_meta: StorageMeta | None = None,
+        version: str | None = None,
+        extra: dict[str, Value] | None = None,
+    ) -> None:
+        known = {
+            "state_dict_metadata": state_dict_metadata,
+            "planner_data": planner_data,
+            "storage_data": storage_data or {},
+            "storage_meta": storage_meta,
+            "version": version,
+        }
+        self.build(known | (extra or {}))
+
+    def build(self, state: dict[str, Value]) -> None:
+        self.state_dict_metadata = state.pop("state_dict_metadata")
+        self.planner_data = state.pop("planner_data", None)
+        self.storage_data = state.pop("storage_data", None) or {}
+        self.storage_meta = state.pop("storage_meta", None)
+        self.version = state.pop("version", None)
+        self.extra = dict(state)
+
+    def check(self) -> tuple[Value, ...]:
+        if not isinstance(self.state_dict_metadata, dict):
+            raise _wrong("Metadata")
+        _check_types("Metadata", self.state_dict_metadata, str)
+        _check_types("Metadata", self.state_dict_metadata.values(), TensorStorageMetadata, BytesStorageMetadata)
+        if not isinstance(self.storage_data, dict):
+            raise _wrong("Metadata")
+        _check_types("Metadata", self.storage_data, MetadataIndex)
+        _check_types("Metadata", self.storage_data.values(), StorageInfo)
+        _check_filled(self.storage_data.values(), "length")
+        _check_types("Metadata", (self.storage_meta,), StorageMeta, type(None))
+        _check_types("Metadata", (self.version,), str, type(None))
+        return (*self.state_dict_metadata.values(), self.planner_data, self.storage_meta, self.extra)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Metadata, (
+            self.state_dict_metadata,
+            self.planner_data,
+            self.storage_data,
+            self.storage_meta,
+            self.version,
+            self.extra,
+        )
+
+
+def _check_types(kind: str, values: Iterable[Value], *allowed: type) -> None:
+    """Raises MalformedError where a value is of another type."""
+    if not set(map(type, values)).issubset(allowed):
+        raise _wrong(kind)
+
+
+def _check_filled(records: Iterable[Record], name: str) -> None:
+    """Raises MalformedError where a record was never filled (30 ns each)."""
+    deque(map(attrgetter(name), records), maxlen=0)
+
+
+_METADATA_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed._shard.checkpoint.metadata",  # torch 1.13 and 2.0
+)
+
+CLASSES: dict[tuple[str, str], type[Record]] = {
+    (module, kind.__name__): kind
+    for module in _METADATA_MODULES
+    for kind in (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+        BytesStorageMetadata,
+        StorageMeta,
+        Metadata,
+    )
+} | {
+    # Until torch 2.2 the properties were those of sharded tensors.
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): TensorProperties,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+    ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+}
+"""What each global becomes."""
+
+GLOBALS: dict[type, GlobalRef] = (
+    {kind: GlobalRef(module, name) for (module, name), kind in CLASSES.items()}
+    | {
+        kind: GlobalRef("torch.distributed.checkpoint.metadata", kind.__name__)
+        for kind in CLASSES.values()
+        if kind is not StorageInfo
+    }
+    | {StorageInfo: GlobalRef("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+)
+"""The global that is written for each."""

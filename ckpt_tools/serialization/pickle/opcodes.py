@@ -1,0 +1,564 @@
+"""Every opcode as a function of the machine and the position after it, which gives that of the next.
+
+What each does is documented in CPython's Lib/pickletools.py; where the C unpickler and the Python one differ, this is
+the C one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+from collections.abc import Callable
+from typing import NoReturn
+
+from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, kind_of
+from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES, Record
+from ckpt_tools.serialization.pickle.key_limits import checked_keys, insert
+from ckpt_tools.serialization.pickle.machine import UNSET, Machine, Step, Stop
+
+MAX_INT_BYTES = 1024
+"""Bytes of an integer, and characters of a number in text form. Longer ones are slow to print."""
+
+# Opcodes. Each function gets the machine and the position after its opcode, and returns that of the next.
+
+
+def _unknown(machine: Machine, at: int) -> int:
+    opcode = machine.data[at - 1]
+    if opcode in b"\x82\x83\x84":
+        machine.fail("it uses the extension registry, which names code in the reader's process")
+    if opcode in b"\x97\x98":
+        machine.fail("it refers to buffers outside of it")
+    machine.fail(f"{opcode:#04x} is no opcode")
+
+
+def _proto(machine: Machine, at: int) -> int:
+    if machine.data[at] > 5:
+        machine.fail(f"protocol {machine.data[at]} is unknown")
+    return at + 1
+
+
+def _frame(machine: Machine, at: int) -> int:
+    if _U64.unpack_from(machine.data, at)[0] > len(machine.data) - at - 8:
+        machine.fail("it ends early")
+    return at + 8
+
+
+def _stop(machine: Machine, at: int) -> NoReturn:
+    raise Stop
+
+
+U32, _U64, _I32, _F64 = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<i"), struct.Struct(">d")
+
+
+def _constant(value: Value) -> Step:
+    def step(machine: Machine, at: int) -> int:
+        machine.stack.append(value)
+        return at
+
+    return step
+
+
+def _unsigned(width: int) -> Step:
+    def step(machine: Machine, at: int) -> int:
+        machine.stack.append(int.from_bytes(machine.data[at : at + width], "little"))
+        return at + width
+
+    return step
+
+
+def _byte(machine: Machine, at: int) -> int:
+    machine.stack.append(machine.data[at])
+    return at + 1
+
+
+def _int32(machine: Machine, at: int) -> int:
+    machine.stack.append(_I32.unpack_from(machine.data, at)[0])
+    return at + 4
+
+
+def _float(machine: Machine, at: int) -> int:
+    machine.stack.append(_F64.unpack_from(machine.data, at)[0])
+    return at + 8
+
+
+def read_span(machine: Machine, at: int, width: int) -> tuple[int, int]:
+    """The payload that a length of ``width`` bytes announces; it must be there."""
+    start = at + width
+    stop = start + int.from_bytes(machine.data[at:start], "little")
+    if stop > len(machine.data):
+        machine.fail("a value is longer than the data")
+    return start, stop
+
+
+def _text(width: int) -> Step:
+    def step(machine: Machine, at: int) -> int:
+        start, stop = read_span(machine, at, width)
+        machine.stack.append(str(machine.data[start:stop], "utf-8", "surrogatepass"))
+        return stop
+
+    return step
+
+
+def _short_text(machine: Machine, at: int) -> int:
+    start = at + 1
+    stop = start + machine.data[at]
+    machine.stack.append(str(machine.data[start:stop], "utf-8", "surrogatepass"))
+    return stop
+
+
+def _bytes(width: int) -> Step:
+    def step(machine: Machine, at: int) -> int:
+        start, stop = read_span(machine, at, width)
+        machine.stack.append(machine.data[start:stop])
+        return stop
+
+    return step
+
+
+def _py2_text(width: int) -> Step:
+    """A byte string of Python 2, which torch.load takes for UTF-8."""
+
+    def step(machine: Machine, at: int) -> int:
+        start, stop = read_span(machine, at, width)
+        machine.stack.append(machine.data[start:stop].decode())
+        return stop
+
+    return step
+
+
+def _bytearray8(machine: Machine, at: int) -> int:
+    start, stop = read_span(machine, at, 8)
+    machine.stack.append(bytearray(machine.data[start:stop]))
+    return stop
+
+
+def _long(width: int) -> Step:
+    def step(machine: Machine, at: int) -> int:
+        start, stop = read_span(machine, at, width)
+        if stop - start > MAX_INT_BYTES:
+            machine.fail("an integer of absurd size")
+        machine.stack.append(int.from_bytes(machine.data[start:stop], "little", signed=True))
+        return stop
+
+    return step
+
+
+def read_line(machine: Machine, at: int) -> tuple[bytes, int]:
+    newline = machine.data.find(b"\n", at)
+    if newline < 0:
+        machine.fail("a line does not end")
+    return machine.data[at:newline], newline + 1
+
+
+def _number_line(machine: Machine, at: int) -> tuple[bytes, int]:
+    line, after = read_line(machine, at)
+    if len(line) > MAX_INT_BYTES:
+        machine.fail("a number of absurd size")
+    return line, after
+
+
+def _int_line(machine: Machine, at: int) -> int:
+    line, after = _number_line(machine, at)
+    machine.stack.append({b"00": False, b"01": True}[line] if line in (b"00", b"01") else int(line, 0))
+    return after
+
+
+def _long_line(machine: Machine, at: int) -> int:
+    line, after = _number_line(machine, at)
+    machine.stack.append(int(line.removesuffix(b"L"), 0))
+    return after
+
+
+def _float_line(machine: Machine, at: int) -> int:
+    line, after = _number_line(machine, at)
+    machine.stack.append(float(line))
+    return after
+
+
+def _quoted_line(machine: Machine, at: int) -> int:
+    line, after = read_line(machine, at)
+    if len(line) < 2 or line[0] != line[-1] or line[0] not in b"\"'":
+        machine.fail("a string without quotes")
+    machine.stack.append(codecs.escape_decode(line[1:-1])[0].decode())
+    return after
+
+
+def _unicode_line(machine: Machine, at: int) -> int:
+    line, after = read_line(machine, at)
+    machine.stack.append(_RAW_UNICODE.decode(line)[0])
+    return after
+
+
+# Looked up here, since Python imports a codec where it is first used: reading a pickle imports nothing at all.
+_RAW_UNICODE = codecs.lookup("raw-unicode-escape")
+
+# Names and calls
+
+
+def _global(machine: Machine, at: int) -> int:
+    module, at = read_line(machine, at)
+    name, at = read_line(machine, at)
+    machine.stack.append(machine.name(module.decode(), name.decode()))
+    return at
+
+
+def _stack_global(machine: Machine, at: int) -> int:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        machine.fail("a name that is no string")
+    machine.stack.append(machine.name(module, name))
+    return at
+
+
+def _reduce(machine: Machine, at: int) -> int:
+    args, function = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(called(machine, function, args))
+    return at
+
+
+def called(machine: Machine, function: Value, args: Value) -> Value:
+    build = machine.calls.get(id(function))
+    machine.spend(1)
+    if type(args) is not tuple:
+        machine.fail("arguments that are no tuple")
+    if build is not None:
+        return build(machine, args)
+    if type(function) is not GlobalRef and type(function) is not Opaque:
+        machine.fail(f"a {kind_of(function)} is called")
+    machine.spend(3)
+    return Opaque(function, args)
+
+
+def _newobj(machine: Machine, at: int) -> int:
+    args, kind = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(made(machine, kind, args, None))
+    return at
+
+
+def _newobj_ex(machine: Machine, at: int) -> int:
+    kwargs, args, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    if type(kwargs) is not dict or set(map(type, kwargs)) - {str}:
+        machine.fail("named arguments that are no dict of names")
+    machine.stack.append(made(machine, kind, args, kwargs or None))
+    return at
+
+
+def made(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | None) -> Value:
+    if not _is_class(kind) or type(args) is not tuple:
+        machine.fail(f"an object of a {kind_of(kind)}, which is not a class")
+    machine.spend(4)
+    record = CLASSES.get((kind.module, kind.name)) if type(kind) is GlobalRef else None
+    if record is not None and not args and not kwargs:
+        return object.__new__(record)
+    return Opaque(kind, args, form="new", kwargs=kwargs)
+
+
+_GETATTR = GlobalRef("builtins", "getattr")
+
+
+def _is_class(kind: Value) -> bool:
+    """A name, or what protocol 2 makes of a class inside another: ``getattr(Outer, "Inner")``, which is not run."""
+    if type(kind) is not Opaque:
+        return type(kind) is GlobalRef
+    is_inner = kind.ref == _GETATTR and kind.form == "call" and tuple(map(type, kind.args)) == (GlobalRef, str)
+    return is_inner and kind.state is None
+
+
+def _inst(machine: Machine, at: int) -> int:
+    module, at = read_line(machine, at)
+    name, at = read_line(machine, at)
+    args = tuple(machine.pop_mark())
+    machine.stack.append(_instance(machine, machine.name(module.decode(), name.decode()), args))
+    return at
+
+
+def _obj(machine: Machine, at: int) -> int:
+    kind, *args = machine.pop_mark()
+    machine.stack.append(_instance(machine, kind, tuple(args)))
+    return at
+
+
+def _instance(machine: Machine, kind: Value, args: tuple[Value, ...]) -> Value:
+    """An old-style instance: a call, or without arguments a new object."""
+    return called(machine, kind, args) if args else made(machine, kind, args, None)
+
+
+def _build(machine: Machine, at: int) -> int:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    if not isinstance(target, Record | Opaque | OrderedDict):
+        machine.fail(f"it sets the state of a {kind_of(target)}, which has none")
+    target.build(state)
+    return at
+
+
+def _persistent_line(machine: Machine, at: int) -> int:
+    line, at = read_line(machine, at)
+    machine.stack.append(_resolved(machine, line.decode("ascii")))
+    return at
+
+
+def _persistent(machine: Machine, at: int) -> int:
+    machine.stack.append(_resolved(machine, machine.stack.pop()))
+    return at
+
+
+def _resolved(machine: Machine, pid: Value) -> Value:
+    if machine.resolve is None:
+        machine.fail("it refers to data outside of it")
+    return machine.resolve(pid)
+
+
+# Stack and memo
+
+
+def _mark(machine: Machine, at: int) -> int:
+    machine.marks.append(machine.stack)
+    machine.stack = []
+    machine.budget -= 1
+    if machine.budget < 0:
+        machine.spend(0)
+    return at
+
+
+def _pop(machine: Machine, at: int) -> int:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.pop_mark()
+    return at
+
+
+def _pop_mark(machine: Machine, at: int) -> int:
+    machine.pop_mark()
+    return at
+
+
+def _dup(machine: Machine, at: int) -> int:
+    machine.stack.append(machine.stack[-1])
+    return at
+
+
+def _memoize(machine: Machine, at: int) -> int:
+    if machine.has_gaps:
+        machine.fail("a memo with gaps is continued by count")
+    machine.memo.append(machine.stack[-1])
+    return at
+
+
+def _put(machine: Machine, index: int) -> None:
+    memo = machine.memo
+    if index == len(memo):
+        memo.append(machine.stack[-1])
+        return
+    if not 0 <= index < len(machine.data):
+        machine.fail("a huge memo index")
+    machine.has_gaps = True
+    memo.extend([UNSET] * (index + 1 - len(memo)))
+    memo[index] = machine.stack[-1]
+
+
+def _binput(machine: Machine, at: int) -> int:
+    _put(machine, machine.data[at])
+    return at + 1
+
+
+def _long_binput(machine: Machine, at: int) -> int:
+    _put(machine, U32.unpack_from(machine.data, at)[0])
+    return at + 4
+
+
+def _put_line(machine: Machine, at: int) -> int:
+    line, at = _number_line(machine, at)
+    _put(machine, int(line))
+    return at
+
+
+def _fetched(machine: Machine, value: Value, at: int) -> int:
+    """Push ``value`` out of the memo, or read a whole record where it is the class of one."""
+    macro = machine.macros.get(id(value))
+    if macro is not None:
+        after = macro.run(at)
+        if after:
+            return after
+    elif value is UNSET:
+        machine.fail("a memo index that was never put")
+    machine.stack.append(value)
+    return at
+
+
+def _binget(machine: Machine, at: int) -> int:
+    return _fetched(machine, machine.memo[machine.data[at]], at + 1)
+
+
+def _long_binget(machine: Machine, at: int) -> int:
+    return _fetched(machine, machine.memo[U32.unpack_from(machine.data, at)[0]], at + 4)
+
+
+def _get_line(machine: Machine, at: int) -> int:
+    line, at = _number_line(machine, at)
+    if not line.isdigit():
+        machine.fail("a memo index that is no number")
+    return _fetched(machine, machine.memo[int(line)], at)
+
+
+# Containers
+
+
+def _empty(kind: Callable[[], Value], cost: int) -> Step:
+    def step(machine: Machine, at: int) -> int:
+        machine.spend(cost)
+        machine.stack.append(kind())
+        return at
+
+    return step
+
+
+def _tuple(machine: Machine, at: int) -> int:
+    items = tuple(machine.pop_mark())
+    machine.stack.append(items)
+    return at
+
+
+def _tuple_of(num: int) -> Step:
+    def step(machine: Machine, at: int) -> int:
+        stack = machine.stack
+        if len(stack) < num:
+            machine.fail("a tuple of more than there is")
+        machine.budget -= 1
+        if machine.budget < 0:
+            machine.spend(0)
+        stack[-num:] = [tuple(stack[-num:])]
+        return at
+
+    return step
+
+
+def _list(machine: Machine, at: int) -> int:
+    items = machine.pop_mark()
+    machine.stack.append(items)
+    return at
+
+
+def _dict(machine: Machine, at: int) -> int:
+    items = machine.pop_mark()
+    made: dict[Value, Value] = {}
+    insert(machine, made, items)
+    machine.stack.append(made)
+    return at
+
+
+def _frozenset(machine: Machine, at: int) -> int:
+    items = machine.pop_mark()
+    machine.spend(3)
+    machine.stack.append(frozenset(checked_keys(machine, None, items)))
+    return at
+
+
+def _append(machine: Machine, at: int) -> int:
+    item = machine.stack.pop()
+    _items_of(machine).append(item)
+    return at
+
+
+def _appends(machine: Machine, at: int) -> int:
+    items = machine.pop_mark()
+    _items_of(machine).extend(items)
+    return at
+
+
+def _items_of(machine: Machine) -> list[Value]:
+    target = machine.stack[-1]
+    if type(target) is list:
+        return target
+    if type(target) is not Opaque:
+        machine.fail(f"it appends to a {kind_of(target)}")
+    return target.items
+
+
+def _additems(machine: Machine, at: int) -> int:
+    items, target = machine.pop_mark(), machine.stack[-1]
+    if type(target) is not set:
+        machine.fail(f"it adds to a {kind_of(target)}")
+    target.update(checked_keys(machine, target, items))
+    return at
+
+
+def _setitem(machine: Machine, at: int) -> int:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    insert(machine, machine.stack[-1], [key, value])
+    return at
+
+
+def _setitems(machine: Machine, at: int) -> int:
+    items = machine.pop_mark()
+    insert(machine, machine.stack[-1], items)
+    return at
+
+
+STEPS: list[Step] = [_unknown] * 256
+for _opcode, _step in {
+    b"\x80": _proto,
+    b"\x95": _frame,
+    b".": _stop,
+    b"N": _constant(None),
+    b"\x88": _constant(True),
+    b"\x89": _constant(False),
+    b")": _constant(()),
+    b"K": _byte,
+    b"M": _unsigned(2),
+    b"J": _int32,
+    b"\x8a": _long(1),
+    b"\x8b": _long(4),
+    b"I": _int_line,
+    b"L": _long_line,
+    b"F": _float_line,
+    b"G": _float,
+    b"X": _text(4),
+    b"\x8c": _short_text,
+    b"\x8d": _text(8),
+    b"V": _unicode_line,
+    b"S": _quoted_line,
+    b"T": _py2_text(4),
+    b"U": _py2_text(1),
+    b"B": _bytes(4),
+    b"C": _bytes(1),
+    b"\x8e": _bytes(8),
+    b"\x96": _bytearray8,
+    b"c": _global,
+    b"\x93": _stack_global,
+    b"R": _reduce,
+    b"\x81": _newobj,
+    b"\x92": _newobj_ex,
+    b"i": _inst,
+    b"o": _obj,
+    b"b": _build,
+    b"P": _persistent_line,
+    b"Q": _persistent,
+    b"(": _mark,
+    b"0": _pop,
+    b"1": _pop_mark,
+    b"2": _dup,
+    b"\x94": _memoize,
+    b"q": _binput,
+    b"r": _long_binput,
+    b"p": _put_line,
+    b"h": _binget,
+    b"j": _long_binget,
+    b"g": _get_line,
+    b"]": _empty(list, 1),
+    b"}": _empty(dict, 1),
+    b"\x8f": _empty(set, 4),
+    b"t": _tuple,
+    b"\x85": _tuple_of(1),
+    b"\x86": _tuple_of(2),
+    b"\x87": _tuple_of(3),
+    b"l": _list,
+    b"d": _dict,
+    b"\x91": _frozenset,
+    b"a": _append,
+    b"e": _appends,
+    b"\x90": _additems,
+    b"s": _setitem,
+    b"u": _setitems,
+}.items():
+    STEPS[_opcode[0]] = _step

@@ -1,0 +1,38 @@
+"""JSON read strictly: no duplicate keys, no NaN, no half characters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+from ckpt_tools.errors import MalformedError
+
+
+def parse_json(data: bytes, path: str) -> Any:
+    """``data`` as UTF-8 JSON of whole characters, without a duplicate key. Raises MalformedError."""
+    try:
+        text = data.decode()
+        found = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_refuse_constant)
+        if _HALF_CHARACTER.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"not valid JSON: {str(error)[:200]}", path=path) from error
+
+
+# As an escape; JSON can hold half of a surrogate pair, and no file, no terminal and no other library takes it.
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _unique(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise MalformedError(f"the name {twice[:200]!r} appears twice", path=path)
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

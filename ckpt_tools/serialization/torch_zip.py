@@ -1,0 +1,309 @@
+"""What ``torch.save`` writes: a stored zip of a pickle and one record a storage.
+
+Facts from torch 2.15.0, torch/serialization.py ``_save`` and caffe2/serialize/inline_container.cc, checked against
+files it wrote; docs/formats/torch.md has the layout. Reading takes the directory, the pickle and the local headers of
+the storages; no tensor byte is touched. Writing gives segments whose bytes are all known but the elements and their
+checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from xxhash import xxh3_128_intdigest
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.dtypes import DType, from_torch_storage
+from ckpt_tools.core.layout import Literal, Segment
+from ckpt_tools.core.values import GlobalRef, StorageRef, StoredTensor, Value
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.serialization.pickle.dump import dumps_with_storages
+from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.serialization.zip_archive import (
+    ALIGNMENT,
+    TORCHSCRIPT,
+    ArchiveWriter,
+    Directory,
+    ReadRange,
+    Record,
+    read_directory,
+)
+
+TAIL_BYTES: Final = 1 << 16
+"""One read from the end that holds the directory of an archive of up to about 900 storages."""
+
+ITEM_HEAD_BYTES: Final = 4096
+"""One read from the start of a DCP item that reaches beyond all its headers: about 1,000 bytes, before the elements."""
+
+ITEM_TAIL_BYTES: Final = 2048
+"""One read from the end of a DCP item that holds its directory: about 800 bytes."""
+
+MAX_PICKLE_BYTES: Final = 1 << 32
+"""The pickle of a model of a million tensors takes 200 MB."""
+
+# torch/serialization.py MAGIC_NUMBER, pickled by itself in protocol 2: how files began before torch 1.6.
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_ASK_TORCH = "open it with torch.load and save it again with torch.save"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """An opened torch file.
+
+    ``value`` is what was saved, ``records`` are the zip's records by their name below the root folder, ``storages``
+    what the pickle says of each storage that it uses.
+    """
+
+    path: str
+    value: Value = field(repr=False)
+    records: Mapping[str, Record] = field(repr=False)
+    storages: Mapping[str, StorageRef] = field(repr=False)
+    _directory: Directory = field(repr=False)
+    _read: ReadRange = field(repr=False)
+    _root: str = field(repr=False)
+    _ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def storage_range(self, key: str) -> tuple[int, int]:
+        """The bytes ``[start, stop)`` of the file that hold storage ``key``.
+
+        The first call reads the local headers of all storages. Raises MalformedError.
+        """
+        if not self._ranges:
+            self._ranges.update(self._locate())
+        if key not in self._ranges:
+            raise MalformedError(f"storage {key!r} has no record", path=self.path)
+        return self._ranges[key]
+
+    def _locate(self) -> dict[str, tuple[int, int]]:
+        names = {key: f"{self._root}/data/{key}" for key in self.storages if f"data/{key}" in self.records}
+        ranges = self._directory.payload_ranges(self._read, names.values())
+        return {key: ranges[name] for key, name in names.items()}
+
+
+def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
+    """Open the torch file of ``size`` bytes that ``read(start, stop)`` reads.
+
+    Raises:
+        MalformedError: it is no torch file, or damaged. IncompleteError: a storage has no record.
+        UnsupportedError: TorchScript, a legacy file, big-endian, compressed or encrypted.
+    """
+    return _open(read, size, path, TAIL_BYTES, _interpret)
+
+
+Interpret = Callable[[bytes, str], tuple[Value, Mapping[str, StorageRef]]]
+
+
+def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Interpret) -> TorchArchive:
+    directory = read_directory(read, size, path, tail_bytes=tail_bytes)
+    if directory is None or not directory.records:
+        raise _no_archive(read, size, path)
+    root = next(iter(directory.records)).partition("/")[0]
+    prefix = f"{root}/"
+    records = {
+        name.removeprefix(prefix): record for name, record in directory.records.items() if name.startswith(prefix)
+    }
+    if len(records) < len(directory.records):
+        raise MalformedError(f"the zip archive is malformed: a record lies outside of its folder {root!r}", path=path)
+    _check_kind(records, path)
+    _check_byte_order(directory, root, records, read)
+    if records["data.pkl"].size > MAX_PICKLE_BYTES:
+        raise MalformedError(f"its pickle has {records['data.pkl'].size:,} bytes", path=path)
+    value, storages = interpret(directory.read_record(read, f"{root}/data.pkl"), path)
+    _check_storages(storages, records, path)
+    return TorchArchive(path, value, MappingProxyType(records), storages, directory, read, root)
+
+
+def _no_archive(read: ReadRange, size: int, path: str) -> CkptError:
+    head = read(0, min(size, 512))
+    if head.startswith(_LEGACY_MAGIC):
+        return UnsupportedError(f"it has the format of torch before 1.6, which is not read; {_ASK_TORCH}", path=path)
+    if head[257:262] == b"ustar":
+        return UnsupportedError(f"it has the tar format of torch before 0.1.10; {_ASK_TORCH}", path=path)
+    if head.startswith(b"PK"):
+        return MalformedError("the zip archive has no end; it was cut off or damaged", path=path)
+    return MalformedError("it is no file that torch.save wrote", path=path)
+
+
+def _check_kind(records: Mapping[str, Record], path: str) -> None:
+    if "constants.pkl" in records or any(name.startswith("code/") for name in records):
+        raise UnsupportedError(TORCHSCRIPT, path=path)
+    if "data.pkl" not in records:
+        raise MalformedError("it is a zip archive, but not one that torch.save wrote: it has no data.pkl", path=path)
+
+
+def _check_byte_order(directory: Directory, root: str, records: Mapping[str, Record], read: ReadRange) -> None:
+    """torch < 2.1 writes no byteorder record, and then little-endian is assumed."""
+    if "byteorder" not in records:
+        return
+    if records["byteorder"].size > 16:
+        raise MalformedError("its byte order is unknown", path=directory.path)
+    order = directory.read_record(read, f"{root}/byteorder")
+    if order == b"big":
+        raise UnsupportedError(
+            f"its elements are big-endian; on a little-endian machine, {_ASK_TORCH}", path=directory.path
+        )
+    if order != b"little":
+        raise MalformedError(f"its byte order is {order!r}", path=directory.path)
+
+
+def _interpret(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]:
+    """The value of a ``data.pkl`` and the storages that it uses, by key."""
+    storages: dict[str, StorageRef] = {}
+
+    def resolve(pid: Value) -> StorageRef:
+        storage = _storage(pid)
+        if storages.setdefault(storage.key, storage) != storage:
+            raise MalformedError(f"storage {storage.key!r} is described in two ways")
+        return storages[storage.key]
+
+    return loads(data, path=path, persistent_load=resolve), MappingProxyType(storages)
+
+
+def _storage(pid: Value) -> StorageRef:
+    """``("storage", class, key, location, numel)``; torch < 1.6 had a sixth item, for views of storages."""
+    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[1]) is not GlobalRef:
+        raise MalformedError("a storage is not described as torch does it")
+    _, kind, key, location, numel = pid[:5]
+    if kind.name == "UntypedStorage":
+        return StorageRef(key, None, numel, location)
+    dtype = from_torch_storage(kind.name)
+    if dtype is None or kind.module not in ("torch", "torch.storage", "torch.cuda"):
+        raise UnsupportedError(f"a storage is a {kind}, which is not handled")
+    return StorageRef(key, dtype, numel, location)
+
+
+def _check_storages(storages: Mapping[str, StorageRef], records: Mapping[str, Record], path: str) -> None:
+    """Every storage has a record of its size, before any byte of it is read; those on the meta device have none."""
+    for key, storage in storages.items():
+        record = records.get(f"data/{key}")
+        if record is None and storage.location != "meta":
+            raise IncompleteError(f"storage {key!r} has no record in the archive", path=path)
+        if record is not None and record.size != storage.num_bytes:
+            raise MalformedError(
+                f"storage {key!r} has {record.size:,} bytes where {storage.num_bytes:,} are promised", path=path
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ItemLocation:
+    """The one tensor of a DCP item: its storage's bytes ``[start, stop)`` of the file, and how it views them.
+
+    ``storage_offset`` and ``strides`` are in elements.
+    """
+
+    start: int
+    stop: int
+    dtype: DType
+    storage_offset: int
+    shape: Shape
+    strides: Shape
+
+
+def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocation:
+    """Where the elements of the DCP item at ``[start, stop)`` of a file are.
+
+    Items of one size whose bytes before the elements are equal have their elements at one place, so that all but the
+    first of them cost one read of 4 KiB and a comparison.
+
+    Raises:
+        FormatError: it is no torch archive of one tensor.
+    """
+    head = read(start, min(start + ITEM_HEAD_BYTES, stop))
+    known = _known_items.get(stop - start)
+    if known is not None and head.startswith(known.prefix):
+        return known.at(start)
+    item = _open_item(read, start, stop, path, head)
+    location = item.location
+    if location.start <= len(head) and item.pickle_stop <= location.start:
+        if len(_known_items) >= MAX_KNOWN_ITEMS:
+            _known_items.clear()
+        _known_items[stop - start] = _KnownItem(head[: location.start], location)
+    return _KnownItem(b"", location).at(start)
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownItem:
+    """The bytes of an item before its elements, and where these are from the start of the item."""
+
+    prefix: bytes
+    location: ItemLocation
+
+    def at(self, start: int) -> ItemLocation:
+        found = self.location
+        return ItemLocation(
+            start + found.start, start + found.stop, found.dtype, found.storage_offset, found.shape, found.strides
+        )
+
+
+MAX_KNOWN_ITEMS: Final = 4096
+"""Sizes of items remembered by a process, at about 2 KiB each."""
+
+_known_items: dict[int, _KnownItem] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    location: ItemLocation
+    pickle_stop: int
+
+
+def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -> _Item:
+    size = stop - start
+    tail_start = max(size - ITEM_TAIL_BYTES, 0)
+    tail = head[tail_start:] if len(head) == size else read(start + tail_start, stop)
+
+    def read_item(first: int, last: int) -> bytes:
+        if last <= len(head):
+            return head[first:last]
+        return (
+            tail[first - tail_start : last - tail_start] if first >= tail_start else read(start + first, start + last)
+        )
+
+    archive = _open(read_item, size, path, ITEM_TAIL_BYTES, _interpret)
+    tensor = archive.value
+    if not isinstance(tensor, StoredTensor) or tensor.storage is None:
+        raise MalformedError(f"the item at byte {start:,} holds no tensor", path=path)
+    first, last = archive.storage_range(tensor.storage.key)
+    location = ItemLocation(first, last, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides)
+    pickle = archive.records["data.pkl"]
+    return _Item(location, pickle.header_offset + pickle.size)
+
+
+def archive_segments(
+    value: Value, storages: Mapping[str, Sequence[Segment]], *, root: str = "archive", base: int = 0
+) -> list[Segment]:
+    """The torch file that holds ``value``, as segments; ``storages`` gives the segments of each storage by its key.
+
+    Storages are written in the order of ``storages``; torch numbers them ``"0"``, ``"1"``, ... in the order in which
+    the pickle meets them. ``root`` is the folder in the zip (torch takes the file's name without its ending, or
+    ``archive``), ``base`` the offset in its file at which the archive starts (a DCP item): checksums cover ranges of
+    the file.
+    """
+    pickle, used = dumps_with_storages(value)
+    sizes = {key: sum(segment.num_bytes for segment in segments) for key, segments in storages.items()}
+    assert sizes == {key: ref.num_bytes for key, ref in used.items()}, "the storages are those of the value"
+    writer = ArchiveWriter(root, base=base)
+    for name, content in _HEAD_RECORDS.items():
+        writer.add(name, [Literal(content or pickle)])
+    for key, segments in storages.items():
+        writer.add(f"data/{key}", segments)
+    writer.add("version", [Literal(b"3\n")])
+    writer.add(".data/serialization_id", [Literal(_serialization_id(pickle))])
+    return writer.finish()
+
+
+_HEAD_RECORDS = {
+    "data.pkl": b"",
+    ".format_version": b"1",
+    ".storage_alignment": str(ALIGNMENT).encode(),
+    "byteorder": b"little",
+}
+"""The records before the storages, in torch's order; the first is the pickle."""
+
+
+def _serialization_id(pickle: bytes) -> bytes:
+    """Forty digits. torch hashes the checksums of the records, which are not known yet; nothing reads them."""
+    return b"%040d" % (xxh3_128_intdigest(pickle) % 10**40)

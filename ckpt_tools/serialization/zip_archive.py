@@ -1,0 +1,442 @@
+"""Zip archives whose records are stored, not deflated, so that a record is a byte range of the file.
+
+Format facts are from PKWARE's APPNOTE 6.3.10. Only what makes ranges certain is accepted: one disk, a directory that
+ends where the end record starts, records that lie apart, no compression, no encryption, no name twice. The directory at
+the end says what there is; where a record's bytes start only its local header knows, by an extra field of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import NoReturn
+
+from ckpt_tools.core.layout import Crc32, Literal, Segment
+from ckpt_tools.errors import MalformedError, UnsafeError, UnsupportedError
+
+ReadRange = Callable[[int, int], bytes]
+"""Bytes ``[start, stop)`` of an archive."""
+
+LOCAL = struct.Struct("<4s5H3I2H")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR64 = struct.Struct("<4sIQI")
+
+LOCAL_MAGIC, CENTRAL_MAGIC, DESCRIPTOR_MAGIC = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+END_MAGIC, END64_MAGIC, LOCATOR64_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+
+TORCHSCRIPT = (
+    "it is a TorchScript archive, which holds a program; load it with torch.jit.load and save its state_dict()"
+)
+"""What is said of one wherever it is met: its code is compressed, which the directory tells before any record does."""
+
+ENCRYPTED, DESCRIPTOR_FOLLOWS, UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
+MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
+ZIP64_EXTRA = 0x0001
+
+ALIGNMENT = 64
+"""Where payloads start, as torch's writer does it by default, so that tensors can be mapped."""
+
+MAX_DIRECTORY_BYTES = 1 << 28
+"""About four million records."""
+
+MAX_MERGED_BYTES = 1 << 20
+"""Size of such a read: a million small tensors lie one after the other."""
+
+MERGE_GAP_BYTES = 4096
+"""Local headers closer than this are read at once; farther ones would drag tensor bytes along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An entry of the directory: ``size`` bytes with checksum ``crc32``, after a local header at ``header_offset``."""
+
+    name: str
+    header_offset: int
+    size: int
+    crc32: int
+
+    @property
+    def states_checksum(self) -> bool:
+        """torch.serialization.set_crc32_options(False) saves faster and leaves every checksum 0."""
+        return self.crc32 != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The records of an archive in the order of the file; ``start`` is where the directory itself begins."""
+
+    records: Mapping[str, Record]
+    start: int
+    path: str
+
+    def payload_ranges(self, read: ReadRange, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """The byte ranges of the records ``names``, from their local headers, read in as few pieces as make sense.
+
+        Raises:
+            MalformedError: a local header is not where it should be, or the record runs into the next.
+        """
+        wanted = sorted((self.records[name] for name in names), key=attrgetter("header_offset"))
+        limits = self._limits()
+        ranges = {}
+        for group in _neighbours(wanted):
+            first = group[0].header_offset
+            data = read(first, group[-1].header_offset + _header_bytes(group[-1]))
+            for record in group:
+                start = record.header_offset + self._header_length(record, data, record.header_offset - first)
+                if start + record.size > limits[record.name]:
+                    self._fail(f"record {record.name!r} overlaps what follows it")
+                ranges[record.name] = (start, start + record.size)
+        return ranges
+
+    def read_record(self, read: ReadRange, name: str) -> bytes:
+        """The bytes of a record, whose checksum must be right. Usually one read. Raises MalformedError."""
+        record = self.records[name]
+        # torch pads a header to 64 bytes through its extra field; a longer one costs a second read.
+        guess = min(record.header_offset + _header_bytes(record) + 128 + record.size, self.start)
+        data = read(record.header_offset, guess)
+        offset = self._header_length(record, data, 0)
+        if offset + record.size > self._limits()[name] - record.header_offset:
+            self._fail(f"record {name!r} overlaps what follows it")
+        payload = data[offset : offset + record.size]
+        if len(payload) < record.size:
+            payload = read(record.header_offset + offset, record.header_offset + offset + record.size)
+        if record.states_checksum and zlib.crc32(payload) != record.crc32:
+            self._fail(f"record {name!r} is damaged: its checksum is wrong")
+        return payload
+
+    def _limits(self) -> dict[str, int]:
+        """Where each record must have ended: at the next header, or at the directory."""
+        records = list(self.records.values())
+        stops = [record.header_offset for record in records[1:]] + [self.start]
+        return {record.name: stop for record, stop in zip(records, stops, strict=True)}
+
+    def _header_length(self, record: Record, data: bytes, at: int) -> int:
+        if len(data) - at < _header_bytes(record):
+            self._fail(f"record {record.name!r} is cut off")
+        magic, _, flags, method, *_, name_bytes, extra_bytes = LOCAL.unpack_from(data, at)
+        name = data[at + LOCAL.size : at + LOCAL.size + name_bytes]
+        if magic != LOCAL_MAGIC or method or flags & ENCRYPTED or name != record.name.encode():
+            self._fail(f"record {record.name!r} does not start where the directory says")
+        return int(LOCAL.size + name_bytes + extra_bytes)
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise MalformedError(f"the zip archive is malformed: {reason}", path=self.path)
+
+
+def _header_bytes(record: Record) -> int:
+    return LOCAL.size + len(record.name.encode())
+
+
+def _neighbours(records: list[Record]) -> list[list[Record]]:
+    groups: list[list[Record]] = []
+    for record in records:
+        near = groups and record.header_offset - groups[-1][-1].header_offset <= MERGE_GAP_BYTES
+        if near and record.header_offset - groups[-1][0].header_offset <= MAX_MERGED_BYTES:
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+    return groups
+
+
+def read_directory(read: ReadRange, size: int, path: str, *, tail_bytes: int) -> Directory | None:
+    """The directory of the archive of ``size`` bytes; None where it has no end record, so that it is no zip at all.
+
+    One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another.
+
+    Raises:
+        MalformedError: a rule of the format is broken. UnsupportedError: compressed, encrypted, or on several disks.
+        UnsafeError: a name leads out of the archive.
+    """
+    return _DirectoryReader(read, size, path, tail_bytes).run()
+
+
+class _DirectoryReader:
+    def __init__(self, read: ReadRange, size: int, path: str, tail_bytes: int) -> None:
+        self._read = read
+        self._path = path
+        self._size = size
+        self._tail_start = max(0, size - tail_bytes)
+        self._tail = read(self._tail_start, size)
+
+    def run(self) -> Directory | None:
+        end = self._find_end()
+        if end is None:
+            return None
+        start, stop, count = self._extent(end)
+        if stop - start > MAX_DIRECTORY_BYTES or count * CENTRAL.size > stop - start:
+            self._fail(f"a directory of {count:,} records in {stop - start:,} bytes")
+        records = self._records(self._bytes(start, stop), count)
+        if records:
+            self._check_apart(records, start)
+        return Directory(MappingProxyType({record.name: record for record in records}), start, self._path)
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        if not 0 <= start <= stop <= self._size:
+            self._fail("its directory lies outside of the file")
+        if start >= self._tail_start:
+            return self._tail[start - self._tail_start : stop - self._tail_start]
+        return self._read(start, stop)
+
+    def _find_end(self) -> int | None:
+        """Where the end record starts: the last one whose comment reaches exactly to the end of the file.
+
+        Others after it would lie in its comment, and some libraries take the last that looks like one.
+        """
+        at, rivals = self._tail.rfind(END_MAGIC), 0
+        while at >= 0:
+            whole = at + END.size <= len(self._tail)
+            if whole and at + END.size + END.unpack_from(self._tail, at)[-1] == len(self._tail):
+                if rivals:
+                    self._fail("it has more than one end record of its directory")
+                return self._tail_start + at
+            rivals += whole
+            at = self._tail.rfind(END_MAGIC, 0, at + 3)
+        return None
+
+    def _extent(self, end: int) -> tuple[int, int, int]:
+        """Start, stop and number of records of the directory."""
+        plain = wide = END.unpack(self._bytes(end, end + END.size))[1:7]
+        if MAX16 in plain[2:4] or MAX32 in plain[4:6] or self._has_locator(end):
+            end, wide = self._end64(end)
+        for disk, first_disk, here, count, *_ in (plain, wide):
+            if disk or first_disk or here != count:
+                raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
+        if any(a not in (b, MAX16, MAX32) for a, b in zip(plain, wide, strict=True)):
+            self._fail("its two end records say different things of its directory")
+        *_, count, num_bytes, start = wide
+        # torch adds the zip64 end records also where no number needs them.
+        if start + num_bytes != end and not self._is_end64_at(start + num_bytes, end):
+            self._fail("its directory does not end where its end record starts")
+        return start, start + num_bytes, count
+
+    def _has_locator(self, end: int) -> bool:
+        return self._bytes(max(0, end - LOCATOR64.size), end).startswith(LOCATOR64_MAGIC)
+
+    def _is_end64_at(self, at: int, end: int) -> bool:
+        gap = END64.size + LOCATOR64.size
+        return at + gap == end and self._bytes(at, at + 4) == END64_MAGIC
+
+    def _end64(self, end: int) -> tuple[int, tuple[int, int, int, int, int, int]]:
+        locator = self._bytes(max(0, end - LOCATOR64.size), end)
+        if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
+            self._fail("its zip64 end record is missing")
+        _, _, at, _ = LOCATOR64.unpack(locator)
+        if at + END64.size + LOCATOR64.size != end:
+            self._fail("its zip64 end record does not lie before the end of its directory")
+        magic, _, _, _, disk, first_disk, here, count, num_bytes, start = END64.unpack(self._bytes(at, at + END64.size))
+        if magic != END64_MAGIC:
+            self._fail("its zip64 end record is missing")
+        return at, (disk, first_disk, here, count, num_bytes, start)
+
+    def _records(self, data: bytes, count: int) -> list[Record]:
+        records, at = [], 0
+        for _ in range(count):
+            if at + CENTRAL.size > len(data):
+                self._fail("its directory ends early")
+            record, at = self._record(data, at)
+            records.append(record)
+        if at != len(data):
+            self._fail("its directory holds more than its records")
+        if len({record.name for record in records}) < len(records):
+            self._fail("two records have one name")
+        return sorted(records, key=attrgetter("header_offset"))
+
+    def _record(self, data: bytes, at: int) -> tuple[Record, int]:
+        fields = CENTRAL.unpack_from(data, at)
+        magic, _, _, flags, method, _, _, crc32, packed, size, name_bytes, extra_bytes, comment_bytes = fields[:13]
+        disk, _, _, offset = fields[13:]
+        name_stop = at + CENTRAL.size + name_bytes
+        extra_stop = name_stop + extra_bytes
+        if magic != CENTRAL_MAGIC or extra_stop + comment_bytes > len(data):
+            self._fail("its directory is damaged")
+        name = self._name(data[at + CENTRAL.size : name_stop])
+        size, packed, offset = self._wide(data[name_stop:extra_stop], size, packed, offset)
+        self._check_plain(name, flags, method, disk)
+        if size != packed:
+            self._fail(f"record {name!r} is stored, yet has two sizes")
+        return Record(name, offset, size, crc32), extra_stop + comment_bytes
+
+    def _check_plain(self, name: str, flags: int, method: int, disk: int) -> None:
+        if flags & ENCRYPTED:
+            raise UnsupportedError(f"record {name!r} of the zip archive is encrypted", path=self._path)
+        if method and "/code/" in name:
+            raise UnsupportedError(TORCHSCRIPT, path=self._path)
+        if method:
+            raise UnsupportedError(
+                f"record {name!r} of the zip archive is compressed, which torch.save never does; pack it again without "
+                "compression (zip -0)",
+                path=self._path,
+            )
+        if disk:
+            raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
+
+    def _name(self, raw: bytes) -> str:
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            self._fail("a record has a name that is no UTF-8")
+        if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+            raise UnsafeError(f"a record of the zip archive is named {name!r}, outside of it", path=self._path)
+        return name
+
+    def _wide(self, extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
+        """The three numbers; those that are all ones come from the zip64 extra field, in order (APPNOTE 4.5.3)."""
+        values = [size, packed, offset]
+        if MAX32 not in values:
+            return size, packed, offset
+        wide = self._zip64_numbers(extra)
+        for position, value in enumerate(values):
+            if value == MAX32:
+                if not wide:
+                    self._fail("a zip64 field is missing")
+                values[position] = wide.pop(0)
+        return values[0], values[1], values[2]
+
+    def _zip64_numbers(self, extra: bytes) -> list[int]:
+        at = 0
+        while at + 4 <= len(extra):
+            kind, length = struct.unpack_from("<2H", extra, at)
+            body = extra[at + 4 : at + 4 + length]
+            if kind == ZIP64_EXTRA:
+                return list(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
+            at += 4 + length
+        return []
+
+    def _check_apart(self, records: list[Record], directory_start: int) -> None:
+        """Each record, as small as its header can be, ends before the next starts."""
+        stops = [record.header_offset for record in records[1:]] + [directory_start]
+        for record, stop in zip(records, stops, strict=True):
+            if record.header_offset + _header_bytes(record) + record.size > stop:
+                self._fail(f"record {record.name!r} overlaps what follows it")
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise MalformedError(f"the zip archive is malformed: {reason}", path=self._path)
+
+
+class ArchiveWriter:
+    """The segments of a stored zip as torch's writer (miniz) lays it out; ``base`` is where in its file it starts.
+
+    Payloads start at multiples of 64 bytes from the start of the archive, through an ``FB`` field of padding in the
+    local header. Sizes and checksums follow a record in a descriptor, so that nothing has to be known before the bytes
+    are; the checksum of what is no literal is a ``Crc32`` there and in the directory.
+    """
+
+    def __init__(self, root: str, *, base: int) -> None:
+        self._root = root
+        self._base = base
+        self._position = 0
+        self._segments: list[Segment] = []
+        self._literals: list[bytes] = []
+        self._entries: list[_Entry] = []
+
+    def add(self, name: str, content: Sequence[Segment]) -> None:
+        """A record of ``content`` below the root folder."""
+        full_name = f"{self._root}/{name}".encode()
+        size = sum(segment.num_bytes for segment in content)
+        header = _local_header(full_name, self._position, size)
+        start = self._position + len(header)
+        entry = _Entry(full_name, self._position, size, self._checksum(content, start, start + size))
+        for segment in (Literal(header), *content, *_descriptor(entry)):
+            self._append(segment)
+        self._entries.append(entry)
+
+    def finish(self) -> list[Segment]:
+        """All segments, the directory at the end."""
+        start = self._position
+        for entry in self._entries:
+            for segment in _central_header(entry):
+                self._append(segment)
+        self._append(Literal(_end(len(self._entries), start, self._position)))
+        self._join_literals()
+        return self._segments
+
+    def _checksum(self, content: Sequence[Segment], start: int, stop: int) -> Segment:
+        if all(isinstance(segment, Literal) for segment in content):
+            crc32 = 0
+            for segment in content:
+                assert isinstance(segment, Literal)
+                crc32 = zlib.crc32(segment.data, crc32)
+            return Literal(struct.pack("<I", crc32))
+        return Crc32(self._base + start, self._base + stop)
+
+    def _append(self, segment: Segment) -> None:
+        """Literals in a row become one, as a writer takes a step for each segment."""
+        self._position += segment.num_bytes
+        if isinstance(segment, Literal):
+            self._literals.append(segment.data)
+        elif segment.num_bytes:
+            self._join_literals()
+            self._segments.append(segment)
+
+    def _join_literals(self) -> None:
+        if self._literals:
+            self._segments.append(Literal(b"".join(self._literals)))
+            self._literals = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: bytes
+    offset: int
+    size: int
+    checksum: Segment
+
+    @property
+    def flags(self) -> int:
+        """An empty record has no descriptor."""
+        return UTF8_NAME | (DESCRIPTOR_FOLLOWS if self.size else 0)
+
+    @property
+    def is_wide(self) -> bool:
+        """Where a number does not fit 32 bits the local header has a zip64 field, and the descriptor 64-bit sizes."""
+        return self.size >= MAX32 or self.offset >= MAX32
+
+
+def _zip64_field(*numbers: int) -> bytes:
+    return struct.pack(f"<2H{len(numbers)}Q", ZIP64_EXTRA, 8 * len(numbers), *numbers) if numbers else b""
+
+
+def _local_header(name: bytes, offset: int, size: int) -> bytes:
+    """The header of a record at ``offset``, padded so that what follows is aligned; torch's writer (miniz) puts the
+    offset into the local zip64 field too, and leaves the packed size 0."""
+    wide = _zip64_field(*((size, 0) if size >= MAX32 else ()), *((offset,) if offset >= MAX32 else ()))
+    padding = -(offset + LOCAL.size + len(name) + len(wide) + 4) % ALIGNMENT
+    extra = wide + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    flags = UTF8_NAME | (DESCRIPTOR_FOLLOWS if size else 0)
+    return LOCAL.pack(LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+
+def _descriptor(entry: _Entry) -> list[Segment]:
+    if not entry.size:
+        return []
+    sizes = struct.pack("<2Q" if entry.is_wide else "<2I", entry.size, entry.size)
+    return [Literal(DESCRIPTOR_MAGIC), entry.checksum, Literal(sizes)]
+
+
+def _central_header(entry: _Entry) -> list[Segment]:
+    big, far = entry.size >= MAX32, entry.offset >= MAX32
+    extra = _zip64_field(*((entry.size, entry.size) if big else ()), *((entry.offset,) if far else ()))
+    size, offset = min(entry.size, MAX32), min(entry.offset, MAX32)
+    fields = CENTRAL.pack(
+        CENTRAL_MAGIC, 0, 0, entry.flags, 0, 0, 0, 0, size, size, len(entry.name), len(extra), 0, 0, 0, 0, offset
+    )
+    return [Literal(fields[:_CRC_AT]), entry.checksum, Literal(fields[_CRC_AT + 4 :] + entry.name + extra)]
+
+
+_CRC_AT = struct.calcsize("<4s6H")
+
+
+def _end(count: int, start: int, stop: int) -> bytes:
+    """The end records; torch's writer adds those of zip64 always, also where no number needs them."""
+    end = END.pack(
+        END_MAGIC, 0, 0, min(count, MAX16), min(count, MAX16), min(stop - start, MAX32), min(start, MAX32), 0
+    )
+    # Made on UNIX by version 3.0, needs version 4.5: what miniz says of itself.
+    end64 = END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, stop - start, start)
+    return end64 + LOCATOR64.pack(LOCATOR64_MAGIC, 0, stop, 1) + end

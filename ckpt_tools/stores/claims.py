@@ -1,0 +1,48 @@
+"""One program at a time writes below a URL, as far as programs ask: the lock that ``convert`` takes, for others too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.errors import CkptError, StoreError
+from ckpt_tools.stores.remote import lock_of
+from ckpt_tools.stores.s3.lock import ObjectLock
+
+
+@dataclass(frozen=True, slots=True)
+class UrlClaim:
+    """A URL below which this process alone writes."""
+
+    _lock: ObjectLock
+
+    def check(self) -> None:
+        """Raises StoreError if another process was seen to take over. Costs nothing: a thread looks."""
+        if self._lock.lost:
+            raise StoreError(
+                f"another process took over {self._lock.url}, as this one had not been heard of for too long"
+            )
+
+
+@contextmanager
+def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iterator[UrlClaim]:
+    """Hold ``url``, a folder of an object store, while the block runs.
+
+    A small object, ``URL/.ckpt-tools-partial/lock``, says who holds it, and is written again every 15 seconds. The
+    lock of a process of this machine that has ended is taken over at once, any other after a minute without a sign of
+    life. S3 has conditions that decide between two who begin at once; on other stores both may believe to be first.
+
+    Raises:
+        DestinationExistsError: another process holds it. StoreError: the store failed. UsageError: it is not a URL of
+        a store that can be written to.
+    """
+    lock = lock_of(url, storage_options or {})
+    lock.take()
+    try:
+        with lock.beating():
+            yield UrlClaim(lock)
+    finally:
+        with suppress(CkptError):
+            lock.release()

@@ -1,0 +1,72 @@
+"""A destination in a store that takes bytes at any position: a local folder, or memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from isal import isal_zlib
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.stores.destination import FileWriter, FillableStore
+from ckpt_tools.stores.source import Buffer
+
+CHECK_BYTES = 1 << 20
+"""Bytes that are read again at a time, to be checked."""
+
+
+@dataclass(slots=True)
+class StoreDestination:
+    """Files of ``store``, each open from its first part until it is finished.
+
+    Another process opens a file when it writes to it, and keeps it open.
+    """
+
+    store: FillableStore
+    _writers: dict[str, FileWriter] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def begin(self, path: str, size_bytes: int) -> str:
+        with self._lock:
+            self._writers[path] = self.store.create(path, size_bytes)
+        return ""
+
+    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        self._writer(path).write_at(offset, data)
+        return ""
+
+    def _writer(self, path: str) -> FileWriter:
+        with self._lock:
+            if path not in self._writers:
+                self._writers[path] = self.store.reopen(path)
+            return self._writers[path]
+
+    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, proof: str) -> bool:
+        found = 0
+        try:
+            for start in range(offset, offset + num_bytes, CHECK_BYTES) or (offset,):
+                buffer = bytearray(min(CHECK_BYTES, offset + num_bytes - start))
+                self.store.read_into(path, start, memoryview(buffer))
+                found = isal_zlib.crc32(buffer, found)
+        except CkptError:
+            return False
+        return found == crc
+
+    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
+        writer = self._writer(path)
+        with self._lock:
+            del self._writers[path]
+        writer.close()
+
+    def abandon(self) -> None:
+        with self._lock:
+            for writer in self._writers.values():
+                with suppress(CkptError):
+                    writer.abandon()
+            self._writers.clear()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process: the same files, none open."""
+        return StoreDestination, (self.store,)

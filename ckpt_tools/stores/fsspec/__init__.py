@@ -1,0 +1,1 @@
+"""Anything that fsspec opens: the store, its errors and its lock."""

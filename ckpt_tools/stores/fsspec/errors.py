@@ -1,0 +1,90 @@
+"""What an exception of a file system of fsspec means: nothing is there, it is refused, or it may work a moment later.
+
+fsspec's HTTP file system turns everything that ``info`` meets, a refused connection too, into FileNotFoundError, and
+keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_info``).
+"""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit, urlunsplit
+
+from ckpt_tools.errors import CkptError, StoreError
+from ckpt_tools.stores.retry import TransientError, host_of, is_transient
+
+_GONE = (404, 410)
+_REFUSED = (401, 403, 407)
+
+
+def judged(error: Exception, url: str) -> Exception:
+    """What to raise for it: ``error`` itself, a FileNotFoundError, where nothing is there; else a StoreError, or a
+    TransientError with one."""
+    cause = _cause(error)
+    if isinstance(cause, CkptError):
+        return cause
+    if status := _status(cause):
+        return _answered(status, cause, error, url)
+    if isinstance(cause, FileNotFoundError | IsADirectoryError):
+        return error
+    if isinstance(cause, PermissionError | NotImplementedError):
+        return StoreError(f"it was refused: {cause or type(cause).__name__}", path=shown(url))
+    if _is_of_network(cause):
+        return _unanswered(cause, url)
+    # Each service's library has a root of its own; what it means by it cannot be told apart here.
+    return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=shown(url))
+
+
+def shown(url: str) -> str:
+    """A URL for messages: without the credentials in front of its host, and the signature after its path."""
+    parts = urlsplit(url)
+    if not parts.scheme.startswith("http"):
+        return url
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _cause(error: Exception) -> BaseException:
+    """What happened, under a FileNotFoundError that was made of an answer or of none; others are what they say."""
+    cause = error.__cause__
+    if cause is None or not isinstance(error, FileNotFoundError):
+        return error
+    return cause if _status(cause) or _is_of_network(cause) else error
+
+
+def _status(error: BaseException) -> int:
+    """The status of an HTTP answer; 0 where it is not one."""
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else 0
+
+
+def _answered(status: int, cause: BaseException, error: Exception, url: str) -> Exception:
+    host = host_of(url)
+    if status in _GONE:
+        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(shown(url))
+    reason = f"{host} answers {status} {getattr(cause, 'message', '')}".rstrip()
+    if is_transient(status, ""):
+        return TransientError(StoreError(reason, path=shown(url)), f"{host} answers {status}")
+    if status in _REFUSED:
+        return StoreError(f"access was refused: {reason}", path=shown(url))
+    return StoreError(reason, path=shown(url))
+
+
+def _is_of_network(cause: BaseException) -> bool:
+    """aiohttp's errors are not all of OSError: a server that hangs up is not."""
+    return isinstance(cause, OSError | EOFError) or type(cause).__module__.startswith("aiohttp")
+
+
+def _unanswered(cause: BaseException, url: str) -> Exception:
+    host = host_of(url)
+    if _is_unknown_host(cause):
+        return StoreError(f"there is no host {host}: its name is not known", path=shown(url))
+    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=shown(url))
+    return TransientError(failed, f"no answer from {host} yet")
+
+
+def _is_unknown_host(cause: BaseException) -> bool:
+    """The name service answered that there is no such name; where it did not answer, it may later."""
+    found = getattr(cause, "os_error", cause)
+    return isinstance(found, socket.gaierror) and found.errno in (socket.EAI_NONAME, _EAI_NODATA)
+
+
+_EAI_NODATA = getattr(socket, "EAI_NODATA", socket.EAI_NONAME)

@@ -1,0 +1,40 @@
+"""What runs that were killed, or failed with ``--resume``, left at a destination."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.stores.destination import Leftover, Place
+
+
+@dataclass(frozen=True, slots=True)
+class CleanReport:
+    """What was left at ``destination``, and whether it is gone now."""
+
+    destination: str
+    leftovers: Sequence[Leftover]
+    is_removed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(left.num_bytes for left in self.leftovers)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "destination": self.destination,
+            "removed": self.is_removed,
+            "bytes": self.num_bytes,
+            "leftovers": [left.to_json() for left in self.leftovers],
+        }
+
+
+def removed(place: Place, *, dry_run: bool) -> CleanReport:
+    """What was found there, and removed unless ``dry_run``.
+
+    Raises:
+        DestinationExistsError: a process is writing there. StoreError: the place failed.
+    """
+    found = place.leftovers() if dry_run else place.remove_leftovers()
+    return CleanReport(place.url, tuple(found), is_removed=not dry_run)

@@ -1,0 +1,164 @@
+"""Small reads of a distant store, out of blocks that are read ahead and kept for a while.
+
+Headers are read a few hundred bytes at a time: a DCP item has two, a torch file one for each storage. A request costs
+10 to 30 ms wherever the bytes lie, so that a small read fetches the whole blocks around it. One that goes on where an
+earlier one ended fetches what follows too: the items of a DCP file are read one after the other. A piece of which a
+thread needs headers and elements is read in one request. Large reads pass through untouched. 300 MB of DCP items of
+0.2 to 4 MB by 8 threads: 850 requests for 312 MB; blocks of 256 KiB alone took 1,400 for 471 MB.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ckpt_tools.errors import IncompleteError
+from ckpt_tools.stores.source import Located, Location, Store, Versioned
+
+BLOCK_BYTES = 64 << 10
+"""Between two headers that are far from each other, little else is read."""
+
+AHEAD_BYTES = 256 << 10
+"""Read at once where small reads follow one another: what a connection delivers in the time its first byte takes. More
+is thrown away before it is used where 8 threads read 4 files each."""
+
+MAX_BLOCKS = 256
+"""16 MiB in all."""
+
+MAX_SMALL_BYTES = 128 << 10
+"""Larger reads are worth a request of their own."""
+
+MAX_PIECE_BYTES = 4 << 20
+"""A larger piece is worth a request for its headers and one for its elements; a thread keeps one that is not."""
+
+_Key = tuple[str, int]
+_Block = Future[bytes]
+
+
+@dataclass(slots=True)
+class BlockCache:
+    """``store``, whose files do not change while they are read. Safe to share between threads: a block that several
+    want is read once."""
+
+    store: Store
+    sizes: Mapping[str, int] = field(repr=False)
+    _blocks: OrderedDict[_Key, _Block] = field(default_factory=OrderedDict, init=False, repr=False)
+    _mine: threading.local = field(default_factory=threading.local, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def list(self) -> Mapping[str, int]:
+        return self.store.list()
+
+    def expect(self, path: str, start: int, stop: int) -> None:
+        """Most of ``[start, stop)`` is about to be read by this thread, in an order of its own: read it at once."""
+        self._mine.piece = None
+        if MAX_SMALL_BYTES < stop - start <= MAX_PIECE_BYTES:
+            buffer = memoryview(bytearray(stop - start))
+            self.store.read_into(path, start, buffer)
+            self._mine.piece = (path, start, buffer)
+
+    def _held(self, path: str, start: int, num_bytes: int) -> memoryview | None:
+        """Those bytes, where they are of the piece that this thread expected last."""
+        held: tuple[str, int, memoryview] | None = getattr(self._mine, "piece", None)
+        if held is None or held[0] != path or not held[1] <= start <= start + num_bytes <= held[1] + len(held[2]):
+            return None
+        return held[2][start - held[1] :][:num_bytes]
+
+    def version(self, path: str) -> str:
+        return self.store.version(path) if isinstance(self.store, Versioned) else ""
+
+    def locate(self, path: str) -> Location | None:
+        return self.store.locate(path) if isinstance(self.store, Located) else None
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        size = self.sizes.get(path, 0)
+        if path in self.sizes and start + len(buffer) > size:
+            raise IncompleteError(f"it ends at byte {size:,}, before byte {start + len(buffer):,}", path=path)
+        if (held := self._held(path, start, len(buffer))) is not None:
+            buffer[:] = held
+            return
+        if len(buffer) > MAX_SMALL_BYTES or path not in self.sizes:
+            self.store.read_into(path, start, buffer)
+            return
+        if not len(buffer):
+            return
+        first, last = start // BLOCK_BYTES, (start + len(buffer) - 1) // BLOCK_BYTES
+        done = 0
+        for number, block in zip(range(first, last + 1), self._wanted(path, first, last), strict=True):
+            offset = start + done - number * BLOCK_BYTES
+            piece = block.result()[offset : offset + len(buffer) - done]
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _wanted(self, path: str, first: int, last: int) -> Sequence[_Block]:
+        """Blocks ``first`` to ``last``; those that nobody has asked for yet are read here, and before it returns."""
+        with self._lock:
+            found = {number: self._blocks.get((path, number)) for number in range(first, last + 1)}
+            missing = [number for number, block in found.items() if block is None]
+            run = self._claim(path, first, missing[0], last) if missing else {}
+            for key in ((path, number) for number in found):
+                self._blocks.move_to_end(key)
+            blocks = [self._blocks[path, number] for number in found]
+            while len(self._blocks) > MAX_BLOCKS:
+                self._blocks.popitem(last=False)
+        if run:
+            self._read(path, run)
+        return blocks
+
+    def _claim(self, path: str, first: int, start: int, last: int) -> dict[int, _Block]:
+        """New blocks from ``start`` on for this thread to read: to ``last``, and beyond where an earlier read ended
+        before ``first``; one that another thread reads already is left to it, and what follows it."""
+        stop = last + 1
+        if (path, first - 1) in self._blocks or start > first:
+            stop = max(stop, start + AHEAD_BYTES // BLOCK_BYTES)
+        run: dict[int, _Block] = {}
+        for number in range(start, min(stop, -(-self.sizes[path] // BLOCK_BYTES))):
+            if (path, number) not in self._blocks:
+                run[number] = self._blocks[path, number] = Future()
+            elif number > last:
+                break
+        return run
+
+    def _read(self, path: str, run: dict[int, _Block]) -> None:
+        """In one request for each stretch. Blocks that cannot be read fail for all who wait, and are read anew by
+        whoever asks later."""
+        for stretch in _stretches(list(run)):
+            start = stretch[0] * BLOCK_BYTES
+            buffer = memoryview(bytearray(min(len(stretch) * BLOCK_BYTES, self.sizes[path] - start)))
+            try:
+                self.store.read_into(path, start, buffer)
+            except BaseException as error:
+                self._fail(path, run, error)
+                return
+            for number in stretch:
+                at = number * BLOCK_BYTES - start
+                run[number].set_result(bytes(buffer[at : at + BLOCK_BYTES]))
+
+    def _fail(self, path: str, run: dict[int, _Block], error: BaseException) -> None:
+        with self._lock:
+            for number, block in run.items():
+                if not block.done():
+                    self._blocks.pop((path, number), None)
+                    block.set_exception(error)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process: the same store, nothing read yet."""
+        return BlockCache, (self.store, self.sizes)
+
+
+def _stretches(numbers: list[int]) -> list[list[int]]:
+    """Numbers in order, cut where one is left out."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found

@@ -1,0 +1,105 @@
+"""When to try again, and how long to wait before: pure policy, which knows no store.
+
+A failure is transient where the same request may well succeed a moment later: the service is overloaded, a connection
+broke, a body ended early. Waits grow exponentially and are drawn from the whole interval ("full jitter"), so that
+clients who failed together do not come back together. What is tried again has to be harmless when it is done twice.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from ckpt_tools.core.announcements import tell
+from ckpt_tools.errors import CkptError
+
+Result = TypeVar("Result")
+
+TRANSIENT_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+"""409 is what S3 answers where two requests met at one key; it asks for the later one to be sent again."""
+
+TRANSIENT_CODES = frozenset(
+    {
+        *("SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded", "BandwidthLimit"),
+        *("InternalError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException"),
+        *("OperationAborted", "ConditionalRequestConflict"),
+        *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
+    }
+)
+"""What S3 and its likes call those failures, and bodies that arrived damaged."""
+
+
+class TransientError(Exception):
+    """Another attempt may succeed; ``error`` is what to say where none did, ``trouble`` what is wrong until then, in
+    words that hold no credentials."""
+
+    def __init__(self, error: CkptError, trouble: str = "no answer from the store yet") -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.trouble = trouble
+
+
+def host_of(url: str) -> str:
+    """The host and port of a URL, without the credentials that it may hold."""
+    return urlsplit(url).netloc.rpartition("@")[2] or "the store"
+
+
+def without_credentials(text: str) -> str:
+    """``text`` whose URLs lack what stands before an ``@``."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
+
+
+def is_transient(status: int, code: str) -> bool:
+    """Whether a service's answer, an HTTP status and a code in words, is worth another attempt."""
+    return status in TRANSIENT_STATUSES or code in TRANSIENT_CODES
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """At most ``attempts`` in all, and waits of up to ``base_seconds``, twice that, ... ``cap_seconds`` between them.
+
+    The defaults give up after 16 s of waiting on average: a service that sheds load recovers within seconds, and a
+    rerun that resumes loses nothing.
+    """
+
+    attempts: int = 10
+    base_seconds: float = 0.1
+    cap_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.base_seconds < 0 or self.cap_seconds < self.base_seconds:
+            raise ValueError(f"{self} makes no sense")
+
+    def wait_seconds(self, num_failures: int, fraction: float) -> float:
+        """How long to wait after that many failures; ``fraction`` of ``[0, 1)`` is the jitter."""
+        doublings = min(num_failures - 1, 64)
+        return float(min(self.cap_seconds, self.base_seconds * 2**doublings) * fraction)
+
+
+def retried(
+    call: Callable[[], Result],
+    policy: RetryPolicy,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    fraction: Callable[[], float] = random.random,
+) -> Result:
+    """What ``call`` gives in the first attempt that raises no ``TransientError``. Whoever listens hears of each other.
+
+    Raises:
+        CkptError: the last attempt's, where all failed. Whatever else ``call`` raises ends it at once.
+    """
+    for num_failures in range(1, policy.attempts):
+        try:
+            return call()
+        except TransientError as failure:
+            tell(f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
+            sleep(policy.wait_seconds(num_failures, fraction()))
+    try:
+        return call()
+    except TransientError as failure:
+        raise failure.error from failure

@@ -1,0 +1,184 @@
+"""Who is writing to a place of an object store: an object that one process holds, and keeps showing that it lives.
+
+The object is made with a condition ("if there is none"), so that of two processes one is told. Its holder writes it
+again every few seconds. One whose holder has been silent for long, by the service's own clock, or was a process of
+this machine and is gone, is taken over, again with a condition ("if it is still this one"). Where a service knows no
+conditions, what was written is read back; two who start within that moment may both believe to be first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
+from ckpt_tools.stores.s3.client import Small
+
+BEAT_SECONDS = 15.0
+"""How often a holder shows that it lives: four requests a minute."""
+
+STALE_SECONDS = 60.0
+"""Silence after which a holder is taken for dead: four times the above, as a request may be tried again for half a
+minute."""
+
+ATTEMPTS = 3
+"""An object that vanishes between being found and being read belonged to somebody who just ended."""
+
+
+class SmallObjects(Protocol):
+    """What a lock needs of a store."""
+
+    def get(self, key: str) -> Small | None: ...
+
+    def put_absent(self, key: str, data: bytes) -> bool: ...
+
+    def put_matching(self, key: str, data: bytes, etag: str) -> bool: ...
+
+    def delete(self, keys: list[str]) -> None: ...
+
+
+@dataclass(slots=True)
+class ObjectLock:
+    """A lock at ``key``, taken by ``hold``."""
+
+    objects: SmallObjects
+    key: str
+    url: str
+    _token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    _etag: str = field(default="", repr=False)
+    _num_beats: int = field(default=0, repr=False)
+    lost: bool = field(default=False, repr=False)
+    """Somebody else was seen to have taken over."""
+
+    def take(self) -> None:
+        """Raises DestinationExistsError where another process holds it, and StoreError."""
+        for _ in range(ATTEMPTS):
+            found = self.objects.get(self.key)
+            if found is None:
+                self.objects.put_absent(self.key, self._text())
+            elif not _is_stale(found):
+                raise DestinationExistsError(
+                    f"another process is writing to {self.url}{_named(found)}; wait for it to end (one that was killed "
+                    f"on another machine is given up {STALE_SECONDS:.0f} seconds after its last sign of life)"
+                )
+            else:
+                self.objects.put_matching(self.key, self._text(), found.etag)
+            if self._is_mine():
+                return
+        raise DestinationExistsError(f"another process is about to write to {self.url}; wait for it to end")
+
+    def _text(self) -> bytes:
+        return json.dumps({"token": self._token, "beat": self._num_beats, **_process()}).encode()
+
+    def _is_mine(self) -> bool:
+        """Read back: a condition may have been ignored, or met by an attempt whose answer was lost."""
+        found = self.objects.get(self.key)
+        if found is None or _content(found).get("token") != self._token:
+            return False
+        self._etag = found.etag
+        return True
+
+    def beat(self) -> None:
+        """Show that we live. Raises StoreError where somebody else took over."""
+        self._num_beats += 1
+        self.objects.put_matching(self.key, self._text(), self._etag)
+        self.check()
+
+    def check(self) -> None:
+        """Raises StoreError where somebody else took over."""
+        if not self._is_mine():
+            self.lost = True
+            raise StoreError(f"another process took over {self.url}, as this one had not been heard of for too long")
+
+    def release(self) -> None:
+        """Let go of it, if it is ours still. Raises StoreError."""
+        if self._is_mine():
+            self.objects.delete([self.key])
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """While this runs, a thread shows that we live. A beat that fails is made up for by the next."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(BEAT_SECONDS):
+                with suppress(CkptError):
+                    self.beat()
+
+        thread = threading.Thread(target=beat, name="ckpt-tools-lock", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _content(found: Small) -> dict[str, object]:
+    """What a lock says; nothing where it is none of ours, or half written."""
+    with suppress(ValueError):
+        content = json.loads(found.data)
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _named(found: Small) -> str:
+    """Which process holds a lock, for a person. Locks of earlier versions do not name the host."""
+    content = _content(found)
+    return f" (process {content['pid']} on {content['host']})" if {"pid", "host"} <= content.keys() else ""
+
+
+def is_held(found: Small | None) -> bool:
+    """Whether a lock that was read is that of a process that lives, as far as anybody can tell."""
+    return found is not None and not _is_stale(found)
+
+
+def _is_stale(found: Small) -> bool:
+    """Whether it is that of a process that is gone. One that says nothing is of a process that was killed while it
+    wrote it: nobody believes to hold a lock before reading it back."""
+    content = _content(found)
+    if not content:
+        return True
+    here = _process()
+    ended = content.get("machine") == here["machine"] and not _is_running(content.get("pid"), content.get("started"))
+    return ended or found.age_seconds > STALE_SECONDS
+
+
+def _process() -> dict[str, object]:
+    """This process, as others on this machine can find it."""
+    return {
+        "machine": _machine(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+    }
+
+
+def _machine() -> str:
+    """The running system, and the numbering of processes that we are in: containers have their own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return secrets.token_hex(16)
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks of the kernel; numbers are given out again."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[19]
+
+
+def _is_running(pid: object, started: object) -> bool:
+    try:
+        return isinstance(pid, int) and _started(pid) == started
+    except OSError:
+        return False

@@ -1,0 +1,163 @@
+"""Paths and URLs that a user types: which store each is, and which format the name of a file implies."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from ckpt_tools.core.applicability import STORES, Case, check
+from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError, UsageError
+from ckpt_tools.stores.destination import Place
+from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local_staging import LocalPlace
+from ckpt_tools.stores.marker_files import MARKERS
+from ckpt_tools.stores.source import Source
+
+P = ParamSpec("P")
+
+Result = TypeVar("Result")
+
+FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+"""Destinations that are one file, and the format each implies."""
+
+_FOREIGN = """
+    npz npy gguf ggml ggmf ggjt h5 hdf5 keras onnx tflite pb msgpack mlmodel mlpackage engine plan joblib pkl pickle
+    nemo mar ot pdparams pdopt safetensor tensors distcp metadata json yaml yml csv parquet arrow zarr zip tar tgz gz
+    bz2 xz zst 7z rar txt md
+"""
+
+FOREIGN_SUFFIXES = frozenset(f".{name}" for name in _FOREIGN.split())
+"""Endings of files in formats that are not written: a folder of that name is not what anybody means."""
+
+FILES_OR_FOLDERS = {".ckpt": ("safetensors", "torch")}
+"""Lightning calls a torch file so, and the folder of a sharded checkpoint too: an ending that is refused for formats
+that could be one file."""
+
+_URLS = ("src", "dst", "a", "b", "digests", "output")
+"""The parameters of verbs that may name places in stores."""
+
+_STORAGE_OPTIONS: ContextVar[Mapping[str, Any]] = ContextVar("storage_options", default=MappingProxyType({}))
+"""How the stores of the call under way are reached: it may open several, of which one names another."""
+
+
+def reaching_stores(verb: Callable[P, Result]) -> Callable[P, Result]:
+    """``verb``, whose keyword ``storage_options`` says how every store that it opens is reached."""
+
+    @wraps(verb)
+    def call(*given: P.args, **options: P.kwargs) -> Result:
+        asked: Any = options.get("storage_options")
+        urls = [*given, *(value for name, value in options.items() if name in _URLS)]
+        check(STORES, {"storage_options": asked}, Case(is_remote=any(is_remote(str(url)) for url in urls)))
+        token = _STORAGE_OPTIONS.set(_STORAGE_OPTIONS.get() if asked is None else asked)
+        try:
+            return verb(*given, **options)
+        finally:
+            _STORAGE_OPTIONS.reset(token)
+
+    return call
+
+
+def is_remote(url: str | Path) -> bool:
+    """Whether ``url`` is one, and of another scheme than ``file``."""
+    return "://" in str(url) and len(scheme := urlsplit(str(url)).scheme) > 1 and scheme != "file"
+
+
+def local_path(url: str | Path) -> Path:
+    """The path of a path or ``file://`` URL. Raises UnsupportedError for any other scheme."""
+    if is_remote(url):
+        raise UnsupportedError(f"{url}: this takes local paths and file:// URLs alone")
+    return Path(unquote(urlsplit(str(url)).path)) if str(url).startswith("file://") else Path(url).expanduser()
+
+
+def open_source(url: str | Path) -> Source:
+    """What is at ``url``: a folder, or one file, as a store of that file alone.
+
+    An index stands for its shards, and ``.metadata`` or ``latest`` for the folder.
+
+    Raises:
+        SourceNotFoundError: nothing is there. StoreError: it cannot be reached.
+    """
+    folder, _, name = str(url).rpartition("/") if is_remote(url) else ("", "", local_path(url).name)
+    if name in MARKERS and folder:
+        return _open(folder)
+    if not name.endswith(".index.json"):
+        return _open(url)
+    source = _open(folder if is_remote(url) else local_path(url).parent)
+    if name not in source.files:
+        raise SourceNotFoundError(f"there is no file {url}")
+    return replace(source, files={path: size for path, size in source.files.items() if _beside(path, name)})
+
+
+def _open(url: str | Path) -> Source:
+    if is_remote(url):
+        from ckpt_tools.stores.remote import open_remote_source
+
+        return open_remote_source(str(url), _STORAGE_OPTIONS.get())
+    path = local_path(url)
+    try:
+        is_there, is_folder = path.exists(), path.is_dir()
+    except OSError as error:
+        raise StoreError(f"opening failed: {error.strerror}", path=str(path)) from error
+    if not is_there:
+        raise SourceNotFoundError(f"there is no file or folder {path}")
+    if is_folder or path.name in MARKERS:
+        return Source.open(LocalStore(path if is_folder else path.parent))
+    return Source.open(LocalStore(path.parent, only=path.name))
+
+
+def _beside(name: str, index: str) -> bool:
+    return name == index or not name.endswith(".index.json")
+
+
+def open_place(url: str | Path) -> Place:
+    """Where an output is to be; nothing is touched. Raises UsageError where nothing can be written there."""
+    if is_remote(url):
+        from ckpt_tools.stores.remote import open_remote_place
+
+        return open_remote_place(str(url), _STORAGE_OPTIONS.get())
+    return LocalPlace(local_path(url))
+
+
+def whereabouts(url: str | Path) -> tuple[str, PurePosixPath]:
+    """The service that keeps what is at ``url``, and its whole path there: links are followed, ``..`` is resolved.
+
+    A file that stands for the folder it lies in, such as ``.metadata`` or an index, is that folder.
+    """
+    service, path = _located(url)
+    return (service, path.parent) if path.name in MARKERS or path.name.endswith(".index.json") else (service, path)
+
+
+def _located(url: str | Path) -> tuple[str, PurePosixPath]:
+    if is_remote(url):
+        from ckpt_tools.stores.remote import located
+
+        service, path = located(str(url), _STORAGE_OPTIONS.get())
+    else:
+        service, path = "file", str(local_path(url))
+    return service, PurePosixPath(os.path.realpath(path) if service == "file" else posixpath.normpath(f"/{path}"))
+
+
+def implied_format(name: str) -> str | None:
+    """The format that a destination's name implies, where it is one file."""
+    return FILE_SUFFIXES.get(PurePosixPath(name).suffix)
+
+
+def check_ending(name: str, to: str | None) -> None:
+    """Raises UsageError where ``name`` looks like a file of a format that is not written, whatever ``to`` says."""
+    suffix = PurePosixPath(name).suffix
+    *first, last = FILE_SUFFIXES
+    as_file = to is None or to in FILES_OR_FOLDERS.get(suffix.lower(), ())
+    is_foreign = suffix.lower() in FOREIGN_SUFFIXES or (suffix.lower() in FILES_OR_FOLDERS and as_file)
+    if is_foreign or (suffix not in FILE_SUFFIXES and suffix.lower() in FILE_SUFFIXES):
+        raise UsageError(
+            f"{name}: files that end in {suffix} are not written; name a file that ends in {', '.join(first)} or {last}"
+            ", or a folder without such an ending"
+        )

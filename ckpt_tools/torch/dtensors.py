@@ -1,0 +1,76 @@
+"""Which elements of a tensor a rank holds.
+
+torch can say where the piece of a DTensor starts, but where two axes of a mesh cut one dim (FSDP over tensor
+parallelism, ``_StridedShard``) a piece can be several boxes. So each cut dim is asked element by element: a vector of
+positions is distributed as the tensor is, without communication, and its runs are the boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+
+class Run(NamedTuple):
+    """``size`` positions of a dim that follow one another both in the tensor and in the local piece."""
+
+    local: int
+    start: int
+    size: int
+
+
+def local_parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
+    """Views of this rank's memory, which together are its piece of ``tensor``, each with the box that it holds.
+
+    Raises:
+        UnsupportedError: the elements are sums still to be made, or those of an FSDP1 shard.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if hasattr(tensor, "local_shards"):
+        raise UnsupportedError("a ShardedTensor of FSDP1 cannot be loaded into; use fully_shard")
+    if not isinstance(tensor, DTensor):
+        yield tensor.detach(), Box.whole(tuple(tensor.shape))
+    elif tensor.device_mesh.get_coordinate() is not None:
+        local = tensor.to_local().detach()
+        for runs in product(*(_runs(tensor, dim) for dim in range(tensor.ndim))):
+            box = Box(tuple(run.start for run in runs), tuple(run.start + run.size for run in runs))
+            yield local[tuple(slice(run.local, run.local + run.size) for run in runs)], box
+
+
+def _runs(tensor: DTensor, dim: int) -> list[Run]:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedError("a DTensor with a partial placement holds no elements to load")
+    cut = [getattr(placement, "dim", None) == dim for placement in tensor.placements]
+    if not any(cut):
+        return [Run(0, 0, tensor.shape[dim])]
+    return list(_consecutive(_positions(tensor, dim, cut)))
+
+
+def _positions(tensor: DTensor, dim: int, cut: list[bool]) -> list[int]:
+    """The positions along ``dim`` that this rank holds, in the order of its memory."""
+    import torch
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    shape = [-1 if other == dim else 1 for other in range(tensor.ndim)]
+    every = torch.arange(tensor.shape[dim]).reshape(shape)
+    placements = [own if is_cut else Replicate() for own, is_cut in zip(tensor.placements, cut, strict=True)]
+    own = distribute_tensor(every, tensor.device_mesh, placements, src_data_rank=None).to_local()
+    positions: list[int] = own.flatten().tolist()
+    return positions
+
+
+def _consecutive(positions: list[int]) -> Iterator[Run]:
+    first = 0
+    for at in range(1, len(positions) + 1):
+        if at == len(positions) or positions[at] != positions[at - 1] + 1:
+            yield Run(first, positions[first], at - first)
+            first = at

@@ -1,0 +1,301 @@
+"""Straight into a job: a checkpoint of any format into a torch model and its optimizer, in place.
+
+Every rank calls ``load_into`` with its own part of the model, plain tensors or DTensors on any mesh, and reads the
+elements of that part and no others. The optimizer makes its own state, as torch has it do before loading; moments,
+steps and hyperparameters of the checkpoint then take the place of what it holds. What does not fit is found before
+anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.core import transforms
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import UnsafeError, UsageError
+from ckpt_tools.formats.reading import check_reading, read_checkpoint
+from ckpt_tools.formats.state_dict.build import beside
+from ckpt_tools.torch.dtensors import local_parts
+from ckpt_tools.torch.fill import SCRATCH_BYTES, Filling, fill_all, read_whole
+from ckpt_tools.torch.revive import live
+from ckpt_tools.transfer.tensor_reader import Assembler
+
+if TYPE_CHECKING:
+    import torch
+
+KEPT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Of a param group: how a job computes its updates, which depends on its device and not on the checkpoint."""
+
+DEEPSPEED_OPTIONS = frozenset({"bias_correction", "step"})
+"""Of a param group: what only DeepSpeed's own Adams keep there, and other optimizers do not ask for."""
+
+MAX_NAMED = 5
+"""Names that an error lists of each kind."""
+
+
+def load_into(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    url: str | Path,
+    *,
+    from_: str | None = None,
+    tag: str | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+    weights: str = "master",
+) -> dict[str, Any]:
+    """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, and return everything else in it.
+
+    Weights and buffers are cast to the dtypes that the model has; ``weights`` chooses the fp32 ``"master"`` or the
+    ``"model"`` copy where a checkpoint has both. With an ``optimizer`` its state and hyperparameters are loaded too.
+    The result holds the scheduler's state, the step and the user's own entries by name, as plain objects; in the place
+    of one that only code of the checkpoint's choosing could make is an inert ``core.values.Opaque``. The other
+    options are those of every reading command.
+
+    Raises:
+        UsageError: model, optimizer and checkpoint do not fit; nothing was loaded then.
+        CkptError: the checkpoint cannot be read.
+    """
+    options = ReadOptions(tag=tag, model_key=model_key, optim_key=optim_key)
+    source, manifest = read_checkpoint(url, options, format_name=from_)
+    check_reading(manifest, options)
+    manifest, _ = transforms.one_copy(manifest, weights=weights)
+    manifest, _ = transforms.without_wrappers(manifest)
+    loader = _Loader(manifest, Assembler(source.store, SCRATCH_BYTES), _Problems())
+    targets = list(loader.model_targets(model))
+    loader.problems.check()
+    if optimizer is not None:
+        _OptimizerLoader(loader, optimizer, _parameter_names(model)).load(model)
+    loader.fill(targets)
+    extras, _ = beside(manifest)
+    return {name: live(value, tensor=loader.whole, unknown=lambda inert: inert) for name, value in extras.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Problems:
+    """What does not fit, by kind."""
+
+    found: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, names: Iterable[str]) -> None:
+        self.found.setdefault(kind, []).extend(names)
+
+    def check(self) -> None:
+        """Raises UsageError where there is any."""
+        parts = [f"{kind} {listed(names, MAX_NAMED)}" for kind, names in self.found.items() if names]
+        if parts:
+            raise UsageError(f"the checkpoint does not fit the job: {'; '.join(parts)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A tensor of the job, and the tensor of the checkpoint that it takes."""
+
+    tensor: torch.Tensor
+    key: StateKey
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    manifest: Manifest
+    assembler: Assembler
+    problems: _Problems
+
+    def model_targets(self, model: torch.nn.Module) -> Iterator[_Target]:
+        """Every tensor that the model saves, each once, whatever its names."""
+        known: set[str] = set()
+        for tensor, names in _saved_tensors(model):
+            key = self.key(names, WEIGHT)
+            known.update(names)
+            if key is None:
+                self.problems.add("it lacks", names[:1])
+            else:
+                known.add(key.fqn)
+                yield from self.target(tensor, key, names[0])
+        stored = self.manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)
+        self.problems.add("the model lacks", [key.fqn for key in stored if key.fqn not in known])
+
+    def key(self, names: Iterable[str], slot: str) -> StateKey | None:
+        """The tensor that goes by any of these names."""
+        found = (StateKey(self.manifest.aliases.get(name, name), slot) for name in names)
+        return next((key for key in found if key in self.manifest.tensors), None)
+
+    def target(self, tensor: torch.Tensor, key: StateKey, name: str) -> Iterator[_Target]:
+        """The target, if it is one that can be filled."""
+        shape = self.manifest.tensors[key].shape
+        if tuple(tensor.shape) != shape:
+            self.problems.add("another shape has", [f"{name} ({list(shape)}, here {list(tensor.shape)})"])
+        elif tensor.device.type == "meta":
+            self.problems.add("still on the meta device is", [name])
+        else:
+            yield _Target(tensor, key, name)
+
+    def fill(self, targets: Iterable[_Target]) -> None:
+        fillings = (
+            Filling(part, self.manifest.tensors[target.key], box, target.name)
+            for target in targets
+            for part, box in local_parts(target.tensor)
+        )
+        fill_all(fillings, self.assembler)
+
+    def whole(self, ref: TensorRef) -> torch.Tensor:
+        """A tensor of the checkpoint in the host's memory."""
+        return read_whole(self.manifest.tensors[ref.key], self.assembler, name=str(ref.key))
+
+
+def _saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
+    """Parameters and persistent buffers, each with all its names."""
+    import torch
+
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, value in zip(_bare(state), state.values(), strict=True):
+        if isinstance(value, torch.Tensor):
+            found.setdefault(id(value), (value, []))[1].append(name)
+    return list(found.values())
+
+
+def _parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter by its id."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in zip(_bare(named), named.values(), strict=True):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _bare(names: Iterable[str]) -> list[str]:
+    """Names without what DistributedDataParallel, torch.compile and activation checkpointing put into them."""
+    found = list(names)
+    shared = bool(found) and all(name.startswith("module.") for name in found)
+    found = [name.removeprefix("module.") for name in found] if shared else found
+    return [".".join(part for part in name.split(".") if part not in transforms.WRAPPER_PARTS) for name in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One value of an optimizer's state: ``holder[key]``, and the tensor of the checkpoint that it takes."""
+
+    holder: dict[Any, Any]
+    key: Any
+    stored: StateKey
+
+
+@dataclass(frozen=True, slots=True)
+class _OptimizerLoader:
+    """Loads the state of one optimizer; ``names`` are those of the model's parameters by id."""
+
+    loader: _Loader
+    optimizer: torch.optim.Optimizer
+    names: Mapping[int, list[str]]
+
+    def load(self, model: torch.nn.Module) -> None:
+        """State and hyperparameters of every group. Raises UsageError."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        options = [self._options(number, group) for number, group in enumerate(groups)]
+        self.loader.problems.check()
+        self._initialize(model)
+        slots = list(self._slots())
+        targets = [target for slot in slots for target in self._targets(slot)]
+        self._check_left(slots)
+        self.loader.problems.check()
+        self.loader.fill(targets)
+        for slot in slots:
+            self._set_number(slot)
+        for group, found in zip(groups, options, strict=True):
+            self._set_options(group, found)
+
+    def _initialize(self, model: torch.nn.Module) -> None:
+        """Have the optimizer make its state. torch does it with a step of no gradient at a learning rate of zero."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        if not self.optimizer.state and any(p.grad is not None for p in self._parameters()):
+            raise UsageError("the optimizer has no state yet and gradients wait for it; load before backward()")
+        get_optimizer_state_dict(model, self.optimizer)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _slots(self) -> Iterator[_Slot]:
+        """What the optimizer holds and the checkpoint has."""
+        for parameter in self._parameters():
+            names = self.names[id(parameter)]
+            for holder, key, slot in _leaves(self.optimizer.state.get(parameter, {}), ""):
+                stored = self.loader.key(names, slot)
+                if stored is not None:
+                    yield _Slot(holder, key, stored)
+                elif parameter.numel():
+                    self.loader.problems.add("it lacks of the optimizer's state", [f"{names[0]} ({slot})"])
+
+    def _targets(self, slot: _Slot) -> Iterator[_Target]:
+        import torch
+
+        value = slot.holder[slot.key]
+        if isinstance(value, torch.Tensor):
+            yield from self.loader.target(value, slot.stored, str(slot.stored))
+
+    def _check_left(self, slots: list[_Slot]) -> None:
+        """State that the optimizer does not take is the state of another one."""
+        taken = {slot.stored for slot in slots}
+        left = [str(key) for key in self.loader.manifest.of_kind(Kind.STATE) if key not in taken]
+        self.loader.problems.add("the optimizer lacks", left)
+
+    def _set_number(self, slot: _Slot) -> None:
+        """Counts that the optimizer keeps as plain numbers."""
+        value = slot.holder[slot.key]
+        if isinstance(value, int | float):
+            slot.holder[slot.key] = type(value)(self.loader.whole(TensorRef(slot.stored)).item())
+
+    def _options(self, number: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The hyperparameters of the checkpoint's group that the parameters of a group are in."""
+        problems, manifest = self.loader.problems, self.loader.manifest
+        if any(id(parameter) not in self.names for parameter in group["params"]):
+            problems.add("the model lacks parameters of", [f"group {number}"])
+        if not manifest.groups and not manifest.of_kind(Kind.STATE):
+            problems.add("it lacks", ["the state of an optimizer"])
+        names = {name for parameter in group["params"] for name in self.names.get(id(parameter), [])}
+        found = [theirs.options for theirs in manifest.groups if names & self._members(theirs)]
+        if any(options != found[0] for options in found):
+            problems.add("hyperparameters of several of its groups would meet in", [f"group {number}"])
+        return found[0] if found else {}
+
+    def _members(self, group: ParamGroup) -> set[str]:
+        """The parameters of a group by all their names."""
+        aliases = self.loader.manifest.aliases
+        owners = {aliases.get(name, name) for name in group.params}
+        return owners | {alias for alias, owner in aliases.items() if owner in owners}
+
+    def _set_options(self, group: dict[str, Any], options: Mapping[str, Any]) -> None:
+        import torch
+
+        for name, value in options.items():
+            found = live(value, tensor=self.loader.whole, unknown=_refuse)
+            current = group.get(name)
+            if name in KEPT_OPTIONS or (name in DEEPSPEED_OPTIONS and name not in group):
+                continue
+            if isinstance(current, torch.Tensor):
+                current.fill_(found)
+            else:
+                group[name] = found.item() if isinstance(found, torch.Tensor) and current is not None else found
+
+
+def _leaves(state: dict[Any, Any], prefix: str) -> Iterator[tuple[dict[Any, Any], Any, str]]:
+    """Tensors and numbers of a parameter's state with their slots; nested dicts join their keys with dots."""
+    import torch
+
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor | int | float):
+            yield state, key, f"{prefix}{key}"
+
+
+def _refuse(value: Any) -> Any:
+    raise UnsafeError("a hyperparameter is an object that only code of the checkpoint's choosing could make")

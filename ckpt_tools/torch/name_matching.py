@@ -1,0 +1,131 @@
+"""A job's names for the entries of a checkpoint, whatever tree its state dict is. Pure.
+
+A job asks for ``state.model.w`` where the checkpoint has ``app.model.w``, or for ``w`` alone. What stands before a
+weight's own name is found out by matching: the longest ending that the checkpoint knows is the weight, the rest is the
+prefix. One name alone could match by accident, so all the names of a plan have to agree on the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools.core.manifest import Manifest, Path, StateTree
+from ckpt_tools.core.transforms import WRAPPER_PARTS
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.state_dict.build import Entries
+
+MODEL, OPTIM, EXTRA = "model", "optimizer", "entry"
+
+
+class Match(NamedTuple):
+    """An entry, what part of the state it is of, and what the job has before its own name."""
+
+    entry: str
+    part: str
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobNames:
+    """Finds entries by a job's names. A key that is given is the only prefix of its part."""
+
+    entries: Mapping[str, Mapping[str, str]]
+    keys: Mapping[str, str | None]
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, entries: Entries, tree: StateTree, *, model_key: str | None, optim_key: str | None
+    ) -> JobNames:
+        known: dict[str, dict[str, str]] = {MODEL: {}, OPTIM: {}, EXTRA: {}}
+        for name, path in entries.paths.items():
+            part, own = _own_name(path, tree)
+            known[part][own] = name
+        known[OPTIM].update(_options_by_parameter(manifest, known[OPTIM]))
+        return cls(known, {MODEL: model_key, OPTIM: optim_key})
+
+    def find(self, name: str) -> Match | None:
+        """The entry that a job means by ``name``, in which wrappers of the model may have left their marks."""
+        for prefix, own in _splits(".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)):
+            for part in (OPTIM, MODEL, EXTRA):
+                entry = self.entries[part].get(own)
+                if entry is not None and self._may_stand(prefix, part):
+                    return Match(entry, part, prefix)
+        return None
+
+    def _may_stand(self, prefix: str, part: str) -> bool:
+        key = self.keys.get(part)
+        return key is None or prefix == _as_prefix(key)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises UsageError where ``names`` do not agree on where model and optimizer are."""
+        prefixes: dict[str, dict[str, str]] = {MODEL: {}, OPTIM: {}, EXTRA: {}}
+        for name in names:
+            match = self.find(name)
+            if match is not None:
+                prefixes[match.part].setdefault(match.prefix, name)
+        for part in (MODEL, OPTIM):
+            if len(prefixes[part]) > 1:
+                first, second, *_ = prefixes[part].values()
+                raise UsageError(
+                    f"{first!r} and {second!r} could both be the {part}'s; say with job_{part[:5]}_key which part of "
+                    "the state dict is to be loaded from this checkpoint"
+                )
+        self._check_extras(prefixes)
+
+    def _check_extras(self, prefixes: Mapping[str, Mapping[str, str]]) -> None:
+        """The user's own entries are beside the model."""
+        for prefix, name in prefixes[EXTRA].items():
+            for model in prefixes[MODEL]:
+                if prefix not in ("", _parent(model)):
+                    raise UsageError(f"the checkpoint has no entry {name!r}; leave it out of the state dict")
+
+
+def _own_name(path: Path, tree: StateTree) -> tuple[str, str]:
+    """The part that an entry is of, and its name in it."""
+    for part, prefix in ((OPTIM, tree.optim), (MODEL, tree.model)):
+        if (
+            prefix is not None
+            and len(path) > len(prefix)
+            and path[: len(prefix)] == prefix
+            and _is_of(part, path, tree)
+        ):
+            return part, _dotted(path[len(prefix) :])
+    root = tree.model[:-1]
+    return EXTRA, _dotted(path[len(root) :] if path[: len(root)] == root else path)
+
+
+def _is_of(part: str, path: Path, tree: StateTree) -> bool:
+    """A model without a prefix owns the paths of one name."""
+    return part == OPTIM or bool(tree.model) or len(path) == 1
+
+
+def _options_by_parameter(manifest: Manifest, optim: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The names of a flattened optimizer for options that are kept by group."""
+    for number, group in enumerate(manifest.groups):
+        for option in group.options:
+            entry = optim.get(f"param_groups.{number}.{option}")
+            if entry is not None:
+                yield from ((f"param_groups.{fqn}.{option}", entry) for fqn in group.params)
+
+
+def _splits(name: str) -> Iterator[tuple[str, str]]:
+    """The name as what may stand before it and what is left, the longest rest first."""
+    yield "", name
+    at = name.find(".")
+    while at >= 0:
+        yield name[: at + 1], name[at + 1 :]
+        at = name.find(".", at + 1)
+
+
+def _as_prefix(key: str) -> str:
+    return f"{key}." if key else ""
+
+
+def _parent(prefix: str) -> str:
+    return prefix[: prefix.rstrip(".").rfind(".") + 1]
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))

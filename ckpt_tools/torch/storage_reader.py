@@ -1,0 +1,203 @@
+"""A ``StorageReader`` for ``torch.distributed.checkpoint.load`` over a checkpoint of any format.
+
+An FSDP2, HSDP or 2-D job of N ranks loads a ZeRO, universal, safetensors, torch or DCP checkpoint without converting
+it first: torch's planner asks for boxes of tensors, and each rank reads those of its own. Every tensor is shown to the
+planner as one chunk, since the assembler finds the pieces. Objects are made live by us, so that nothing that a
+checkpoint names is ever called.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.core import transforms
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.manifest import Manifest, TensorRef
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.values import GlobalRef, Opaque
+from ckpt_tools.errors import UnsafeError
+from ckpt_tools.formats.reading import check_reading, read_checkpoint
+from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
+from ckpt_tools.torch.fill import SCRATCH_BYTES, Filling, fill_all, read_whole, torch_dtype
+from ckpt_tools.torch.name_matching import JobNames
+from ckpt_tools.torch.revive import live
+from ckpt_tools.transfer.tensor_reader import Assembler
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+    from torch.distributed.checkpoint.storage import StorageReader
+
+
+def storage_reader(
+    url: str | Path,
+    *,
+    from_: str | None = None,
+    tag: str | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+    weights: str = "master",
+    job_model_key: str | None = None,
+    job_optim_key: str | None = None,
+) -> StorageReader:
+    """A reader for ``dcp.load(state_dict, storage_reader=...)`` of the checkpoint at ``url``.
+
+    Where model and optimizer are in ``state_dict`` is found out; ``job_model_key`` (``"app.model"``) and
+    ``job_optim_key`` say it. ``weights`` chooses the ``"master"`` or the ``"model"`` copy where a checkpoint has both;
+    the other options are those of every reading command.
+
+    Raises:
+        CkptError: the checkpoint cannot be opened.
+    """
+    options = ReadOptions(tag=tag, model_key=model_key, optim_key=optim_key)
+    source, manifest = read_checkpoint(url, options, format_name=from_)
+    check_reading(manifest, options)
+    manifest, _ = transforms.one_copy(manifest, weights=weights)
+    manifest, _ = transforms.without_wrappers(manifest)
+    # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
+    tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False)
+    entries = entries_of(manifest, tree)
+    names = JobNames.of(manifest, entries, tree, model_key=job_model_key, optim_key=job_optim_key)
+    reader: StorageReader = _reader_class()(_Served(manifest, entries, names, Assembler(source.store, SCRATCH_BYTES)))
+    return reader
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """An opened checkpoint, as entries that are read on request."""
+
+    manifest: Manifest
+    entries: Entries
+    names: JobNames
+    assembler: Assembler
+
+    def metadata(self) -> Metadata:
+        from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+        described = _Described(self.names, {name: self._described(name) for name in self.entries.paths})
+        return Metadata(described, dict(self.entries.paths), {}, StorageMeta())
+
+    def _described(self, name: str) -> Any:
+        import torch
+        from torch.distributed.checkpoint import metadata
+
+        owner = self.entries.aliases.get(name, name)
+        if owner not in self.entries.tensors:
+            return metadata.BytesStorageMetadata()
+        entry = self.manifest.tensors[self.entries.tensors[owner]]
+        whole = metadata.ChunkStorageMetadata(torch.Size((0,) * len(entry.shape)), torch.Size(entry.shape))
+        properties = metadata.TensorProperties(dtype=torch_dtype(entry.dtype))
+        return metadata.TensorStorageMetadata(properties, torch.Size(entry.shape), [whole])
+
+    def serve(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Give ``planner`` everything that it asked for."""
+        from torch.distributed.checkpoint.planner import LoadItemType
+
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        targets = [planner.resolve_tensor(item) for item in tensors]
+        fill_all(map(self._filling, tensors, targets), self.assembler)
+        for item, target in zip(tensors, targets, strict=True):
+            planner.commit_tensor(item, target)
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._stream(self._entry_name(item)))
+
+    def _entry_name(self, item: ReadItem) -> str:
+        match = self.names.find(item.storage_index.fqn)
+        assert match is not None, "the planner asks for what the metadata has"
+        return match.entry
+
+    def _filling(self, item: ReadItem, target: torch.Tensor) -> Filling:
+        name = self._entry_name(item)
+        key = self.entries.tensors[self.entries.aliases.get(name, name)]
+        start = tuple(item.storage_offsets)
+        box = Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
+        return Filling(target, self.manifest.tensors[key], box, item.storage_index.fqn)
+
+    def _stream(self, name: str) -> io.BytesIO:
+        """An object as ``torch.save`` would write it."""
+        import torch
+
+        def unknown(value: Any) -> Any:
+            raise UnsafeError(
+                f"it is or holds {_kind(value)}, which only running code that the checkpoint chose would make; leave "
+                "it out of the state dict",
+                key=name,
+            )
+
+        stream = io.BytesIO()
+        torch.save(live(self.entries.objects[name], tensor=self._whole, unknown=unknown), stream)
+        stream.seek(0)
+        return stream
+
+    def _whole(self, ref: TensorRef) -> torch.Tensor:
+        return read_whole(self.manifest.tensors[ref.key], self.assembler, name=str(ref.key))
+
+
+def _kind(value: Any) -> str:
+    while isinstance(value, Opaque):
+        value = value.ref
+    return f"the class or function {value}" if isinstance(value, GlobalRef) else "an object"
+
+
+class _Described(dict[str, Any]):
+    """``state_dict_metadata`` by the checkpoint's own names, which answers to a job's names as well."""
+
+    def __init__(self, names: JobNames, described: dict[str, Any]) -> None:
+        super().__init__(described)
+        self._names = names
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._names.find(name) is not None
+
+    def __missing__(self, name: str) -> Any:
+        match = self._names.find(name)
+        if match is None:
+            raise KeyError(name)
+        return self[match.entry]
+
+
+@cache
+def _reader_class() -> Any:
+    """The reader as a class of torch's, made when torch is there."""
+    from torch.distributed.checkpoint.storage import StorageReader
+    from torch.futures import Future
+
+    class CheckpointReader(StorageReader):
+        """Reads what an opened checkpoint serves."""
+
+        def __init__(self, served: _Served) -> None:
+            self._served = served
+
+        def reset(self, checkpoint_id: Any = None) -> None:
+            """The checkpoint is chosen when the reader is made."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            return self._served.metadata()
+
+        def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            """Nothing to set up: every rank has opened the checkpoint."""
+
+        def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+            self._served.names.check(item.storage_index.fqn for item in plan.items)
+            return plan
+
+        def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+            return plans
+
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            self._served.serve(plan, planner)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+        @classmethod
+        def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+            return False
+
+    return CheckpointReader

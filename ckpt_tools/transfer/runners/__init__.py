@@ -1,0 +1,1 @@
+"""Ways to run tasks: threads here, or processes of a Ray cluster."""

@@ -1,0 +1,263 @@
+"""Regions of logical tensors out of a store, into the caller's memory.
+
+Everything that reads elements passes here: conversion, verification, lazy access. Stored pieces that are contiguous
+on both sides are read straight into place. Others are read in blocks as large as the scratch allows and placed with a
+strided copy, because a read for every run of an inner-axis shard would be tens of thousands of reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from operator import mul
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, flat_interval, from_flat, is_contiguous, is_row_major
+from ckpt_tools.core.casts import cast_into
+from ckpt_tools.core.manifest import TensorEntry
+from ckpt_tools.core.shards import ByteRange, Framing
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, hits
+from ckpt_tools.serialization.torch_zip import ItemLocation, locate_item
+from ckpt_tools.stores.source import Expecting, Located, Location, Store
+from ckpt_tools.transfer.buffers import page_aligned
+
+MAX_READ_AMPLIFICATION = 2
+"""A strided block is read whole while at least half of it is wanted,"""
+
+MAX_GAP_BYTES = 32 << 10
+"""or while the gaps in it are so short that reading them costs less than a read more: 10 microseconds."""
+
+CAST_BLOCK_BYTES = 1 << 20
+"""Of the stored elements: read, cast and left in the processor's cache before the next."""
+
+MAX_KNOWN_ITEMS = 4096
+"""Items whose elements were found, at 500 bytes each. Tasks follow the files, and come back to few of them."""
+
+
+@dataclass(slots=True)
+class Assembler:
+    """Reads elements from ``store``; safe to share between threads, each of which has buffers of its own.
+
+    ``scratch_bytes`` bounds each of the two buffers that a thread has beside the caller's.
+    """
+
+    store: Store
+    scratch_bytes: int
+    _bytes_read: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _buffers: threading.local = field(default_factory=threading.local, repr=False)
+    _items: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
+    _expecting: Expecting | None = field(init=False, repr=False)
+    """The store, where it is one: to ask it each time costs 10 microseconds."""
+
+    def __post_init__(self) -> None:
+        self._expecting = self.store if isinstance(self.store, Expecting) else None
+
+    @property
+    def bytes_read(self) -> int:
+        """What was asked of the store so far, headers of items and gaps between wanted elements included."""
+        return self._bytes_read
+
+    @property
+    def bytes_read_here(self) -> int:
+        """The part of ``bytes_read`` that this thread asked for."""
+        return getattr(self._buffers, "bytes_read", 0)
+
+    def read(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
+        """Elements ``[start, stop)`` of the row-major order of ``box``, as ``entry.dtype``, into ``out``.
+
+        ``shape`` is the geometry of ``box``: the tensor's own or its flattening.
+
+        Raises:
+            StoreError, IncompleteError, MalformedError: as the store and the items say.
+        """
+        if entry.shards.dtype is entry.dtype:
+            self._gather(hits(entry.shards, box, shape, start, stop), out)
+            return
+        item = entry.dtype.item_bytes
+        step = min(CAST_BLOCK_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])
+
+    def single_range(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> ByteRange | None:
+        """The bytes that ``read`` with the same arguments would give, where they are one range of one stored file.
+
+        Raises:
+            StoreError, IncompleteError, MalformedError: as the store and the items say.
+        """
+        found = hits(entry.shards, box, shape, start, stop) if entry.shards.dtype is entry.dtype else ()
+        if len(found) != 1:
+            return None
+        hit, item = found[0], entry.dtype.item_bytes
+        if hit.framing is Framing.RAW:
+            first, strides = hit.at.start, None if isinstance(hit, FlatHit) else hit.strides
+        else:
+            location = self._location(hit)
+            first, strides = location.start + location.storage_offset * item, location.strides
+            if is_row_major(location.shape, location.strides):
+                strides = None
+        if strides is not None or not (isinstance(hit, FlatHit) or is_contiguous(hit.source, hit.shape)):
+            return None
+        first += item * (hit.start if isinstance(hit, FlatHit) else flat_interval(hit.source, hit.shape)[0])
+        return ByteRange(hit.at.file, first, first + item * (stop - start))
+
+    def locate(self, file: str) -> Location | None:
+        """Where a file is in terms of a service that could copy of it."""
+        return self.store.locate(file) if isinstance(self.store, Located) else None
+
+    def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
+        stored = entry.shards.dtype
+        elements = self._buffer("cast", (stop - start) * stored.item_bytes)
+        self._gather(hits(entry.shards, box, shape, start, stop), elements.data)
+        cast_into(elements, stored, out, entry.dtype)
+
+    def _gather(self, found: Sequence[Hit], out: memoryview) -> None:
+        for hit in found:
+            if hit.framing is Framing.RAW:
+                self._place(hit, hit.at.start, out)
+            else:
+                self._place_from_item(hit, self._location(hit), out)
+
+    def _place_from_item(self, hit: Hit, location: ItemLocation, out: memoryview) -> None:
+        first_byte = location.start + location.storage_offset * hit.dtype.item_bytes
+        if is_row_major(location.shape, location.strides):
+            self._place(hit, first_byte, out)
+        else:
+            for part in _strided(hit, location):
+                self._place(part, first_byte, out)
+
+    def _location(self, hit: Hit) -> ItemLocation:
+        location = self._items.get(hit.at)
+        if location is None:
+            location = self._locate(hit)
+            if len(self._items) >= MAX_KNOWN_ITEMS:
+                self._items.clear()
+            self._items[hit.at] = location
+        return location
+
+    def _locate(self, hit: Hit) -> ItemLocation:
+        if self._expecting is not None:
+            self._expecting.expect(hit.at.file, hit.at.start, hit.at.stop)
+        location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
+        if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:
+            raise MalformedError(
+                f"the item at byte {hit.at.start:,} holds {list(location.shape)} of {location.dtype.value} "
+                f"where its index promises {hit.numel:,} of {hit.dtype.value}",
+                path=hit.at.file,
+            )
+        return location
+
+    def _reader(self, file: str) -> Callable[[int, int], bytes]:
+        def read(start: int, stop: int) -> bytes:
+            buffer = bytearray(stop - start)
+            self._read_into(file, start, memoryview(buffer))
+            return bytes(buffer)
+
+        return read
+
+    def _read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        self.store.read_into(file, start, buffer)
+        self._buffers.bytes_read = self.bytes_read_here + len(buffer)
+        with self._lock:
+            self._bytes_read += len(buffer)
+
+    def _place(self, hit: Hit, first_byte: int, out: memoryview) -> None:
+        """Read a hit whose piece has its element 0 at ``first_byte`` of its file."""
+        item = hit.dtype.item_bytes
+        if isinstance(hit, FlatHit):
+            room = out[hit.into * item : (hit.into + hit.stop - hit.start) * item]
+            self._read_into(hit.at.file, first_byte + hit.start * item, room)
+            return
+        strides = hit.strides or contiguous_strides(hit.shape)
+        elements = np.frombuffer(out, dtype=_opaque(item))
+        block = elements[hit.block_start : hit.block_start + prod(hit.block)].reshape(hit.block)
+        # Without dims, only an ellipsis gives a view.
+        index: tuple[Any, ...] = (*map(slice, hit.into.start, hit.into.stop), ...)
+        wanted = block[index]
+        start_byte = first_byte + item * sum(map(mul, hit.source.start, strides))
+        self._read_strided(hit.at.file, start_byte, strides, wanted)
+
+    def _read_strided(self, file: str, start_byte: int, strides: Shape, wanted: NDArray[Any]) -> None:
+        """Fill ``wanted`` with elements ``strides`` apart in the file, its element 0 at ``start_byte``."""
+        if wanted.flags.c_contiguous and is_row_major(wanted.shape, strides):
+            self._read_into(file, start_byte, wanted.reshape(-1).view(np.uint8).data)
+            return
+        item = wanted.dtype.itemsize
+        reach = [(extent - 1) * stride for extent, stride in zip(wanted.shape, strides, strict=True)]
+        span = sum(reach) + 1
+        if span > 1 and (span * item > self.scratch_bytes or _is_sparse(wanted, strides, span)):
+            self._read_halves(file, start_byte, strides, wanted, reach.index(max(reach)))
+            return
+        block = self._buffer("strided", span * item)
+        self._read_into(file, start_byte, block.data)
+        byte_strides = tuple(stride * item for stride in strides)
+        wanted[...] = np.ndarray(wanted.shape, wanted.dtype, block.data, strides=byte_strides)
+
+    def _read_halves(self, file: str, start_byte: int, strides: Shape, wanted: NDArray[Any], dim: int) -> None:
+        middle = (wanted.shape[dim] + 1) // 2
+        lower = (slice(None),) * dim
+        self._read_strided(file, start_byte, strides, wanted[(*lower, slice(None, middle))])
+        second = start_byte + middle * strides[dim] * wanted.dtype.itemsize
+        self._read_strided(file, second, strides, wanted[(*lower, slice(middle, None))])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process: the same store, nothing read yet."""
+        return Assembler, (self.store, self.scratch_bytes)
+
+    def _buffer(self, use: str, num_bytes: int) -> NDArray[np.uint8]:
+        """``num_bytes`` of this thread's buffer for ``use``, which the next call overwrites."""
+        buffer: NDArray[np.uint8] | None = getattr(self._buffers, use, None)
+        if buffer is None or buffer.nbytes < num_bytes:
+            buffer = page_aligned(num_bytes)
+            setattr(self._buffers, use, buffer)
+        return buffer[:num_bytes]
+
+
+def _is_sparse(wanted: NDArray[Any], strides: Shape, span: int) -> bool:
+    """Whether most of a span is not wanted, and lies in gaps too long to be read for nothing."""
+    if span <= MAX_READ_AMPLIFICATION * wanted.size:
+        return False
+    num_runs = wanted.size // _run_length(wanted.shape, strides)
+    return (span - wanted.size) * wanted.dtype.itemsize > MAX_GAP_BYTES * num_runs
+
+
+def _run_length(shape: Shape, strides: Shape) -> int:
+    """How many elements ``strides`` apart follow one another without a gap."""
+    length = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent > 1 and stride != length:
+            break
+        length *= extent
+    return length
+
+
+@cache
+def _opaque(item_bytes: int) -> np.dtype[Any]:
+    """A numpy type of that width which copies bits and never looks at them."""
+    return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item_bytes, f"V{item_bytes}"))
+
+
+def _strided(hit: Hit, location: ItemLocation) -> list[BoxHit]:
+    """A hit on an item whose bytes are not row-major, with the item's strides."""
+    if isinstance(hit, BoxHit):
+        if hit.shape != location.shape:
+            raise MalformedError(
+                f"the item at byte {hit.at.start:,} holds {list(location.shape)} where its index promises "
+                f"{list(hit.shape)}",
+                path=hit.at.file,
+            )
+        return [replace(hit, strides=location.strides)]
+    parts, first = [], hit.into
+    for box in from_flat(hit.start, hit.stop, location.shape):
+        whole, shape = Box.whole(box.shape), box.shape
+        parts.append(BoxHit(hit.at, hit.framing, hit.dtype, location.shape, location.strides, box, whole, shape, first))
+        first += box.numel
+    return parts

@@ -1,0 +1,92 @@
+"""Who runs the tasks of a conversion: threads here, or the processes of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+from ckpt_tools.core.option_names import RUNNERS
+from ckpt_tools.errors import UsageError
+from ckpt_tools.planning.plan import Plan
+from ckpt_tools.stores.destination import Destination
+from ckpt_tools.stores.source import Store
+from ckpt_tools.transfer.crc_board import Board
+from ckpt_tools.transfer.execute import Job, Receipt
+from ckpt_tools.transfer.runners.base import Runner
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """``runner`` is ``threads`` or ``ray``, the latter on the cluster at ``address``; ``num_workers`` None: one for
+    each processor that there is.
+
+    Raises:
+        UsageError: no such runner, an address for threads, or fewer than one worker.
+    """
+
+    runner: str = "threads"
+    address: str | None = None
+    num_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.runner not in RUNNERS:
+            raise UsageError(f"--runner {self.runner!r} is not one of {', '.join(RUNNERS)}")
+        if self.address is not None and self.runner != "ray":
+            raise UsageError("--address is for --runner ray")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise UsageError(f"--workers {self.num_workers}: at least one is needed")
+
+    @property
+    def workers_per_process(self) -> int:
+        """How many share the memory that a plan is made for."""
+        return 1 if self.runner == "ray" else self.num_workers or default_workers()
+
+    @contextmanager
+    def at_work(self, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board | None]]:
+        """A runner for the plan's tasks, and the board that its workers share where they are other processes.
+
+        Raises:
+            UsageError, StoreError: as ``runners.ray_cluster.connected`` says.
+        """
+        if self.runner == "threads":
+            yield ThreadRunner(plan.num_workers), None
+            return
+        from ckpt_tools.transfer.runners.ray_cluster import connected
+
+        with connected(self.address, self.num_workers or default_workers()):
+            with _on_ray(self.num_workers, plan, source, target) as both:
+                yield both
+
+
+@contextmanager
+def _on_ray(asked: int | None, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board]]:
+    from ckpt_tools.stores.shared_files import shared_files
+    from ckpt_tools.transfer.runners.ray import ITEMS_PER_WORKER, RayRunner
+    from ckpt_tools.transfer.runners.ray_board import open_board
+    from ckpt_tools.transfer.runners.ray_cluster import num_cpus
+
+    num_workers = asked or num_cpus()
+    with shared_files(source, target) as check, closing(open_board()) as board:
+        in_flight = num_workers * ITEMS_PER_WORKER * plan.task_bytes
+        runner = RayRunner(num_workers, cost=_num_bytes, bytes_in_flight=in_flight, check=check, board=board)
+        with closing(runner):
+            yield runner, board
+
+
+def _num_bytes(item: Job | Receipt) -> int:
+    return item.task.num_bytes
+
+
+MAX_DEFAULT_WORKERS = 8
+"""Threads beyond the processors only wait for each other, and beyond eight the disk is the limit."""
+
+REMOTE_WORKERS = 8
+"""Threads for a distant store, whose requests wait more than they work."""
+
+
+def default_workers() -> int:
+    """As many threads as processors this process may use."""
+    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_WORKERS)

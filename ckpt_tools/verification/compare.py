@@ -1,0 +1,154 @@
+"""Proof of equality: two manifests, streamed side by side, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.progress import Progress
+from ckpt_tools.stores.source import Store
+from ckpt_tools.transfer.buffers import page_aligned
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.verification.deviation import Deviation, measure
+from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
+
+BLOCK_BYTES = 4 << 20
+"""Read, compared and forgotten at a time, on either side."""
+
+
+def named_tensors(manifest: Manifest) -> dict[StateKey, TensorEntry]:
+    """Every tensor by every name it has. A tied weight has several; optimizer state has its owner's alone."""
+    found = {_neutral(key): entry for key, entry in manifest.tensors.items()}
+    for alias, owner in manifest.aliases.items():
+        found[StateKey(alias)] = manifest.tensors[StateKey(owner)]
+    return found
+
+
+def _neutral(key: StateKey) -> StateKey:
+    """User entries lie beside the model in one format and among DeepSpeed's client state in another."""
+    return key._replace(fqn=key.fqn.removeprefix("client_state.")) if key.slot == "extra" else key
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two checkpoints: its tensors by every name, the store they lie in, and what messages call it."""
+
+    name: str
+    store: Store
+    tensors: Mapping[StateKey, TensorEntry]
+
+    @classmethod
+    def of(cls, name: str, store: Store, manifest: Manifest) -> Side:
+        return cls(name, store, named_tensors(manifest))
+
+    def selected(self, is_wanted: Callable[[str], bool]) -> Side:
+        """The tensors of the names that are wanted, optimizer state with them."""
+        return replace(self, tensors={key: entry for key, entry in self.tensors.items() if is_wanted(key.fqn)})
+
+    def with_masters_like(self, other: Side) -> Side:
+        """Where only ``other`` keeps an fp32 master, our weight is to be that, uncast."""
+        masters = {
+            key: replace(weight, kind=Kind.STATE).cast(DType.FLOAT32)
+            for key in other.tensors
+            if key.slot == MASTER and key not in self.tensors
+            for weight in [self.tensors.get(StateKey(key.fqn))]
+            if weight is not None
+        }
+        return replace(self, tensors={**self.tensors, **masters})
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Elements ``[start, stop)`` of one tensor."""
+
+    key: StateKey
+    start: int
+    stop: int
+
+
+def compare(ours: Side, theirs: Side, *, num_workers: int, on_progress: Progress) -> VerifyReport:
+    """What differs between two checkpoints, bit for bit, in the order of ``ours``. A tensor of the same shape but
+    another dtype is compared by its values too.
+
+    Raises:
+        CkptError: one of them cannot be read.
+    """
+    shared = [key for key, entry in ours.tensors.items() if _shape_of(theirs, key) == entry.shape]
+    total, done = sum(ours.tensors[key].num_bytes for key in shared), 0
+    apart: dict[StateKey, Deviation] = {}
+    for block, deviation in ThreadRunner(num_workers).run(_compare_on(ours, theirs), _blocks(ours, theirs, shared)):
+        if deviation.num_differing:
+            apart[block.key] = apart.get(block.key, Deviation()) + deviation
+        done += (block.stop - block.start) * ours.tensors[block.key].dtype.item_bytes
+        on_progress(done, total)
+    return VerifyReport(
+        len(ours.tensors),
+        sum(entry.num_bytes for entry in ours.tensors.values()),
+        tuple(_differences(ours, theirs, apart)),
+    )
+
+
+def _shape_of(side: Side, key: StateKey) -> tuple[int, ...] | None:
+    entry = side.tensors.get(key)
+    return None if entry is None else entry.shape
+
+
+def _differences(ours: Side, theirs: Side, apart: Mapping[StateKey, Deviation]) -> Iterator[Difference]:
+    for key, entry in ours.tensors.items():
+        other = theirs.tensors.get(key)
+        if other is None:
+            if not _is_state_of_nothing(key, ours.tensors):
+                yield Difference(key, Aspect.MISSING, f"only in {ours.name}")
+        elif (found := _pair_difference(key, entry, other, apart.get(key))) is not None:
+            yield found
+    for key in theirs.tensors:
+        if key not in ours.tensors and not _is_state_of_nothing(key, theirs.tensors):
+            yield Difference(key, Aspect.UNEXPECTED, f"only in {theirs.name}")
+
+
+def _is_state_of_nothing(key: StateKey, tensors: Mapping[StateKey, TensorEntry]) -> bool:
+    """Some frameworks keep optimizer state of parameters without elements, others none."""
+    weight = tensors.get(StateKey(key.fqn))
+    return key.slot != WEIGHT and weight is not None and weight.numel == 0
+
+
+def _pair_difference(
+    key: StateKey, ours: TensorEntry, theirs: TensorEntry, deviation: Deviation | None
+) -> Difference | None:
+    if ours.shape != theirs.shape:
+        return Difference(key, Aspect.SHAPE, f"shape {list(theirs.shape)} instead of {list(ours.shape)}")
+    if ours.dtype is not theirs.dtype:
+        found = deviation or Deviation()
+        types = f"{theirs.dtype.value} instead of {ours.dtype.value}"
+        return Difference(key, Aspect.DTYPE, f"{types}; as numbers, {found.described(ours.numel)}", found)
+    if deviation is None:
+        return None
+    return Difference(key, Aspect.VALUES, deviation.described(ours.numel), deviation)
+
+
+def _blocks(ours: Side, theirs: Side, keys: list[StateKey]) -> Iterator[_Block]:
+    for key in keys:
+        numel = ours.tensors[key].numel
+        step = BLOCK_BYTES // max(side.tensors[key].dtype.item_bytes for side in (ours, theirs))
+        for start in range(0, numel, step):
+            yield _Block(key, start, min(start + step, numel))
+
+
+def _compare_on(ours: Side, theirs: Side) -> Callable[[_Block], tuple[_Block, Deviation]]:
+    """What a worker does with a block."""
+    readers = [(side, Assembler(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
+
+    def deviation(block: _Block) -> tuple[_Block, Deviation]:
+        entries = [side.tensors[block.key] for side, _ in readers]
+        pair = []
+        for (_, assembler), entry in zip(readers, entries, strict=True):
+            elements = page_aligned((block.stop - block.start) * entry.dtype.item_bytes)
+            assembler.read(entry, Box.whole(entry.shape), entry.shape, block.start, block.stop, elements.data)
+            pair.append(elements)
+        return block, measure(pair[0], pair[1], entries[0].dtype, entries[1].dtype)
+
+    return deviation

@@ -1,0 +1,133 @@
+"""Lists of digests where they lie: in the folder of a checkpoint, or beside its one file.
+
+The list of a conversion is made of what was written, read back by the reader of the format. Where a destination can be
+read before it is published, as a local one can, the list is published with it: in the folder, or, for a file, just
+before the file. Elsewhere it follows the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
+from ckpt_tools.formats.reading import read_checkpoint, read_source
+from ckpt_tools.stores.destination import Claim, Destination, Place, Readable
+from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
+from ckpt_tools.stores.present import NOTHING
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import open_place, open_source
+from ckpt_tools.verification import digests
+from ckpt_tools.verification.digests import Digests
+
+OnTotal = Callable[[int], digests.OnBytes]
+"""Told how many bytes there are to hash, gives what is to hear of them."""
+
+
+def read_digests(url: str | Path) -> Digests:
+    """The list of digests at ``url``. Raises as ``digests.loads`` does, and SourceNotFoundError."""
+    source = open_source(url)
+    if len(source.files) != 1:
+        raise UsageError(f"{url} is no file of digests")
+    return digests.read_list(source, next(iter(source.files)))
+
+
+def stored_digests(source: Source, manifest: Manifest) -> Digests | None:
+    """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as ``digests.loads``."""
+    if not _is_one_file(source):
+        inside = digests.place_in(manifest)
+        return digests.read_list(source, inside) if inside in source.files else None
+    try:
+        return read_digests(digests_url(source, manifest))
+    except SourceNotFoundError:
+        return None
+
+
+def digests_url(source: Source, manifest: Manifest) -> str:
+    """Where the digests of a checkpoint lie, if it has any."""
+    if _is_one_file(source):
+        return source.store.url + DIGESTS_SUFFIX
+    return f"{source.store.url.rstrip('/')}/{digests.place_in(manifest)}"
+
+
+def _is_one_file(source: Source) -> bool:
+    """Whether the source is a file, and not the folder it is in."""
+    return list(source.files) == [source.store.url.rpartition("/")[2]]
+
+
+def put(destination: Destination, path: str, data: bytes) -> None:
+    """A file of a few known bytes, in one part. Raises StoreError."""
+    handle = destination.begin(path, len(data))
+    destination.finish(path, handle, [destination.write(path, handle, 0, 0, data)])
+
+
+def check_list(place: Place) -> Mapping[str, int]:
+    """The name and size of the list at ``place``, which may be replaced; nothing where nothing is there.
+
+    Raises:
+        DestinationExistsError: it is something else than a list of digests.
+    """
+    present = place.present(is_file=True)
+    if present is None:
+        return NOTHING
+    if present.others or not digests.is_list(Source(present.store, present.files), place.name):
+        raise DestinationExistsError(
+            f"{place.url} is not a list of digests, so it is not replaced; remove it yourself, or choose another "
+            "--output"
+        )
+    return present.files
+
+
+def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) -> Digests:
+    """A list as a file of its own; ``make`` is called once it is known that it can be written.
+
+    Raises:
+        DestinationExistsError: something is there, and it is not a list, or ``overwrite`` is False. CkptError: as
+        ``make`` and the place say.
+    """
+    place.check_free(is_file=True, overwrite=overwrite)
+    replaced = check_list(place)
+    with place.claim(is_file=True, overwrite=overwrite, resume=False) as claim:
+        found = make()
+        put(claim.destination, place.name, digests.dumps(found))
+        claim.publish([place.name], replaced)
+    return found
+
+
+def write_staged(
+    claim: Claim, place: Place, format_name: str, *, is_file: bool, num_workers: int, on_total: OnTotal
+) -> list[str]:
+    """Write the list of finished output that is not published yet; its path, to be published before the output's own.
+
+    No path where the output cannot be read yet. Raises CkptError.
+    """
+    if not isinstance(claim, Readable):
+        return []
+    source, manifest = read_source(Source.open(claim.finished), ReadOptions(), format_name=format_name)
+    found = _digests(source, manifest, num_workers, on_total)
+    path = place.name + DIGESTS_SUFFIX if is_file else digests.place_in(manifest)
+    put(claim.destination, path, digests.dumps(found))
+    return [path]
+
+
+def write_published(place: Place, format_name: str, *, num_workers: int, on_total: OnTotal) -> str:
+    """Write the list of output that was just published; its URL.
+
+    Raises:
+        CkptError: it cannot be read or written; the checkpoint itself is whole.
+    """
+    try:
+        source, manifest = read_checkpoint(place.url, ReadOptions(), format_name=format_name)
+        target = open_place(digests_url(source, manifest))
+        write_list(target, lambda: _digests(source, manifest, num_workers, on_total), overwrite=True)
+    except CkptError as error:
+        error.message += f"; {place.url} is written, and its digests are not"
+        raise
+    return target.url
+
+
+def _digests(source: Source, manifest: Manifest, num_workers: int, on_total: OnTotal) -> Digests:
+    on_bytes = on_total(digests.num_bytes(manifest))
+    return digests.digests_of(source.store, manifest, num_workers=num_workers, on_bytes=on_bytes)

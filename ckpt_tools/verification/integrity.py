@@ -1,0 +1,112 @@
+"""One checkpoint against itself: every tensor byte can be read, and agrees with the checksum stored beside it.
+
+A torch zip states a CRC-32 for each of its records, unless torch was told to save without, and a DCP item is such a
+zip. safetensors states none: there it is proven that every tensor can be read, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from isal import isal_zlib
+
+from ckpt_tools.core.manifest import Manifest, StateKey
+from ckpt_tools.core.progress import Progress
+from ckpt_tools.core.shards import ByteRange, Framing
+from ckpt_tools.serialization.zip_archive import read_directory
+from ckpt_tools.stores.source import Source
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+from ckpt_tools.verification.compare import BLOCK_BYTES
+from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
+
+DIRECTORY_TAIL_BYTES = 1 << 16
+"""One read from the end of a file that usually holds the whole zip directory."""
+
+ZIP_MAGIC = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A stored zip in a file of the checkpoint, with the first of the tensors in it, for messages."""
+
+    at: ByteRange
+    key: StateKey
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What checking one archive or range found: the bytes read, and the records whose checksum is another."""
+
+    num_bytes: int
+    broken: tuple[Difference, ...]
+
+
+def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_progress: Progress) -> VerifyReport:
+    """Read every file that holds tensors once; report the records whose checksum is not the one stored.
+
+    Raises:
+        CkptError: bytes cannot be read.
+    """
+    archives = list(_archives(source, manifest))
+    total, done = sum(archive.at.stop - archive.at.start for archive in archives), 0
+    broken: list[Difference] = []
+    for checked in ThreadRunner(num_workers).run(_Check(source), archives):
+        done += checked.num_bytes
+        on_progress(done, total)
+        broken += checked.broken
+    return VerifyReport(len(manifest.tensors), total, tuple(broken))
+
+
+def _archives(source: Source, manifest: Manifest) -> Iterator[Archive]:
+    """The items of a DCP; elsewhere, whole files."""
+    whole: dict[str, StateKey] = {}
+    for key, entry in manifest.tensors.items():
+        table = entry.shards
+        if table.framing is Framing.TORCH_ITEM:
+            yield from (Archive(table.byte_range(row), key) for row in range(len(table)))
+        else:
+            files = {table.files[number] for number in table.file_ids.tolist()}
+            whole |= {file: key for file in sorted(files) if file not in whole and file not in manifest.literals}
+    yield from (Archive(ByteRange(file, 0, source.size(file)), key) for file, key in whole.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    source: Source
+
+    def __call__(self, archive: Archive) -> Checked:
+        at = archive.at
+        is_zip = at.stop - at.start >= 4 and self._read(at, 0, 4) == ZIP_MAGIC
+        broken = self._broken_records(archive) if is_zip else self._read_through(at)
+        return Checked(at.stop - at.start, tuple(Difference(archive.key, Aspect.CHECKSUM, what) for what in broken))
+
+    def _read(self, at: ByteRange, start: int, stop: int) -> bytes:
+        return self.source.read(at.file, at.start + start, at.start + stop)
+
+    def _read_through(self, at: ByteRange) -> list[str]:
+        self._crc32(at, 0, at.stop - at.start)
+        return []
+
+    def _broken_records(self, archive: Archive) -> list[str]:
+        at = archive.at
+        directory = read_directory(
+            lambda start, stop: self._read(at, start, stop),
+            at.stop - at.start,
+            at.file,
+            tail_bytes=DIRECTORY_TAIL_BYTES,
+        )
+        if directory is None:
+            return [f"{at.file}: the zip archive at byte {at.start:,} has no end"]
+        ranges = directory.payload_ranges(lambda start, stop: self._read(at, start, stop), directory.records)
+        return [
+            f"{at.file}: the record {name} at byte {at.start + start:,} does not have its stored CRC-32"
+            for name, (start, stop) in ranges.items()
+            if self._crc32(at, start, stop) != directory.records[name].crc32 and directory.records[name].states_checksum
+        ]
+
+    def _crc32(self, at: ByteRange, start: int, stop: int) -> int:
+        value = 0
+        for first in range(start, stop, BLOCK_BYTES):
+            value = isal_zlib.crc32(self._read(at, first, min(first + BLOCK_BYTES, stop)), value)
+        return value

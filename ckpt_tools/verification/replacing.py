@@ -1,0 +1,118 @@
+"""What ``--overwrite`` replaces: the files of the one checkpoint that lies at the destination itself, and nothing else.
+
+Each reader says which files are those of the checkpoint that it reads; our list of digests and a signature may lie with
+them. Where anything else is there, nothing is replaced: a folder is never removed because there is a checkpoint in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
+from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.stores.destination import Place
+from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
+from ckpt_tools.stores.present import NOTHING, Present, listed
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import whereabouts
+from ckpt_tools.verification.digests import is_list, place_in
+from ckpt_tools.verification.signing import is_signature
+
+MAX_SIGNATURE_BYTES = 512 << 20
+"""It lists every file of a folder with its digest."""
+
+_ELSEWHERE = "choose another destination"
+
+
+def check_apart(src: str | Path, dst: str | Path) -> None:
+    """Raises DestinationExistsError where one of the two is, or lies in, the other."""
+    (service, source), (other, target) = whereabouts(src), whereabouts(dst)
+    if service != other:
+        return
+    is_same = _same_file if service == "file" else PurePosixPath.__eq__
+    if is_same(source, target):
+        raise DestinationExistsError(f"{dst} is the source itself, which is not replaced; {_ELSEWHERE}")
+    if any(is_same(target, parent) for parent in source.parents):
+        raise DestinationExistsError(f"{dst} contains the source {src}, which replacing it would remove; {_ELSEWHERE}")
+    if any(is_same(source, parent) for parent in target.parents):
+        raise DestinationExistsError(f"{dst} lies in the source {src}, of which nothing is replaced; {_ELSEWHERE}")
+
+
+def _same_file(one: PurePosixPath, other: PurePosixPath) -> bool:
+    """Whether two names are of one file or folder: by their letters, or by what the file system says."""
+    if one == other:
+        return True
+    try:
+        return Path(one).samefile(other)
+    except OSError:
+        return False
+
+
+def replaced_files(place: Place, written: Iterable[str], *, is_file: bool) -> Mapping[str, int]:
+    """The names and sizes of what an output of the files ``written`` replaces at ``place``.
+
+    Raises:
+        DestinationExistsError: something is there that is not of one checkpoint. StoreError: looking failed.
+    """
+    place.check_free(is_file=is_file, overwrite=True)
+    present = place.present(is_file=is_file)
+    if present is None:
+        return NOTHING
+    own = _own_files(present, place.url)
+    files = {path: size for path, size in present.files.items() if path in own}
+    others = present.beyond(files)
+    if others and not files:
+        raise DestinationExistsError(
+            f"{place.url} is not a checkpoint itself: the one that is there lies deeper ({listed(others)}), and "
+            f"--overwrite replaces no folder that holds others; {_ELSEWHERE}"
+        )
+    if others:
+        raise DestinationExistsError(
+            f"{place.url} holds what is not part of the checkpoint there: {listed(others)}; --overwrite replaces the "
+            f"checkpoint alone: move the rest away, or {_ELSEWHERE}"
+        )
+    _check_tags(place, files, written)
+    return files
+
+
+def _own_files(present: Present, url: str) -> frozenset[str]:
+    """The names of the files of the checkpoint there, and of what of ours lies with it."""
+    source = Source(present.store, {path: size for path, size in present.files.items() if is_shown(path)})
+    try:
+        reader = reader_for(source, None)
+        manifest = reader.read_manifest(source, ReadOptions())
+        own = reader.own_files(source, manifest)
+        return own | _beside(source, place_in(manifest)) if own else own
+    except StoreError:
+        raise
+    except CkptError as error:
+        names = listed(sorted([*present.files, *present.others]))
+        raise DestinationExistsError(
+            f"{url} is not a checkpoint that can be read, so it is not replaced: {error} (it holds {names}); name the "
+            f"place of one checkpoint, or {_ELSEWHERE}"
+        ) from error
+
+
+def _beside(source: Source, digests: str) -> frozenset[str]:
+    """The list of digests and the signatures that lie with a checkpoint, if they are what their names say."""
+    folder = digests.rpartition("/")[0]
+    signatures = {SIGNATURE_NAME, f"{folder}/{SIGNATURE_NAME}"} & source.files.keys()
+    found = {path for path in signatures if is_signature(source.read_all(path, limit_bytes=MAX_SIGNATURE_BYTES))}
+    is_there = digests in source.files and is_list(source, digests)
+    return frozenset(found | ({digests} if is_there else set()))
+
+
+def _check_tags(place: Place, files: Iterable[str], written: Iterable[str]) -> None:
+    """Of formats that keep each checkpoint in a folder of its own, only the one of the same name is replaced."""
+    new = _folders(written)
+    others = sorted(_folders(files) - new)
+    if new and others:
+        raise DestinationExistsError(
+            f"{place.url} holds {others[0]} too, which replacing it would delete; {_ELSEWHERE}"
+        )
+
+
+def _folders(paths: Iterable[str]) -> set[str]:
+    return {path.partition("/")[0] for path in paths if "/" in path}

@@ -1,0 +1,148 @@
+"""Signatures of checkpoints by OpenSSF model-signing, which the extra ``sign`` installs.
+
+A signature is over every file of a folder but itself, hidden ones too, or over one file; it is a Sigstore bundle in the
+form that ``model_signing verify key`` checks as well. It lies in the folder as ``model.sig``, that tool's own name, or
+beside the file as ``<file>.sig``. A list of digests is such a file, and its signature then speaks of the tensors in
+every format that holds them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import (
+    CkptError,
+    DestinationExistsError,
+    DifferenceError,
+    SourceNotFoundError,
+    StoreError,
+    UsageError,
+)
+from ckpt_tools.stores.marker_files import SIGNATURE_NAME
+from ckpt_tools.stores.urls import local_path
+
+FILE_SUFFIX = ".sig"
+
+
+@dataclass(frozen=True, slots=True)
+class SignReport:
+    """Where the signature was written."""
+
+    signature: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"signature": self.signature}
+
+
+def sign_with_key(
+    src: str | Path, *, private_key: str | Path, signature: str | Path | None, overwrite: bool
+) -> SignReport:
+    """Sign what is at ``src`` with the elliptic-curve key in a PEM file, at ``signature`` or where it is looked for.
+
+    Raises:
+        UsageError: model-signing is not installed, or the key is none. DestinationExistsError: it is signed.
+    """
+    from_model_signing = _model_signing()
+    path, target = _existing(src), _signature_path(src, signature)
+    if os.path.lexists(target):
+        _check_replaceable(target, overwrite=overwrite)
+    key = _existing(private_key)
+    signer = _calling("the private key cannot be used", UsageError, lambda: from_model_signing.signer(key))
+    signer.set_hashing_config(from_model_signing.hashing(path, target))
+    _calling("signing failed", StoreError, lambda: signer.sign(path, target))
+    return SignReport(str(target))
+
+
+def _check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Raises DestinationExistsError where a signature may not be replaced, or something else is in its place."""
+    if not overwrite:
+        raise DestinationExistsError(f"{target} exists; choose another --signature, or replace it with --overwrite")
+    if target.is_symlink() or not _is_signature(target):
+        raise DestinationExistsError(
+            f"{target} is not a signature, so it is not replaced; remove it yourself, or choose another --signature"
+        )
+
+
+def _is_signature(path: Path) -> bool:
+    try:
+        return path.is_file() and is_signature(path.read_bytes())
+    except OSError:
+        return False
+
+
+def is_signature(data: bytes) -> bool:
+    """Whether these are a Sigstore bundle, by what it says of itself."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "sigstore" in str(content.get("mediaType"))
+
+
+def check_signature(src: str | Path, *, public_key: str | Path, signature: str | Path | None) -> None:
+    """Whether the signature of what is at ``src`` was made with the private key to ``public_key``, and every file is
+    as it was then, none more and none less.
+
+    Raises:
+        DifferenceError: it was not. SourceNotFoundError: there is no signature. UsageError: as for ``sign_with_key``.
+    """
+    from_model_signing = _model_signing()
+    path, found, key = _existing(src), _existing(_signature_path(src, signature)), _existing(public_key)
+    verifier = _calling("the public key cannot be used", UsageError, lambda: from_model_signing.verifier(key))
+    _calling(f"{found} is not the signature of {path}", DifferenceError, lambda: verifier.verify(path, found))
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelSigning:
+    """The parts of model-signing that are used."""
+
+    signing: Any
+    verifying: Any
+    hashing_module: Any
+
+    def signer(self, private_key: Path) -> Any:
+        return self.signing.Config().use_elliptic_key_signer(private_key=private_key)
+
+    def verifier(self, public_key: Path) -> Any:
+        return self.verifying.Config().use_elliptic_key_verifier(public_key=public_key)
+
+    def hashing(self, path: Path, signature: Path) -> Any:
+        """All files but the signature."""
+        folder, file = path.resolve(), signature.resolve()
+        ignored = [file.relative_to(folder)] if file.is_relative_to(folder) else []
+        return self.hashing_module.Config().set_ignored_paths(paths=ignored)
+
+
+def _model_signing() -> _ModelSigning:
+    try:
+        from model_signing import hashing, signing, verifying
+    except ImportError as error:
+        raise UsageError(f"signatures need model-signing: pip install 'ckpt-tools[sign]' ({error})") from error
+    return _ModelSigning(signing, verifying, hashing)
+
+
+def _existing(url: str | Path) -> Path:
+    path = local_path(url)
+    if not path.exists():
+        raise SourceNotFoundError(f"there is no file or folder {path}")
+    return path
+
+
+def _signature_path(src: str | Path, signature: str | Path | None) -> Path:
+    path = local_path(src)
+    if signature is not None:
+        return local_path(signature)
+    return path / SIGNATURE_NAME if path.is_dir() else path.with_name(path.name + FILE_SUFFIX)
+
+
+def _calling(failed: str, kind: type[CkptError], action: Callable[[], Any]) -> Any:
+    """What ``action`` returns. The library's errors are of many classes, and none may pass for success."""
+    try:
+        return action()
+    except Exception as error:
+        raise kind(f"{failed}: {' '.join(str(error).split()) or type(error).__name__}") from error

@@ -1,0 +1,192 @@
+"""What ``verify``, ``diff`` and ``checksum`` do: wires comparison, stored checksums and digests together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core import matching, transforms
+from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
+from ckpt_tools.core.apply_options import case_of, reduced
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
+from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.options import ConvertOptions, ReadOptions
+from ckpt_tools.core.progress import Meter, Progress
+from ckpt_tools.core.wording import count
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.formats.registry import writers
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import open_place
+from ckpt_tools.verification import digests
+from ckpt_tools.verification.compare import Side, compare
+from ckpt_tools.verification.digest_files import digests_url, read_digests, stored_digests, write_list
+from ckpt_tools.verification.digests import Digests
+from ckpt_tools.verification.integrity import check_integrity
+from ckpt_tools.verification.report import VerifyReport
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """By how many threads, and who hears of it."""
+
+    num_workers: int
+    on_progress: Progress
+
+
+def verify_alone(
+    source: Source, manifest: Manifest, options: ConvertOptions, how: Running, *, against: str | Path | None
+) -> VerifyReport:
+    """Whether every byte can be read, agrees with the checksums stored in it, and every tensor with its digest, where
+    there are digests: those in ``against``, of a checkpoint that was converted to this one with ``options``, else those
+    found with this one.
+
+    Raises:
+        CkptError: bytes cannot be read; the digests are none.
+    """
+    listed = read_digests(against) if against is not None else stored_digests(source, manifest)
+    report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
+    if listed is None:
+        return report
+    meter = Meter(how.on_progress, digests.num_bytes(manifest))
+    found: Digests = digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
+    wanted, found = _comparable_digests(_converted(listed, options), found, options) if against else (listed, found)
+    wrong = tuple(digests.differences(wanted, found))
+    return replace(report, differences=report.differences + wrong, num_digests=len(wanted))
+
+
+def _converted(listed: Digests, options: ConvertOptions) -> Digests:
+    """The list as converting its checkpoint makes it: weights alone, chosen and renamed. Raises UsageError."""
+    if options.state == "model":
+        copies = digests.one_copy(listed, weights=options.weight_copy)
+        listed = {key: digest for key, digest in copies.items() if key.slot == WEIGHT}
+    names = sorted({key.fqn for key in listed})
+    matching.check_renaming(names, rules=transforms.parsed_rules(options.rename), key_map=options.names)
+    matching.check_globs(names, include=options.include, exclude=options.exclude)
+    new_name = transforms.substitutions(options.rename, options.names)
+    chosen = [key for key in listed if transforms.is_chosen(key.fqn, options.include, options.exclude)]
+    renamed = {key._replace(fqn=new_name(key.fqn)): listed[key] for key in chosen}
+    if len(renamed) < len(chosen):
+        raise UsageError("renaming makes one name of two; names must stay distinct")
+    return renamed
+
+
+def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions) -> tuple[Digests, Digests]:
+    """Where one side alone keeps fp32 masters, one copy of each weight on both."""
+    sides = [digests.has_masters(each) for each in (wanted, found)]
+    check([OF_TWO_COPIES], options.given, Case(has_masters=sides[0], keeps_both=all(sides)))
+    if sides[0] == sides[1]:
+        return wanted, found
+    return digests.one_copy(wanted, weights=options.weight_copy), digests.one_copy(found, weights=options.weight_copy)
+
+
+def verify_pair(
+    source: Source, manifest: Manifest, dst: str | Path, options: ConvertOptions, how: Running
+) -> VerifyReport:
+    """Whether ``dst`` holds what converting ``manifest`` with ``options`` makes.
+
+    Raises:
+        CkptError: one of them cannot be read.
+    """
+    other_source, other = read_checkpoint(dst, _reading_beside(manifest, options))
+    target = writers().get(other.format)
+    whole = options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE))
+    holds_masters = target is None or target.holds_masters
+    case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
+    check(COMPARING, options.given, case)
+    expected = reduced(manifest, options, whole=whole, holds_masters=holds_masters).manifest
+    theirs = Side.of("the destination", other_source.store, other)
+    ours = Side.of("the source", source.store, expected).with_masters_like(theirs)
+    return compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
+
+
+def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
+    """How the destination is read: with the tag and the keys that are not for reading the source."""
+    case = case_of(manifest, "", keeps_both=False, whole=False)
+    return ReadOptions(
+        tag=None if case.reads_tag else options.tag,
+        model_key=None if case.reads_keys else options.model_key,
+        optim_key=None if case.reads_keys else options.optim_key,
+    )
+
+
+def compare_all(
+    a: tuple[Source, Manifest], b: tuple[Source, Manifest], options: ConvertOptions, how: Running
+) -> VerifyReport:
+    """What differs between ``a``, its tensors renamed by ``options``, and ``b``, in the tensors that they choose.
+
+    Raises:
+        CkptError: bytes cannot be read. UsageError: no tensor is chosen.
+    """
+    has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
+    is_both = all(has_masters) and options.state != "model"
+    check(DIFFING, options.given, case_of(a[1], "", keeps_both=is_both, whole=True))
+    manifests, notes = _comparable([a[1], b[1]], options)
+    if options.rename or options.names:
+        transforms.check_renaming(manifests[0], options.rename, options.names)
+        new_name = transforms.substitutions(options.rename, options.names)
+        manifests[0], _ = transforms.rename(manifests[0], new_name)
+    sides = [Side.of(name, each[0].store, m) for name, each, m in zip("AB", (a, b), manifests, strict=True)]
+    if options.include or options.exclude:
+        names = sorted({key.fqn for side in sides for key in side.tensors})
+        matching.check_globs(names, include=options.include, exclude=options.exclude)
+        sides = [
+            side.selected(lambda fqn: transforms.is_chosen(fqn, options.include, options.exclude)) for side in sides
+        ]
+        if not any(side.tensors for side in sides):
+            raise UsageError("--include and --exclude leave no tensor on either side")
+    report = compare(sides[0], sides[1], num_workers=how.num_workers, on_progress=how.on_progress)
+    return replace(report, notes=notes)
+
+
+def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[list[Manifest], tuple[Note, ...]]:
+    """The manifests as they are to be compared, and what that leaves out.
+
+    Where one side alone keeps fp32 masters, ``options.weights`` says which of its copies stands for a weight.
+    """
+    if options.state == "model":
+        bare = [transforms.model_only(each, weights=options.weight_copy, asked=True) for each in manifests]
+        return [transforms.without_wrappers(each)[0] for each, _ in bare], ()
+    counts = [sum(key.slot == MASTER for key in each.tensors) for each in manifests]
+    if all(counts) or not any(counts):
+        return manifests, ()
+    left_out = "model copies" if options.weight_copy == "master" else "fp32 masters"
+    note = Note(Fate.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "one side alone has them", max(counts))
+    return [transforms.one_copy(each, weights=options.weight_copy)[0] for each in manifests], (note,)
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumReport:
+    """The digests of a checkpoint's tensors, and where they were written; None where they were not."""
+
+    digests: Digests
+    num_bytes: int
+    destination: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "destination": self.destination,
+            "tensors": len(self.digests),
+            "bytes": self.num_bytes,
+            "digests": digests.rows(self.digests),
+        }
+
+
+def write_digests(
+    source: Source, manifest: Manifest, how: Running, *, output: str | Path | None, overwrite: bool
+) -> ChecksumReport:
+    """Write the list of a checkpoint's digests to ``output``: left out, with the checkpoint; ``-``, nowhere.
+
+    Raises:
+        DestinationExistsError: a list is there. CkptError: bytes cannot be read or written.
+    """
+    meter = Meter(how.on_progress, digests.num_bytes(manifest))
+
+    def made() -> Digests:
+        return digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
+
+    if output == "-":
+        return ChecksumReport(made(), meter.total, None)
+    place = open_place(output or digests_url(source, manifest))
+    return ChecksumReport(write_list(place, made, overwrite=overwrite), meter.total, place.url)

@@ -1,0 +1,49 @@
+"""A process that runs the command line, and a conversion to every format, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.crashes.cases import Case, make_case, make_sources
+from tests.end_to_end.crashes.runs import Runs
+
+MakeCase = Callable[[str], Case]
+
+
+@pytest.fixture(scope="session")
+def crash_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of it is."""
+    return tmp_path_factory.mktemp("crashes")
+
+
+@pytest.fixture(scope="session")
+def runs(crash_folder: Path) -> Iterator[Runs]:
+    found = Runs(crash_folder / "runs")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def made_case(crash_folder: Path, runs: Runs) -> MakeCase:
+    """``made_case(name)``: the conversion of that name, with nothing at its destination."""
+    sources = crash_folder / "sources"
+    sources.mkdir()
+    make_sources(sources)
+    made = cache(lambda name: make_case(name, sources, crash_folder / name, runs))
+
+    def cleared(name: str) -> Case:
+        case = made(name)
+        case.clear()
+        return case
+
+    return cleared
+
+
+@pytest.fixture(scope="session")
+def soak(pytestconfig: pytest.Config) -> bool:
+    """Whether all points are wanted, and not a sample of them."""
+    return bool(pytestconfig.getoption("--soak"))

@@ -1,0 +1,113 @@
+"""Any call that fails, once, ends in one clear sentence and a documented exit code, or in a correct result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.end_to_end.crashes.cases import CASES, Case
+from tests.end_to_end.crashes.conftest import MakeCase
+from tests.end_to_end.crashes.runs import READ_SIDE, WRITE_SIDE, Call, Ended, Runs, sampled
+
+WRITES_IN_SAMPLE, READS_IN_SAMPLE = 3, 2
+WRITES_IN_SOAK, READS_IN_SOAK = 100, 50
+"""Of each writer with its reader and each mode, in ``make test`` and in ``make soak``, evenly spread: 3,000 points of
+10,000, of which most are the same look at the same folder."""
+
+WRITERS = pytest.mark.parametrize("name", CASES)
+
+WRITE_ERRORS = {
+    **dict.fromkeys(["openat", "pwrite64", "write", "fallocate", "fsync"], ("EIO", "ENOSPC", "EINTR")),
+    **dict.fromkeys(["mkdir", "rename", "renameat2"], ("EIO", "ENOSPC")),
+    **dict.fromkeys(["close", "flock"], ("EIO", "EINTR")),
+    **dict.fromkeys(["unlink", "unlinkat", "rmdir"], ("EIO",)),
+}
+READ_ERRORS = {
+    **dict.fromkeys(["openat", "read", "pread64", "preadv", "preadv2"], ("EIO", "EINTR")),
+    **dict.fromkeys(["newfstatat", "fstat", "statx", "stat", "lstat", "getdents64", "readlink"], ("EIO",)),
+}
+"""By system call, what it may report."""
+
+SENTENCE = re.compile(r"Error: [^\n]+\n")
+
+
+def faults(case: Case, done: Ended, num_writes: int, num_reads: int) -> list[tuple[Call, str]]:
+    """Calls of a run at its source and its destination, each with an error that it may report."""
+    everywhere = case.folder.parent
+    writing = done.calls(WRITE_SIDE, everywhere, reading=False)
+    reading = done.calls(READ_SIDE, everywhere, reading=True)
+    writes = [(call, error) for call in writing for error in WRITE_ERRORS.get(call.name, ("EIO",))]
+    reads = [(call, error) for call in reading for error in READ_ERRORS[call.name]]
+    return list(dict.fromkeys([*sampled(writes, num_writes), *sampled(reads, num_reads)]))
+
+
+def short_calls(done: Ended) -> Iterator[tuple[str, int]]:
+    """Every call that may move less than it was asked to."""
+    for name, system_call in {"preadv": "preadv", "pwrite": "pwrite64", "write": "write"}.items():
+        number = len(re.findall(rf"^\d+ +{system_call}\(\d+<(?!pipe)", done.trace, re.MULTILINE))
+        yield from ((name, which) for which in range(1, number + 1))
+
+
+def check_ended(case: Case, ended: Ended, before: dict[str, bytes]) -> None:
+    """A correct result, or a sentence and a code; never anything between."""
+    if ended.code == 0:
+        assert case.visible() == case.expected
+    else:
+        assert SENTENCE.fullmatch(ended.stderr), ended.stderr
+        assert "unexpected" not in ended.stderr and 1 <= ended.code <= 9, ended.stderr
+        assert case.visible() in (before, case.expected), "half a destination"
+
+
+def check_clean(case: Case, runs: Runs) -> None:
+    """Nothing of ours is left, but for what ``clean`` finds."""
+    assert runs.run("clean", case.target).code == 0
+    assert {path.name for path in case.folder.iterdir()} <= {case.name}
+
+
+@WRITERS
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@pytest.mark.timeout(3600)
+def test_every_call_may_fail(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+    case = made_case(name)
+    words, before = (["--overwrite"], case.old) if overwrite else (["--fsync"], {})
+    case.put(before)
+    done = runs.watched(*case.words, *words)
+    assert done.code == 0, done.stderr
+    numbers = (WRITES_IN_SOAK, READS_IN_SOAK) if soak else (WRITES_IN_SAMPLE, READS_IN_SAMPLE)
+    points = faults(case, done, *numbers)
+    injected = 0
+    for call, error in points:
+        case.put(before)
+        ended = runs.failing_at(call, error, *case.words, *words)
+        injected += ended.num_injected
+        check_ended(case, ended, before)
+        check_clean(case, runs)
+    assert injected >= 0.9 * len(points), "the calls of one run are those of the next"
+
+
+@WRITERS
+@pytest.mark.timeout(3600)
+def test_after_a_failure_it_can_be_resumed(name: str, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+    case = made_case(name)
+    done = runs.watched(*case.words)
+    for call, error in faults(case, done, 40, 20) if soak else faults(case, done, 1, 1):
+        case.clear()
+        ended = runs.failing_at(call, error, *case.words, "--resume")
+        check_ended(case, ended, {})
+        if not case.visible():
+            assert runs.run(*case.words, "--resume").code == 0
+        check_clean(case, runs)
+        assert case.visible() == case.expected
+
+
+@WRITERS
+@pytest.mark.timeout(3600)
+def test_calls_that_move_less_than_they_could(name: str, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+    case = made_case(name)
+    done = runs.watched(*case.words)
+    for call in sampled(list(short_calls(done)), None if soak else 3):
+        case.clear()
+        assert runs.run(*case.words, short=call).code == 0
+        assert case.visible() == case.expected, call

@@ -1,0 +1,165 @@
+"""Killed at any system call that writes, a conversion leaves a destination that is absent, as it was, or complete, and
+``--resume`` ends it with the same bits, writing only what was not done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.end_to_end.crashes.cases import CASES, Case, done_bytes
+from tests.end_to_end.crashes.conftest import MakeCase
+from tests.end_to_end.crashes.runs import WRITE_SIDE, Call, Runs, sampled
+
+POINTS_IN_SAMPLE = 3
+"""Of each writer and mode, in ``make test``; ``make soak`` takes them all."""
+
+WRITERS = pytest.mark.parametrize("name", CASES)
+
+
+def noted_bytes(case: Case) -> int:
+    """What the journal of a killed run says is done, read without our reader."""
+    staging = case.folder / f".{case.name}.ckpt-tools-partial"
+    output = staging / "output"
+    log = staging / f"{output.stat().st_ino}.log" if output.exists() else staging
+    return done_bytes(log.read_bytes() if log.is_file() else b"")
+
+
+def write_calls(case: Case, runs: Runs, words: list[str], before: dict[str, bytes]) -> list[Call]:
+    """Every call that writes at the destination, in a run that nothing befalls."""
+    case.put(before)
+    done = runs.watched(*case.words, *words)
+    assert (done.code, case.visible()) == (0, case.expected), done.stderr
+    return done.calls(WRITE_SIDE, case.folder, reading=False)
+
+
+def check_resumed(case: Case, runs: Runs, words: list[str]) -> None:
+    """Run again with ``--resume``, and judge what that did of what was left."""
+    was_complete = case.visible() == case.expected
+    noted = 0 if was_complete else noted_bytes(case)
+    done = runs.run(*case.words, *dict.fromkeys([*words, "--resume"]))
+    if was_complete and "--overwrite" not in words:
+        assert (done.code, "exists" in done.stderr) == (8, True), done.stderr
+        assert runs.run("clean", case.target).code == 0
+    else:
+        assert done.code == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["bytes_recovered"] == noted
+        assert report["bytes_written"] == case.num_bytes - noted
+    assert case.visible() == case.expected
+    assert [path.name for path in case.folder.iterdir()] == [case.name]
+
+
+def kill_and_resume(case: Case, runs: Runs, call: Call, words: list[str], before: dict[str, bytes]) -> bool:
+    """Whether the call was reached; everything that has to hold is asserted."""
+    case.put(before)
+    killed = runs.killed_at(call, *case.words, *words)
+    assert killed.code in (-9, 0), killed.stderr
+    assert case.visible() in (before, case.expected), "half a destination"
+    check_resumed(case, runs, words)
+    return killed.code == -9
+
+
+@WRITERS
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@pytest.mark.timeout(3600)
+def test_killed_at_every_call(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+    case = made_case(name)
+    words, before = ["--fsync", "--resume"], {}
+    if overwrite:
+        words, before = [*words, "--overwrite"], case.old
+    calls = write_calls(case, runs, words, before)
+    points = sampled(calls, None if soak else POINTS_IN_SAMPLE)
+    killed = sum(kill_and_resume(case, runs, call, words, before) for call in points)
+    assert killed >= 0.9 * len(points), "the calls of one run are those of the next"
+
+
+def terminate(case: Case, runs: Runs, call: Call, words: list[str], before: dict[str, bytes]) -> bool:
+    """Whether the signal came in time; nothing is left beside the destination, whichever call it came in."""
+    case.put(before)
+    ended = runs.terminated_at(call, *case.words, *words)
+    assert ended.code in (143, 0), ended.stderr
+    if ended.code:
+        assert ended.stderr == "Stopped by SIGTERM; the destination is as it was, or complete.\n"
+    assert case.visible() in (before, case.expected), "half a destination"
+    assert {path.name for path in case.folder.iterdir()} <= {case.name}
+    return ended.code == 143
+
+
+@WRITERS
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@pytest.mark.timeout(3600)
+def test_terminated_at_every_call(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+    """Making the staging folder, publishing and cleaning up are whole, or were not begun."""
+    case = made_case(name)
+    words, before = (["--overwrite"], case.old) if overwrite else ([], {})
+    calls = write_calls(case, runs, words, before)
+    # The last calls are those that publish, and clean up.
+    points = calls if soak else [*sampled(calls[:-6], POINTS_IN_SAMPLE), *calls[-6:]]
+    assert sum(terminate(case, runs, call, words, before) for call in points) >= 0.7 * len(points)
+
+
+@WRITERS
+def test_killed_again_and_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+    """Each run continues the one before, and is killed in its turn; the bits are those of a run that never was."""
+    case, noted = made_case(name), 0
+    for _ in range(3):
+        runs.killed_at(Call("pwrite64", 2), *case.words, "--resume")
+        assert case.visible() in ({}, case.expected)
+        assert case.visible() or noted_bytes(case) >= noted
+        noted = noted_bytes(case)
+    check_resumed(case, runs, [])
+
+
+def publishing(case: Case) -> Call:
+    """The call that shows the output: a file takes no name that something came to have meanwhile."""
+    return Call("rename" if case.name == "out" else "renameat2", 1)
+
+
+@WRITERS
+def test_killed_before_it_is_published_nothing_is_written_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+    """Another process, whose sets have another order, makes the same plan."""
+    case = made_case(name)
+    assert runs.killed_at(publishing(case), *case.words, "--resume").code == -9
+    assert noted_bytes(case) == case.num_bytes
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, case.words), "--resume", "--json"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True, check=True)
+    assert json.loads(done.stdout)["bytes_written"] == 0
+    assert case.visible() == case.expected
+
+
+@pytest.mark.parametrize("name", ["dcp", "file"])
+def test_without_resume_what_is_left_is_replaced(name: str, made_case: MakeCase, runs: Runs) -> None:
+    case = made_case(name)
+    assert runs.killed_at(publishing(case), *case.words, "--resume").code == -9
+    done = runs.run(*case.words)
+    assert json.loads(done.stdout)["bytes_recovered"] == 0
+    assert (case.visible(), [path.name for path in case.folder.iterdir()]) == (case.expected, [case.name])
+
+
+@pytest.mark.parametrize("name", ["dcp", "file"])
+def test_a_short_run_notes_nothing_and_is_done_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+    """Without ``--resume``, the first two seconds go without a log."""
+    case = made_case(name)
+    assert runs.killed_at(publishing(case), *case.words).code == -9
+    assert (case.visible(), noted_bytes(case)) == ({}, 0)
+    check_resumed(case, runs, [])
+
+
+@pytest.mark.parametrize(
+    ("call", "is_noted"), [(Call("write", 6), True), (Call("pwrite64", 3), False)], ids=["our thread", "another"]
+)
+def test_interrupted(call: Call, is_noted: bool, made_case: MakeCase, runs: Runs) -> None:
+    """The journal is written by our thread: another that is at its third part may be ahead of it, and makes at most
+    four writes else, one for the name of each file."""
+    case = made_case("dcp")
+    ended = runs.interrupted_at(Call("pwrite64", 3), *case.words)
+    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; the destination is as it was, or complete.")
+    assert list(case.folder.iterdir()) == []
+    ended = runs.interrupted_at(call, *case.words, "--resume")
+    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; what was written is kept for --resume.")
+    assert noted_bytes(case) > 0 or not is_noted
+    check_resumed(case, runs, [])

@@ -1,0 +1,206 @@
+"""Executions by the million, in as many processes as asked for.
+
+An execution is known by one number, from which the seed, the changes and the result follow; a failure is written as a
+checkpoint into a folder, and its number said. A process that hangs is seen by the timer of its own processor time, or
+by the parent where even that is not heard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from queue import Empty
+from random import Random
+from typing import Any
+
+from ckpt_tools.errors import CkptError
+from tests.end_to_end.fuzzing import corpus
+from tests.end_to_end.fuzzing.mutations import mutated
+from tests.end_to_end.fuzzing.target import Outcome, execute, scan
+
+HANG_SECONDS = 1.0
+"""Of processor time, in one execution."""
+
+DEAF_SECONDS = 120.0
+"""Without any progress the parent ends a process: it is in a loop that hears no signal."""
+
+MAX_RSS_BYTES = 256 << 20
+
+MAX_ADDRESS_BYTES = 4 << 30
+"""A process may ask for no more, so that a failure does not take the machine with it."""
+
+BATCH = 500
+
+SCANNED = 4
+"""Each fourth input is scanned as well."""
+
+MAX_SHOWN = 50
+"""Failures told in full; more are counted."""
+
+
+class Hang(BaseException):
+    """An execution took longer than it may."""
+
+
+@dataclass
+class Tally:
+    """What executions came to."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    executions: int = 0
+    slowest_seconds: float = 0.0
+    peak_rss_bytes: int = 0
+    failures: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.outcomes += other.outcomes
+        self.executions += other.executions
+        self.slowest_seconds = max(self.slowest_seconds, other.slowest_seconds)
+        self.peak_rss_bytes = max(self.peak_rss_bytes, other.peak_rss_bytes)
+        self.failures += other.failures
+
+
+def input_of(number: int) -> dict[str, bytes]:
+    """The checkpoint that execution ``number`` reads."""
+    random = Random(number)
+    pool = [*corpus.seeds().values(), *corpus.crashers().values()]
+    return mutated(random.choice(pool), random)
+
+
+def kind_of(outcome: Outcome) -> str:
+    return "read" if outcome.error is None else type(outcome.error).__name__
+
+
+def run_one(number: int, tally: Tally) -> None:
+    """Count execution ``number``; a failure is kept, not raised."""
+    files = input_of(number)
+    begun = time.process_time()
+    signal.setitimer(signal.ITIMER_VIRTUAL, HANG_SECONDS)
+    try:
+        kind = kind_of(execute(files))
+        if number % SCANNED == 0:
+            scan(files)
+    except Hang:
+        kind = "hang"
+        tally.failures.append((number, traceback.format_exc(limit=-6)))
+    except (Exception, CkptError):
+        kind = "exception"
+        tally.failures.append((number, traceback.format_exc(limit=-6)))
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    tally.slowest_seconds = max(tally.slowest_seconds, time.process_time() - begun)
+    tally.executions += 1
+    tally.outcomes[kind] += 1
+
+
+def run_batch(first: int, count: int) -> Tally:
+    tally = Tally()
+    for number in range(first, first + count):
+        run_one(number, tally)
+    tally.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return tally
+
+
+def _on_timer(*_: Any) -> None:
+    raise Hang
+
+
+def watch_time() -> None:
+    """Have executions that take too long raise ``Hang``."""
+    signal.signal(signal.SIGVTALRM, _on_timer)
+
+
+def _work(first: int, last: int, progress: Synchronized[int], results: Any) -> None:
+    os.nice(5)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
+    watch_time()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    parent = multiprocessing.parent_process()
+    for number in range(first, last, BATCH):
+        if parent is not None and not parent.is_alive():
+            return
+        progress.value = number
+        results.put(run_batch(number, min(BATCH, last - number)))
+    results.put(None)
+
+
+def main() -> int:
+    options = _options()
+    share = -(-options.executions // options.processes)
+    begun, total = time.monotonic(), Tally()
+    starts = [options.first + share * n for n in range(options.processes)]
+    for tally in _results(starts, share, options):
+        total.add(tally)
+        for number, story in tally.failures[: max(0, MAX_SHOWN - len(total.failures))]:
+            _keep(number, story, options.findings)
+        _show(total, time.monotonic() - begun, options.executions, end=False)
+    _show(total, time.monotonic() - begun, options.executions, end=True)
+    too_large = total.peak_rss_bytes > MAX_RSS_BYTES
+    return 1 if total.failures or too_large else 0
+
+
+def _keep(number: int, story: str, folder: Path) -> None:
+    """Say what failed, and keep the checkpoint that did it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus.pack(folder / f"{number}.zip", input_of(number))
+    print(f"execution {number}:\n{story}", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Fuzz every reader of ckpt-tools.")
+    parser.add_argument("--executions", type=int, default=1_000_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first execution; others follow")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"))
+    return parser.parse_args()
+
+
+def _results(starts: list[int], share: int, options: argparse.Namespace) -> Any:
+    """Tallies as they come. A process that falls silent is ended, and its batch counted as a hang."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    marks = [context.Value("q", start) for start in starts]
+    stop = options.first + options.executions
+    workers = [
+        context.Process(target=_work, args=(start, min(start + share, stop), mark, results), daemon=True)
+        for start, mark in zip(starts, marks, strict=True)
+    ]
+    for worker in workers:
+        worker.start()
+    left = len(workers)
+    while left:
+        try:
+            tally = results.get(timeout=DEAF_SECONDS)
+        except Empty:
+            yield Tally(failures=[(mark.value, "no progress within this batch") for mark in marks])
+            break
+        if tally is None:
+            left -= 1
+        else:
+            yield tally
+    for worker in workers:
+        worker.kill() if left else worker.join()
+
+
+def _show(total: Tally, seconds: float, wanted: int, *, end: bool) -> None:
+    """A line now and then, and the whole table at the end."""
+    if not end and total.executions % (BATCH * 40):
+        return
+    rate = total.executions / max(seconds, 1e-9) * 3600
+    print(
+        f"{total.executions:,} of {wanted:,} executions, {rate:,.0f} an hour, slowest {total.slowest_seconds:.3f} s, "
+        f"peak RSS {total.peak_rss_bytes / 2**20:.0f} MiB, {len(total.failures)} failures",
+        flush=True,
+    )
+    if end:
+        for kind, count in total.outcomes.most_common():
+            print(f"  {count:>9,} {kind}")

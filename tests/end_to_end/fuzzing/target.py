@@ -1,0 +1,73 @@
+"""What one execution of the fuzzer does: open a checkpoint in memory as the commands do, and read it through.
+
+Every outcome is fine but an exception that is no ``CkptError``: the manifest and its tensors, or one named error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.summary import summarize
+from ckpt_tools.errors import CkptError, MemoryBudgetError
+from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.trainer_files import with_companions
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.stores.source import Source
+from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.verification.scan import scan_source
+
+MAX_TENSOR_BYTES = 1 << 16
+"""Of a tensor no more is read: what it holds matters less here than that reading it ends."""
+
+SCRATCH_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was read, or the error that says why not."""
+
+    manifest: Manifest | None = None
+    elements: Mapping[tuple[str, str], bytes] = field(default_factory=dict)
+    error: CkptError | None = None
+
+
+def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Outcome:
+    """Read a checkpoint. Raises whatever no reader should raise."""
+    try:
+        source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
+        reader = reader_for(source, format_name)
+        manifest = with_companions(reader.read_manifest(source, ReadOptions()), source)
+        summary = summarize(manifest, source.store.url)
+        json.dumps(summary.to_json(tensors=True), ensure_ascii=False).encode()
+        return Outcome(manifest, elements_of(Overlay(source.store, manifest.literals), manifest))
+    except MemoryBudgetError:
+        raise
+    except CkptError as error:
+        str(error).encode(errors="backslashreplace")
+        return Outcome(error=error)
+
+
+def scan(files: Mapping[str, bytes]) -> None:
+    """Scan a checkpoint. Raises whatever scanning should not raise."""
+    with suppress(CkptError):
+        scan_source(Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()})), "memory://")
+
+
+def elements_of(store: Overlay, manifest: Manifest) -> dict[tuple[str, str], bytes]:
+    """The bytes of every tensor, or the first of them."""
+    assembler = Assembler(store, SCRATCH_BYTES)
+    found = {}
+    for key, entry in manifest.tensors.items():
+        numel = min(entry.numel, MAX_TENSOR_BYTES // entry.dtype.item_bytes)
+        out = bytearray(numel * entry.dtype.item_bytes)
+        if numel:
+            assembler.read(entry, Box.whole(entry.shape), entry.shape, 0, numel, memoryview(out))
+        found[tuple(key)] = bytes(out)
+    return found

@@ -1,0 +1,75 @@
+"""A sample of ``make fuzz``, the inputs that once broke a reader, and the fuzzer itself."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.end_to_end.fuzzing import corpus, runner
+from tests.end_to_end.fuzzing.runner import Tally, input_of, run_batch
+from tests.end_to_end.fuzzing.strategies import checkpoints
+from tests.end_to_end.fuzzing.target import execute
+
+SAMPLE = 3000
+"""Executions; a million take a quarter of an hour."""
+
+MAX_CORPUS_BYTES = 200_000
+
+
+@pytest.fixture
+def timed() -> Iterator[None]:
+    """The timer that sees a hang, given back afterwards."""
+    before = signal.getsignal(signal.SIGVTALRM)
+    runner.watch_time()
+    yield
+    signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_sample_ends_with_a_manifest_or_a_named_error() -> None:
+    tally = run_batch(0, SAMPLE)
+    assert tally.failures == []
+    assert tally.executions == SAMPLE and len(tally.outcomes) > 5 and tally.outcomes["read"] > SAMPLE / 50
+
+
+@given(files=checkpoints())
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_change_of_a_checkpoint_is_more_than_a_named_error(files: Mapping[str, bytes]) -> None:
+    execute(files)
+
+
+@pytest.mark.parametrize("name", corpus.crashers())
+def test_what_once_broke_a_reader(name: str) -> None:
+    execute(corpus.crashers()[name])
+
+
+def test_an_execution_follows_from_its_number() -> None:
+    assert input_of(17) == input_of(17) != input_of(18)
+
+
+@pytest.mark.usefixtures("timed")
+def test_the_fuzzer_sees_an_exception_and_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fuzzer that sees nothing finds nothing."""
+
+    def broken(files: Mapping[str, bytes]) -> Any:
+        raise KeyError("a reader's own")
+
+    def endless(files: Mapping[str, bytes]) -> Any:
+        while True:
+            pass
+
+    monkeypatch.setattr(runner, "HANG_SECONDS", 0.05)
+    tally = Tally()
+    for target in (broken, endless):
+        monkeypatch.setattr(runner, "execute", target)
+        runner.run_one(0, tally)
+    assert tally.outcomes == {"exception": 1, "hang": 1} and len(tally.failures) == 2
+
+
+def test_the_corpus_is_small_and_readable() -> None:
+    assert sum(path.stat().st_size for path in corpus.FOLDER.rglob("*")) < MAX_CORPUS_BYTES
+    assert all(execute(files).error is None for files in corpus.seeds().values())

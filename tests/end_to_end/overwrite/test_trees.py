@@ -1,0 +1,185 @@
+"""Nothing but what the rule names is gone or changed, whatever a command writes and whatever lies around."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, DestinationExistsError
+from tests.end_to_end.overwrite.trees import Disk, InBucket, InMemory, Tree, World, made_tree
+from tests.support.s3_server import S3Server
+from tests.verification.test_signing import make_key
+
+NUM_LOCAL, NUM_MEMORY, NUM_REMOTE = 350, 100, 100
+NUM_LOCAL_SOAK, NUM_MEMORY_SOAK, NUM_REMOTE_SOAK = 16_000, 3_000, 2_000
+
+FORMATS = ("dcp", "zero1", "zero2", "zero3", "universal", "safetensors", "torch")
+COPYING = ("convert", "convert", "convert", "convert", "plan", "consolidate", "reshard")
+WRITING = (*COPYING, "checksum", "sign", "clean")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command by chance: its verb, and the options that say what may be replaced."""
+
+    verb: str
+    to: str
+    overwrite: bool
+    resume: bool
+    checksum: bool
+    output: str | None
+
+    @property
+    def copies(self) -> bool:
+        return self.verb in COPYING
+
+
+def made_command(rng: random.Random, tree: Tree, *, is_remote: bool) -> Command:
+    verb = rng.choice([verb for verb in WRITING if not (is_remote and verb == "sign")])
+    files = [path for path, node in tree.nodes.items() if node.kind == "file"]
+    return Command(
+        verb,
+        rng.choice(FORMATS),
+        overwrite=rng.random() < 0.75,
+        resume=rng.random() < 0.25,
+        checksum=rng.random() < 0.25,
+        output=rng.choice(files) if rng.random() < 0.5 else None,
+    )
+
+
+def run(command: Command, tree: Tree, world: World, key: Path) -> None:
+    src, dst = world.url(tree.src), world.url(tree.dst)
+    output = None if command.output is None else world.url(command.output)
+    if command.verb == "clean":
+        ckpt_tools.clean(dst)
+    elif command.verb == "checksum":
+        ckpt_tools.checksum(dst, output=output, overwrite=command.overwrite, workers=1)
+    elif command.verb == "sign":
+        ckpt_tools.sign(dst, private_key=key, signature=output, overwrite=command.overwrite)
+    else:
+        copying(command, tree)(src, dst)
+
+
+def copying(command: Command, tree: Tree) -> Callable[[str, str], object]:
+    """The call of a command that makes a checkpoint, of a source and a destination."""
+    options = {"overwrite": command.overwrite, "checksum": command.checksum, "resume": command.resume, "workers": 1}
+    to = None if "." in tree.dst else command.to
+    tagged = {} if to is None or not to.startswith(("zero", "universal")) else {"tag": "step1"}
+    if command.verb == "plan":
+        return lambda src, dst: ckpt_tools.plan(src, dst, to=to, **tagged, **options)
+    if command.verb == "consolidate":
+        return lambda src, dst: ckpt_tools.consolidate(src, dst, **options)
+    if command.verb == "reshard":
+        return lambda src, dst: ckpt_tools.reshard(src, dst, world_size=3, **options)
+    return lambda src, dst: ckpt_tools.convert(src, dst, to=to, **tagged, **options)
+
+
+def may_change(command: Command, tree: Tree) -> set[str]:
+    """The paths that the rule of docs/crashes.md lets the command remove or replace, by what the tree was made of."""
+    if command.verb == "plan":
+        return set()
+    left = {path for path, node in tree.nodes.items() if node.role == "left"}
+    if not command.overwrite:
+        return left if command.copies or command.verb == "clean" else set()
+    if command.verb in ("checksum", "sign"):
+        role = "digests" if command.verb == "checksum" else "signature"
+        return {path for path, node in tree.nodes.items() if node.role == role}
+    if command.verb == "clean":
+        return left
+    if not tree.is_pure or tree.is_related:
+        return left
+    beside = {path for path, node in tree.nodes.items() if node.role == "digests"}
+    return left | beside | set(tree.at_destination())
+
+
+def is_folder_of(path: str, paths: set[str]) -> bool:
+    return any(inner.startswith(f"{path}/") for inner in paths)
+
+
+def check(command: Command, tree: Tree, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    """Folders may go with what they held, and with nothing else in them."""
+    allowed = may_change(command, tree)
+    changed = {path for path, found in before.items() if after.get(path) != found}
+    wrong = {path for path in changed if path not in allowed and not is_folder_of(path, allowed)}
+    assert not wrong, f"{command} changed {sorted(wrong)} of\n{sorted(before)}"
+    new = {path for path in after if path not in before}
+    if command.verb == "plan":
+        assert not new, f"{command} wrote {new}"
+
+
+def one(number: int, world: World, key: Path, *, is_remote: bool) -> str:
+    """One case, which its number says; how it ended."""
+    rng = random.Random(number)
+    tree = made_tree(rng, is_remote=is_remote)
+    command = made_command(rng, tree, is_remote=is_remote)
+    world.put(tree)
+    before = world.look()
+    try:
+        run(command, tree, world, key)
+        ended = "done"
+    except CkptError as error:
+        ended = type(error).__name__
+    check(command, tree, before, world.look())
+    if command.copies and tree.is_full:
+        may_replace = command.overwrite and tree.is_pure and not tree.is_related
+        assert ended != "done" or may_replace, f"case {number}: {command} went through"
+    return f"{'copy' if command.copies else command.verb} {ended}"
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("key") / "key.pem"
+    make_key(path)
+    return path
+
+
+@pytest.fixture
+def soak(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--soak"))
+
+
+@pytest.mark.timeout(7200)
+def test_on_a_disk(tmp_path: Path, key: Path, soak: bool) -> None:
+    ends: Counter[str] = Counter()
+    for number in range(NUM_LOCAL_SOAK if soak else NUM_LOCAL):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ends[one(number, Disk(folder), key, is_remote=False)] += 1
+        shutil.rmtree(folder)
+    assert_both_ends(ends)
+
+
+@pytest.mark.timeout(7200)
+def test_in_a_store_of_fsspec(key: Path, soak: bool) -> None:
+    ends: Counter[str] = Counter()
+    world = InMemory()
+    for number in range(NUM_MEMORY_SOAK if soak else NUM_MEMORY):
+        world.clear()
+        ends[one(number, world, key, is_remote=True)] += 1
+    world.clear()
+    assert_both_ends(ends)
+
+
+@pytest.mark.timeout(7200)
+def test_in_a_bucket(s3: S3Server, key: Path, soak: bool) -> None:
+    ends: Counter[str] = Counter()
+    for number in range(NUM_REMOTE_SOAK if soak else NUM_REMOTE):
+        world = InBucket(s3, s3.new_prefix())
+        ends[one(number, world, key, is_remote=True)] += 1
+        world.clear()
+    assert_both_ends(ends)
+
+
+def assert_both_ends(ends: Counter[str]) -> None:
+    """Cases of which all are refused, or none, would show nothing."""
+    total = sum(ends.values())
+    assert ends["copy done"] > total / 10, ends
+    assert ends[f"copy {DestinationExistsError.__name__}"] > total / 10, ends
+    assert ends["clean done"] and ends["checksum done"], ends

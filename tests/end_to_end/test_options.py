@@ -1,0 +1,301 @@
+"""Nothing that a user asked for is ignored in silence: every option of every command applies, or is an error."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.cli.main import group, main
+from ckpt_tools.core import applicability
+from ckpt_tools.core.matching import check_globs, check_renaming
+from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.formats.registry import writers
+
+Paths = Mapping[str, Path]
+
+CONVERTING = ("convert", "plan", "reshard", "consolidate")
+
+APPLY_ALWAYS = {
+    "from_": "names the reader, which refuses what is not of its format",
+    "to": "names the writer",
+    "state": "weights alone or everything; what a target cannot hold is said",
+    "memory": "bounds every conversion",
+    "workers": "bounds every command that moves bytes",
+    "strict": "watches every conversion",
+    "resume": "a place that cannot be continued refuses it",
+    "overwrite": "replaces what may be there",
+    "fsync": "waits where a place has to be waited for",
+    "checksum": "every target has digests",
+    "dry_run": "says what would be done",
+    "output": "where the digests go",
+    "private_key": "required",
+    "runner": "where the work is done",
+    "as_json": "how the result is printed",
+    "quiet": "no progress and no line about retries",
+    "tensors": "lists more",
+    "verbose": "how errors are shown",
+    "version": "asks for nothing else",
+    "help": "asks for nothing else",
+}
+"""Options that have no case in which they could be ignored, and why."""
+
+MATCHED = {"include", "exclude", "rename", "key_map"}
+"""Options whose values have to match something."""
+
+
+def commands() -> Iterator[tuple[str, click.Option]]:
+    for name, command in group.commands.items():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                yield name, parameter
+
+
+def rules() -> list[applicability.Rule]:
+    by_command = itertools.chain.from_iterable(applicability.ARGUMENTS.values())
+    return [
+        *applicability.WRITING,
+        *applicability.COMPARING,
+        *applicability.DIFFING,
+        *applicability.STORES,
+        *by_command,
+    ]
+
+
+def test_every_option_is_in_the_table_or_always_applies() -> None:
+    ruled = {option for rule in rules() for option in rule.options} | {"address"}
+    found = {option.name for _, option in commands()}
+    assert found - set(APPLY_ALWAYS) - ruled - MATCHED == set()
+
+
+def test_the_table_speaks_of_formats_that_there_are() -> None:
+    named = {*applicability.RANKED, *applicability.SHARDED, *applicability.TAGGED, *applicability.TREES}
+    assert named == set(writers())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Paths:
+    """A checkpoint of each kind; ``zero2`` keeps fp32 masters beside bf16 weights."""
+    folder = tmp_path_factory.mktemp("made")
+    torch.save({"a.w": torch.ones(4, 4), "a.b": torch.zeros(4)}, folder / "torch.pt")
+    ckpt_tools.convert(folder / "torch.pt", folder / "safetensors.safetensors")
+    ckpt_tools.checksum(folder / "torch.pt", output=folder / "digests.json")
+    dcp = checkpoint("fsdp2", "plain", 2).checkpoint
+    ckpt_tools.convert(dcp, folder / "zero2", to="zero2", world_size=2, dtype="bfloat16")
+    ckpt_tools.convert(dcp, folder / "universal", to="universal")
+    (folder / "map.json").write_text('{"a.w": "a.v"}')
+    ckpt_tools.checksum(folder / "zero2", output=folder / "zero2.json")
+    names = ("zero2", "universal", "map.json", "digests.json", "zero2.json")
+    files = {"torch": folder / "torch.pt", "safetensors": folder / "safetensors.safetensors", "dcp": dcp}
+    return {**files, **{name: folder / name for name in names}}
+
+
+CONVERSIONS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("torch", "safetensors", {"world_size": 4}, "dcp, zero1, zero2 and zero3.*writes safetensors"),
+    ("dcp", "torch", {"world_size": 4}, "writes torch"),
+    ("dcp", "universal", {"world_size": 4}, "writes universal"),
+    ("dcp", "dcp", {"max_shard_size": "1MB"}, "safetensors and torch.*writes dcp"),
+    ("dcp", "zero2", {"max_shard_size": "1MB"}, "writes zero2"),
+    ("dcp", "universal", {"max_shard_size": "1MB"}, "writes universal"),
+    ("dcp", "dcp", {"tag": "t"}, "DeepSpeed.*reads dcp and writes dcp"),
+    ("torch", "safetensors", {"tag": "t"}, "reads torch and writes safetensors"),
+    ("safetensors", "torch", {"model_key": "model"}, "trees.*reads safetensors and writes torch"),
+    ("safetensors", "torch", {"optim_key": "optim"}, "trees.*reads safetensors and writes torch"),
+    ("safetensors", "dcp", {"optim_key": "optim"}, "optimizer state to dcp"),
+    ("zero2", "universal", {"model_key": "model"}, "reads zero2 and writes universal"),
+    ("zero2", "zero3", {"weights": "model"}, "one copy of each weight.*zero3 keeps"),
+    ("dcp", "dcp", {"address": "auto"}, "--runner ray"),
+    ("dcp", "dcp", {"storage_options": {"key": "x"}}, "s3://"),
+]
+
+
+@pytest.mark.parametrize(("source", "to", "options", "said"), CONVERSIONS)
+def test_conversions_refuse_what_does_not_apply(
+    source: str, to: str, options: dict[str, Any], said: str, made: Paths, tmp_path: Path
+) -> None:
+    for verb in (ckpt_tools.convert, ckpt_tools.plan):
+        with pytest.raises(UsageError, match=said):
+            verb(made[source], tmp_path / "out", to=to, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("source", "to", "options", "said"), CONVERSIONS)
+def test_the_command_line_refuses_it_too(
+    source: str,
+    to: str,
+    options: dict[str, Any],
+    said: str,
+    made: Paths,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (name, value), *_ = options.items()
+    word = "key=x" if isinstance(value, dict) else str(value)
+    given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, applicability.flag(name), word]
+    assert said_by(given, capsys)[0] == 2
+
+
+def said_by(given: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code, and what stands on stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code, capsys.readouterr().err
+
+
+FITTING: list[tuple[str, str, dict[str, Any]]] = [
+    ("dcp", "dcp", {"world_size": 3}),
+    ("dcp", "zero1", {"world_size": 3, "tag": "mine"}),
+    ("dcp", "universal", {"tag": "mine"}),
+    ("dcp", "safetensors", {"max_shard_size": "1MB", "weights": "model"}),
+    ("torch", "torch", {"max_shard_size": "1MB"}),
+    ("safetensors", "dcp", {"model_key": "net"}),
+    ("zero2", "dcp", {"model_key": "net", "optim_key": "opt", "weights": "model"}),
+    ("zero2", "zero3", {"weights": "master"}),
+    ("zero2", "zero3", {"weights": None, "world_size": None, "include": ()}),
+    ("dcp", "zero2", {"weights": "model"}),
+]
+
+
+@pytest.mark.parametrize(("source", "to", "options"), FITTING)
+def test_what_applies_is_taken(source: str, to: str, options: dict[str, Any], made: Paths, tmp_path: Path) -> None:
+    assert ckpt_tools.plan(made[source], tmp_path / "out", to=to, **options).files
+
+
+COMPARISONS: list[tuple[str, list[str], dict[str, Any], str]] = [
+    ("inspect", ["dcp"], {"tag": "t"}, "DeepSpeed"),
+    ("inspect", ["zero2"], {"model_key": "model"}, "trees"),
+    ("open", ["safetensors"], {"optim_key": "optim"}, "trees"),
+    ("checksum", ["safetensors"], {"tag": "t", "output": "-"}, "DeepSpeed"),
+    ("checksum", ["safetensors"], {"overwrite": True, "output": "-"}, "printed"),
+    ("verify", ["torch"], {"tag": "t"}, "DeepSpeed"),
+    ("verify", ["torch"], {"dtype": "bfloat16"}, "DST"),
+    ("verify", ["torch"], {"state": "model"}, "DST or --digests"),
+    ("verify", ["torch"], {"weights": "master"}, "DST or --digests"),
+    ("verify", ["torch"], {"include": ["*"]}, "DST or --digests"),
+    ("verify", ["torch"], {"exclude": ["a.b"]}, "DST or --digests"),
+    ("verify", ["torch"], {"rename": ["a=b"]}, "DST or --digests"),
+    ("verify", ["torch"], {"key_map": "map.json"}, "DST or --digests"),
+    ("verify", ["torch"], {"signature": "x.sig"}, "--public-key"),
+    ("verify", ["torch"], {"world_size": 2}, "leave it out"),
+    ("verify", ["torch"], {"digests": "digests.json", "dtype": "bfloat16"}, "before a cast"),
+    ("verify", ["torch"], {"digests": "digests.json", "include": ["no.*"]}, "nearest"),
+    ("verify", ["torch"], {"digests": "digests.json", "rename": ["^no="]}, "nearest"),
+    ("verify", ["zero2"], {"digests": "zero2.json", "weights": "model"}, "both keep them"),
+    ("verify", ["torch", "safetensors"], {"digests": "digests.json"}, "one checkpoint"),
+    ("verify", ["torch", "safetensors"], {"public_key": "k"}, "one checkpoint"),
+    ("verify", ["torch", "safetensors"], {"signature": "k"}, "one checkpoint"),
+    ("verify", ["torch", "safetensors"], {"tag": "t"}, "DeepSpeed"),
+    ("verify", ["torch", "safetensors"], {"max_shard_size": "1MB"}, "leave it out"),
+    ("verify", ["torch", "safetensors"], {"exclude": ["no.*"]}, "nearest"),
+    ("diff", ["torch", "safetensors"], {"dtype": "bfloat16"}, "as they are stored"),
+    ("diff", ["torch", "safetensors"], {"world_size": 2}, "leave it out"),
+    ("diff", ["torch", "safetensors"], {"max_shard_size": 2}, "leave it out"),
+    ("diff", ["torch", "safetensors"], {"tag": "t"}, "DeepSpeed"),
+    ("diff", ["safetensors", "torch"], {"model_key": "t"}, "trees"),
+    ("diff", ["zero2", "zero2"], {"weights": "model"}, "both keep them"),
+    ("diff", ["torch", "safetensors"], {"rename": ["^no="]}, "nearest"),
+    ("diff", ["torch", "safetensors"], {"include": ["a.*", "no"]}, "nearest"),
+    ("diff", ["torch", "safetensors"], {"exclude": ["no"]}, "nearest"),
+    *(
+        (verb, ["torch"], {"storage_options": {"key": "x"}}, "s3://")
+        for verb in ("inspect", "open", "scan", "checksum")
+    ),
+    *((verb, ["torch"], {"storage_options": {"key": "x"}}, "s3://") for verb in ("verify", "clean")),
+    ("diff", ["torch", "safetensors"], {"storage_options": {"key": "x"}}, "s3://"),
+]
+
+
+@pytest.mark.parametrize(("verb", "sources", "options", "said"), COMPARISONS)
+def test_other_verbs_refuse_what_does_not_apply(
+    verb: str, sources: list[str], options: dict[str, Any], said: str, made: Paths
+) -> None:
+    files = {name: made[value] for name, value in options.items() if isinstance(value, str) and value in made}
+    with pytest.raises(UsageError, match=said):
+        getattr(ckpt_tools, verb)(*(made[source] for source in sources), **{**options, **files})
+
+
+def test_resume_is_refused_where_nothing_can_be_continued(made: Paths) -> None:
+    with pytest.raises(UsageError, match="--resume"):
+        ckpt_tools.convert(made["torch"], "memory://options/out", to="dcp", resume=True)
+
+
+def test_a_storage_option_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = said_by(["inspect", "s3://b/k", "--storage-option", "key=1", "--storage-option", "key=2"], capsys)
+    assert code == 2
+    assert "'key' is given twice" in said
+
+
+def test_the_tag_and_keys_that_are_not_of_the_source_are_of_the_destination(made: Paths, tmp_path: Path) -> None:
+    ckpt_tools.convert(made["dcp"], tmp_path / "zero", to="zero2", tag="mine")
+    assert ckpt_tools.verify(made["dcp"], tmp_path / "zero", tag="mine").equal
+    with pytest.raises(SourceNotFoundError, match="no tag 'other'"):
+        ckpt_tools.verify(made["dcp"], tmp_path / "zero", tag="other")
+    ckpt_tools.convert(made["zero2"], tmp_path / "dcp", to="dcp", model_key="net", optim_key="opt")
+    assert ckpt_tools.verify(made["zero2"], tmp_path / "dcp", model_key="net", optim_key="opt").equal
+    with pytest.raises(UsageError, match="names nothing"):
+        ckpt_tools.verify(made["zero2"], tmp_path / "dcp", model_key="other")
+
+
+MATCHLESS: list[tuple[dict[str, Any], str]] = [
+    ({"rename": ["^a=b", "^c="]}, r"--rename '\^c=' matches no tensor; the nearest names are "),
+    ({"rename": ["^a[.]v=b"]}, "the nearest names are a.w, a.b "),
+    ({"exclude": ["a.w", "a.x"]}, "--exclude 'a.x' matches no tensor; the nearest names are a.w, a.b "),
+    ({"include": ["a.w", "a.x"]}, "--include 'a.x' matches no tensor; the nearest names are a.w, a.b "),
+    (
+        {"key_map": {"a.w": "x", "a.ww": "y"}},
+        "--key-map renames 'a.ww', which the checkpoint does not hold; the nearest",
+    ),
+    ({"key_map": {}}, "is empty"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), MATCHLESS)
+@pytest.mark.parametrize("verb", ["convert", "plan", "consolidate", "verify", "diff"])
+def test_what_matches_nothing_is_refused(
+    verb: str, options: dict[str, Any], said: str, made: Paths, tmp_path: Path
+) -> None:
+    if "key_map" in options:
+        (tmp_path / "map.json").write_text(json.dumps(options["key_map"]))
+        options = {"key_map": tmp_path / "map.json"}
+    is_pair = verb in ("verify", "diff")
+    with pytest.raises(UsageError, match=said):
+        getattr(ckpt_tools, verb)(
+            made["torch"], made["safetensors"] if is_pair else tmp_path / "x.safetensors", **options
+        )
+
+
+def test_a_map_of_the_whole_model_fits_a_part_of_it(made: Paths, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text('{"a.w": "v", "a.b": "c"}')
+    report = ckpt_tools.plan(made["torch"], tmp_path / "x.pt", include=["a.w"], key_map=tmp_path / "map.json")
+    assert report.renamed == {"a.w": "v"}
+
+
+def test_a_rule_sees_what_earlier_ones_made(made: Paths, tmp_path: Path) -> None:
+    report = ckpt_tools.plan(made["torch"], tmp_path / "x.pt", rename=["^a=b", "^b=c"])
+    assert report.renamed == {"a.b": "c.b", "a.w": "c.w"}
+    assert report.to_json()["renamed"] == report.renamed
+
+
+def test_what_is_not_renamed_is_not_reported(made: Paths, tmp_path: Path) -> None:
+    assert ckpt_tools.plan(made["torch"], tmp_path / "x.pt", rename=["a=a"]).renamed == {}
+    assert ckpt_tools.plan(made["torch"], tmp_path / "x.pt").to_json()["renamed"] == {}
+
+
+def test_the_nearest_of_a_million_names_are_found_soon() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.weight" for layer in range(1000) for expert in range(300)]
+    started = time.process_time()
+    with pytest.raises(UsageError, match=r"model\.layers\.777\.mlp\.experts\.7\.weight"):
+        check_renaming(names, rules=[], key_map={"model.layers.777.mlp.expert.7.weight": "x"})
+    with pytest.raises(UsageError, match=r"nearest names are model\.layers"):
+        check_globs(names, include=["model.layer.*"], exclude=[])
+    assert time.process_time() - started < 20

@@ -1,0 +1,344 @@
+"""Any format to any format where source, destination or both are on a real S3 server: the very bytes of a local run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import ckpt_tools
+from ckpt_tools.cli.main import main
+from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
+from ckpt_tools.stores.s3.client import Bucket
+from fixtures.store import Fixture
+from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
+
+SOURCES = {
+    "dcp": ("fsdp2", "plain", 2),
+    "zero2": ("zero2-fp32", "empty", 2),
+    "zero3": ("zero3-fp32", "awkward", 2),
+    "universal": ("universal-zero3-fp32", "plain", 1),
+    "safetensors": ("safetensors-sharded", "scalar", 1),
+    "torch": ("torch-training", "scalar", 1),
+}
+TARGETS = {
+    "dcp": ("out", {"to": "dcp"}),
+    "zero1": ("out", {"to": "zero1", "world_size": 2}),
+    "zero3": ("out", {"to": "zero3", "world_size": 2}),
+    "universal": ("out", {"to": "universal"}),
+    "safetensors": ("out", {"to": "safetensors", "state": "model", "max_shard_size": "100KB"}),
+    "file": ("whole.safetensors", {"state": "all"}),
+    "torch": ("whole.pt", {"state": "all"}),
+}
+WEIGHTS_ALONE = {"safetensors"}
+"""Sources from which no training state can be made."""
+
+Checkpoint = Callable[[str, str, int], Fixture]
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """The checkpoints of a session on the server, each uploaded once, by another road than ours."""
+
+    server: S3Server
+    prefix: str
+    uploaded: dict[Path, str]
+
+    def url(self, checkpoint: Path) -> str:
+        if checkpoint not in self.uploaded:
+            prefix = f"{self.prefix}{len(self.uploaded)}/"
+            self.server.upload(f"{prefix}{checkpoint.name}/", checkpoint)
+            self.uploaded[checkpoint] = f"s3://{BUCKET}/{prefix}{checkpoint.name}"
+        return self.uploaded[checkpoint]
+
+
+@pytest.fixture(scope="module")
+def remote(s3_server: S3Server) -> Remote:
+    return Remote(s3_server, s3_server.new_prefix(), {})
+
+
+def local_files(path: Path) -> dict[str, bytes]:
+    if path.is_file():
+        return {"": path.read_bytes()}
+    return {each.relative_to(path).as_posix(): each.read_bytes() for each in path.rglob("*") if each.is_file()}
+
+
+CELLS = [(s, t) for s, t in itertools.product(SOURCES, TARGETS) if s not in WEIGHTS_ALONE or t == "safetensors"]
+
+
+@pytest.mark.parametrize(("source", "target"), CELLS)
+def test_cell(source: str, target: str, checkpoint: Checkpoint, s3: S3Server, remote: Remote, tmp_path: Path) -> None:
+    made = checkpoint(*SOURCES[source]).checkpoint
+    name, options = TARGETS[target]
+    ckpt_tools.convert(made, tmp_path / "expected" / name, **options)
+    expected = local_files(tmp_path / "expected" / name)
+    assert expected
+
+    ckpt_tools.convert(remote.url(made), tmp_path / "down" / name, **options)
+    assert local_files(tmp_path / "down" / name) == expected
+    for from_ in (made, remote.url(made)):
+        prefix = s3.new_prefix()
+        report = ckpt_tools.convert(from_, f"s3://{BUCKET}/{prefix}{name}", **options)
+        assert report.destination == f"s3://{BUCKET}/{prefix}{name}"
+        files = s3.files(prefix)
+        assert {path.removeprefix(name).lstrip("/"): data for path, data in files.items()} == expected
+        assert s3.open_uploads(prefix) == []
+
+
+@pytest.fixture
+def dcp(checkpoint: Checkpoint) -> Path:
+    return checkpoint(*SOURCES["dcp"]).checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command line in this process."""
+
+    def run(*words: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert isinstance(ended.value.code, int)
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_the_command_line(dcp: Path, s3: S3Server, remote: Remote, command: Command) -> None:
+    url, out = remote.url(dcp), f"s3://{BUCKET}/{s3.new_prefix()}out"
+    done = command("convert", url, out, "--to", "safetensors", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["destination"] == out
+    assert command("verify", url, out, "--state", "model").code == 0
+    assert command("verify", out).code == 0
+    assert "dcp" in command("inspect", f"{url}/.metadata").out
+    assert command("convert", url, out, "--to", "safetensors").code == 8
+    assert command("convert", url, out, "--to", "safetensors", "--overwrite", "--quiet").code == 0
+    assert command("clean", out).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("inspect", "s3://checkpoints/nothing/here"), 3, "there is no file or folder"),
+        (("inspect", "s3://no-such-bucket/x"), 3, "there is no bucket"),
+        (("inspect", "s3://checkpoints/x", "--storage-option", "key=wrong",
+          "--storage-option", "secret=wrong"), 5, "refused"),
+        (("inspect", "s3://checkpoints/x", "--storage-option", "key=wrong"), 5, "secret"),
+        (("inspect", "s3://checkpoints/x", "--storage-option", "endpoint_url=http://127.0.0.1:9",
+          "--storage-option", "retries=0"), 5, "no answer"),
+        (("inspect", "s3://checkpoints/x", "--storage-option", "what=1"), 2, "what"),
+        (("inspect", "s3://checkpoints/x", "--storage-option", "what"), 2, "KEY=VALUE"),
+        (("inspect", "gs://bucket/x"), 2, "gcsfs"),
+        (("inspect", "nonsense://bucket/x"), 4, "nonsense"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_sentence(s3: S3Server, words: tuple[str, ...], code: int, said: str, command: Command) -> None:
+    done = command(*words)
+    assert (done.code, "Traceback" in done.err) == (code, False), done.err
+    assert said in done.err
+
+
+def test_storage_options_stand_for_the_environment(
+    dcp: Path, s3: S3Server, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = remote.url(dcp)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name)
+    options = {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": s3.endpoint}
+    assert ckpt_tools.inspect(url, storage_options=options).format == "dcp"
+    with pytest.raises(CkptError):
+        ckpt_tools.inspect(url, storage_options={**options, "secret": "wrong"})
+
+
+def test_opening_is_lazy(dcp: Path, s3: S3Server, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, read, counted = remote.url(dcp), Bucket.read_into, []
+
+    def watched(self: Bucket, key: str, start: int, buffer: memoryview, **more: Any) -> None:
+        counted.append((key, len(buffer)))
+        read(self, key, start, buffer, **more)
+
+    monkeypatch.setattr(Bucket, "read_into", watched)
+    opened = ckpt_tools.open(url)
+    assert len(counted) <= 4
+    local = ckpt_tools.open(dcp)
+    for name in local:
+        assert opened[name][...].tobytes() == local[name][...].tobytes()
+    # Small items share blocks, so that there are far fewer requests than items.
+    assert len(counted) < len(local)
+
+
+def test_bytes_are_copied_within_the_service(s3: S3Server, tmp_path: Path) -> None:
+    from safetensors.numpy import load, save_file
+
+    tensors = {name: np.random.default_rng(1).integers(0, 99, (3 << 20,)) for name in "ab"}
+    save_file(tensors, tmp_path / "a.safetensors")
+    prefix = s3.new_prefix()
+    s3.put(prefix, {"a.safetensors": (tmp_path / "a.safetensors").read_bytes()})
+    source, out = f"s3://{BUCKET}/{prefix}a.safetensors", f"s3://{BUCKET}/{prefix}b.safetensors"
+    report = ckpt_tools.convert(source, out, rename=["a=c"])
+    # The header, and what makes it large enough for a part.
+    assert report.bytes_written - report.bytes_copied < 6 << 20
+    assert report.bytes_read < report.bytes_written - report.bytes_copied
+    found = load(s3.files(prefix)["b.safetensors"])
+    assert {name: data.tobytes() for name, data in found.items()} == {
+        "c": tensors["a"].tobytes(),
+        "b": tensors["b"].tobytes(),
+    }
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP of two ranks, 84 MiB: shards of 20 and 11 MiB, between which there is a little."""
+    from safetensors.numpy import save_file
+
+    random, folder = np.random.default_rng(3), tmp_path_factory.mktemp("wide")
+    shapes = {"embed": (4096, 2560), "a.norm": (2560,), "a.up": (2252, 2560), "b.norm": (2560,), "b.up": (2252, 2560)}
+    save_file({name: random.random(shape, np.float32) for name, shape in shapes.items()}, folder / "in.safetensors")
+    ckpt_tools.convert(folder / "in.safetensors", folder / "dcp", to="dcp", world_size=2)
+    ckpt_tools.convert(folder / "dcp", folder / "out.safetensors")
+    return folder
+
+
+def test_shards_are_copied_within_the_service(s3: S3Server, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix, read, fetched = s3.new_prefix(), Bucket.read_into, []
+
+    def watched(self: Bucket, key: str, start: int, buffer: memoryview, **more: Any) -> None:
+        fetched.append(len(buffer))
+        read(self, key, start, buffer, **more)
+
+    s3.upload(f"{prefix}in/", wide / "dcp")
+    planned = ckpt_tools.plan(f"s3://{BUCKET}/{prefix}in", f"s3://{BUCKET}/{prefix}out.safetensors")
+    monkeypatch.setattr(Bucket, "read_into", watched)
+    report = ckpt_tools.convert(f"s3://{BUCKET}/{prefix}in", f"s3://{BUCKET}/{prefix}out.safetensors")
+    assert s3.files(prefix)["out.safetensors"] == (wide / "out.safetensors").read_bytes()
+    # Uploaded are three parts of 5 MiB: the header, and what is between the large tensors.
+    assert report.bytes_written - report.bytes_copied < 16 << 20
+    assert report.plan.num_tasks == planned.num_tasks
+    # Of what is copied only headers come here: one of 64 KiB for each of 6 shards.
+    assert sum(fetched) < report.bytes_written - report.bytes_copied + (1 << 20)
+    elsewhere = ckpt_tools.plan(wide / "dcp", f"s3://{BUCKET}/{prefix}other.safetensors")
+    assert elsewhere.num_tasks < planned.num_tasks
+
+
+KILLED = """
+import json, os, sys
+import ckpt_tools
+from ckpt_tools.transfer import journal
+from ckpt_tools.stores.s3.client import Bucket
+
+source, out, name, number, options = sys.argv[1:]
+send, sent = getattr(Bucket, name), []
+
+def send_or_die(*given):
+    sent.append(send(*given))
+    if len(sent) == int(number):
+        os.kill(os.getpid(), 9)
+    return sent[-1]
+
+setattr(Bucket, name, send_or_die)
+journal.MAX_SHARE = 1e9  # every task is noted at once
+ckpt_tools.convert(source, out, workers=1, resume=True, **json.loads(options))
+"""
+
+
+def kill(source: str | Path, out: str, call: str, number: int, **options: str) -> None:
+    """Convert in a process that dies with the service's answer to that call."""
+    words = [str(source), out, call, str(number), json.dumps(options)]
+    assert subprocess.run([sys.executable, "-c", KILLED, *words]).returncode == -9
+
+
+def test_a_run_that_was_killed_while_it_copied_is_resumed(s3: S3Server, wide: Path) -> None:
+    prefix = s3.new_prefix()
+    s3.upload(f"{prefix}in/", wide / "dcp")
+    source, out = f"s3://{BUCKET}/{prefix}in", f"s3://{BUCKET}/{prefix}out.safetensors"
+    kill(source, out, "copy_part", 5)
+    assert s3.open_uploads(prefix) == ["out.safetensors"] and "out.safetensors" not in s3.keys(prefix)
+    report = ckpt_tools.convert(source, out, resume=True)
+    assert report.bytes_recovered > 4 * (5 << 20) and report.bytes_copied > 4 * (5 << 20)
+    assert report.bytes_recovered + report.bytes_written == report.plan.bytes_written
+    assert s3.files(prefix)["out.safetensors"] == (wide / "out.safetensors").read_bytes()
+    assert s3.open_uploads(prefix) == []
+
+
+def test_a_killed_run_is_resumed(s3: S3Server, tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    source = tmp_path / "a.safetensors"
+    save_file({"a": np.random.default_rng(2).standard_normal((20 << 20,), np.float32)}, source)
+    ckpt_tools.convert(source, tmp_path / "b.safetensors", dtype="bfloat16")
+    prefix = s3.new_prefix()
+    out = f"s3://{BUCKET}/{prefix}b.safetensors"
+    kill(source, out, "upload_part", 3, dtype="bfloat16")
+    assert s3.open_uploads(prefix) == ["b.safetensors"] and "b.safetensors" not in s3.keys(prefix)
+    assert {left.kind for left in ckpt_tools.clean(out, dry_run=True).leftovers} >= {"open upload", "log"}
+    report = ckpt_tools.convert(source, out, dtype="bfloat16", workers=1, resume=True)
+    assert 0 < report.bytes_recovered < 4 * (9 << 20)
+    assert report.bytes_recovered + report.bytes_written == report.plan.bytes_written
+    assert s3.files(prefix) == {"b.safetensors": (tmp_path / "b.safetensors").read_bytes()}
+    assert s3.open_uploads(prefix) == []
+
+
+@pytest.fixture
+def memory() -> MemoryFileSystem:
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    return fs
+
+
+def test_any_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp_path: Path) -> None:
+    for path, data in local_files(dcp).items():
+        memory.pipe_file(f"/ckpt/{path}", data)
+    ckpt_tools.convert(dcp, tmp_path / "expected", to="zero2", world_size=2)
+    expected = local_files(tmp_path / "expected")
+    ckpt_tools.convert("memory://ckpt", "memory://out", to="zero2", world_size=2)
+    assert {path.removeprefix("/out/"): memory.cat_file(path) for path in memory.find("/out")} == expected
+    ckpt_tools.convert("memory://out", "memory://one/whole.pt", state="all", workers=3)
+    ckpt_tools.convert(tmp_path / "expected", tmp_path / "whole.pt", state="all")
+    assert memory.cat_file("/one/whole.pt") == (tmp_path / "whole.pt").read_bytes()
+    assert memory.find("/one") == ["/one/whole.pt"]
+    assert ckpt_tools.verify("memory://out", tmp_path / "expected").equal
+
+
+def test_replacing_in_a_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp_path: Path) -> None:
+    ckpt_tools.convert(dcp, "memory://out", to="dcp")
+    before = set(memory.find("/out"))
+    with pytest.raises(DestinationExistsError):
+        ckpt_tools.convert(dcp, "memory://out", to="safetensors")
+    assert set(memory.find("/out")) == before
+    ckpt_tools.convert(dcp, "memory://out", to="safetensors", overwrite=True)
+    assert memory.find("/out") == ["/out/model.safetensors"]
+    with pytest.raises(UsageError, match="--resume"):
+        ckpt_tools.convert(dcp, "memory://other", to="dcp", resume=True)
+    with pytest.raises(SourceNotFoundError):
+        ckpt_tools.inspect("memory://nothing")
+
+
+def test_a_failing_source_leaves_nothing_in_a_store_of_fsspec(dcp: Path, memory: MemoryFileSystem) -> None:
+    for path, data in local_files(dcp).items():
+        memory.pipe_file(f"/ckpt/{path}", data if path == ".metadata" else data[: len(data) // 2])
+    with pytest.raises(CkptError):
+        ckpt_tools.convert("memory://ckpt", "memory://out", to="zero2", world_size=2, workers=4)
+    assert memory.find("/out") == []

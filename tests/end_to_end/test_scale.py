@@ -1,0 +1,210 @@
+"""What a checkpoint of any size costs before a byte of it moves, and whether the plan's figures are true.
+
+The checkpoints are sparse files with torch's own metadata (``fixtures.synthetic``): some thousand chunks, and with
+``--soak`` the trillion parameters on 1,024 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.serialization.torch_zip import ITEM_HEAD_BYTES, ITEM_TAIL_BYTES
+from ckpt_tools.stores.local import LocalStore
+from fixtures import synthetic
+from fixtures.synthetic import Model
+
+DOUBLING = 2.3
+"""How much more processor time twice the size may take: n log n, and some slack."""
+
+TINY = Model(layers=2, hidden=256, ffn=512, vocab=1024)
+
+TARGETS = {"dcp": ["zero3", "safetensors", "dcp"], "zero3-bf16": ["dcp", "universal", "safetensors"]}
+
+
+def layout_of(kind: str, number: int, ranks: int) -> dict[str, Any]:
+    """Options of a conversion of a checkpoint of so many ranks: to half of them, to three eighths, to shards."""
+    to = TARGETS[kind][number]
+    more = {"zero3": {"world_size": ranks // 2}, "dcp": {"world_size": 3 * ranks // 8}, "universal": {}}
+    return {"to": to, **more.get(to, {"max_shard_size": "5GB"})}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Two sizes of one model, ``large`` with ``growth`` times the tensors of ``small``."""
+
+    kind: str
+    ranks: int
+    small: Path
+    large: Path
+    growth: float
+
+    def assert_grows_slowly(self, work: Callable[[Path], object]) -> None:
+        """The best of three of each in turns, so that a machine that is slow for a while is slow for both."""
+        times = [(_seconds(work, self.small), _seconds(work, self.large)) for _ in range(3)]
+        ratio = min(large for _, large in times) / min(small for small, _ in times)
+        assert ratio < DOUBLING ** log2(self.growth)
+
+
+def _seconds(work: Callable[[Path], object], path: Path) -> float:
+    started = time.process_time()
+    work(path)
+    return time.process_time() - started
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def sizes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sizes:
+    """Ten thousand chunks at most, or the trillion parameters and an eighth of them."""
+    ranks, layers = (1024, (14, 112)) if request.config.getoption("--soak") else (128, (2, 8))
+    folder = tmp_path_factory.mktemp("sizes")
+    shapes = [Model(layers=count).shapes() for count in layers]
+    paths = [synthetic.make(request.param, found, ranks, folder / f"{len(found)}") for found in shapes]
+    return Sizes(request.param, ranks, paths[0], paths[1], len(shapes[1]) / len(shapes[0]))
+
+
+def test_inspecting_grows_with_the_chunks(sizes: Sizes) -> None:
+    sizes.assert_grows_slowly(ckpt_tools.inspect)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_planning_grows_with_the_chunks(sizes: Sizes, number: int) -> None:
+    layout = layout_of(sizes.kind, number, sizes.ranks)
+    sizes.assert_grows_slowly(lambda path: ckpt_tools.plan(path, path.parent / "out", **layout))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_planning_stays_within_the_memory_that_it_says(sizes: Sizes, number: int) -> None:
+    layout = layout_of(sizes.kind, number, sizes.ranks)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in layout.items()]
+    report, peak_bytes = _run("plan", sizes.large, sizes.large.parent / "out", *words)
+    assert peak_bytes <= report["peak_memory_bytes"] <= 3 * max(peak_bytes, 40 << 20)
+    assert peak_bytes < 2 << 30
+
+
+LAUNCHER = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE)
+found = process.stdout.read()
+_, status, usage = os.wait4(process.pid, 0)
+assert not os.waitstatus_to_exitcode(status)
+print(usage.ru_maxrss * 1024)
+sys.stdout.buffer.write(found)
+"""
+
+
+def _run(*words: str | Path) -> tuple[dict[str, Any], int]:
+    """What the command reports, and its peak memory. A small process starts it: a child counts its parent's memory as
+    its own until it is another program."""
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, words), "--json"]
+    done = subprocess.run([sys.executable, "-S", "-c", LAUNCHER, *command], capture_output=True, text=True, check=True)
+    peak, _, report = done.stdout.partition("\n")
+    return json.loads(report), int(peak)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Eight ranks of two million parameters, in both ways."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return {kind: synthetic.make(kind, TINY.shapes(), 8, folder / kind) for kind in ("dcp", "zero3-fp32")}
+
+
+@pytest.fixture(scope="module")
+def converted(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Of a format: the checkpoint in it, what converting to it reported, and the memory it took."""
+    known: dict[str, tuple[Path, dict[str, Any], int]] = {}
+    folder = tmp_path_factory.mktemp("converted")
+
+    def get(to: str) -> tuple[Path, dict[str, Any], int]:
+        if to not in known:
+            world_size = ["--world-size", "3"] if to in ("dcp", "zero1", "zero2", "zero3") else []
+            words = [sources["zero3-fp32"], folder / to, "--to", to, *world_size]
+            known[to] = (folder / to, *_run("convert", *words))
+        return known[to]
+
+    return get
+
+
+FORMATS = ["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_conversion_is_as_the_plan_says(to: str, converted: Any, sources: dict[str, Path], tmp_path: Path) -> None:
+    _, report, peak_bytes = converted(to)
+    world_size = {"world_size": 3} if to in ("dcp", "zero1", "zero2", "zero3") else {}
+    planned = ckpt_tools.plan(sources["zero3-fp32"], tmp_path / "out", to=to, **world_size)
+    assert (report["bytes_read"], report["bytes_written"]) == (planned.bytes_read, planned.bytes_written)
+    assert peak_bytes <= planned.peak_memory_bytes <= 3 * peak_bytes
+
+
+def test_files_are_as_large_as_the_plan_says(converted: Any) -> None:
+    for to in FORMATS:
+        folder, report, _ = converted(to)
+        assert {path: (folder / path).stat().st_size for path in report["files"]} == report["files"]
+
+
+def test_of_a_dcp_little_more_than_the_tensors_is_read(sources: dict[str, Path], tmp_path: Path) -> None:
+    report, peak_bytes = _run("convert", sources["dcp"], tmp_path / "out", "--to", "safetensors")
+    planned = ckpt_tools.plan(sources["dcp"], tmp_path / "again", to="safetensors")
+    most = len(TINY.shapes()) * 8 * (ITEM_HEAD_BYTES + ITEM_TAIL_BYTES)
+    assert planned.bytes_read <= report["bytes_read"] <= planned.bytes_read + most
+    assert peak_bytes <= planned.peak_memory_bytes <= 3 * peak_bytes
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int, int]]]:
+    """Every range that is read of a local store while the test runs."""
+    found: list[tuple[str, int, int]] = []
+    read_into = LocalStore.read_into
+
+    def recorded(store: LocalStore, path: str, start: int, buffer: memoryview) -> None:
+        found.append((path, start, start + len(buffer)))
+        read_into(store, path, start, buffer)
+
+    monkeypatch.setattr(LocalStore, "read_into", recorded)
+    return found
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("kind", ["dcp", "zero3-fp32"])
+def test_converting_one_tensor_touches_no_byte_of_another(
+    kind: str, sources: dict[str, Path], reads: list[tuple[str, int, int]], tmp_path: Path
+) -> None:
+    ckpt_tools.inspect(sources[kind])
+    headers = set(reads)
+    reads.clear()
+    ckpt_tools.convert(sources[kind], tmp_path / "one.safetensors", include=[NAME])
+    beyond_headers = [read for read in reads if read not in headers]
+    _, manifest = read_checkpoint(sources[kind], ReadOptions())
+    slot = "weight" if kind == "dcp" else "master"
+    shards = manifest.tensors[StateKey(NAME, slot)].shards
+    places = [shards.byte_range(row) for row in range(len(shards))]
+    assert sum(stop - start for _, start, stop in beyond_headers) >= shards.numels.sum() * shards.dtype.item_bytes
+    for file, start, stop in beyond_headers:
+        assert any(at.file == file and at.start <= start and stop <= at.stop for at in places)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_index_reads_what_it_must(form: str, converted: Any) -> None:
+    checkpoint = ckpt_tools.open(converted(form)[0])
+    tensor = checkpoint[NAME]
+    assert tensor[0, 3:7].tolist() == [0, 0, 0, 0]
+    item = ITEM_HEAD_BYTES + ITEM_TAIL_BYTES if form == "dcp" else 0
+    wanted = 4 * tensor.dtype.itemsize
+    assert wanted <= checkpoint.bytes_read <= wanted + item
+    assert tensor[5:5].shape == (0, TINY.ffn) and tensor[-1].shape == (TINY.ffn,)
+    assert checkpoint.bytes_read <= wanted + 2 * item + TINY.ffn * tensor.dtype.itemsize

@@ -1,0 +1,73 @@
+"""What training tools lay beside a checkpoint is read or noted, never lost in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.formats.reading import read_checkpoint
+
+
+def read(folder: Path) -> Manifest:
+    return read_checkpoint(folder, ReadOptions())[1]
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"w": "pytorch_model.bin"}})
+    )
+    return tmp_path
+
+
+def test_a_scheduler_and_counts_are_read(beside: Path) -> None:
+    torch.save({"last_epoch": 4, "_last_lr": [0.1]}, beside / "scheduler.pt")
+    (beside / "trainer_state.json").write_text('{"global_step": 7, "epoch": 0.5, "log_history": []}')
+    manifest = read(beside)
+    assert dict(manifest.extra) == {
+        "lr_scheduler": {"last_epoch": 4, "_last_lr": [0.1]},
+        "global_step": 7,
+        "epoch": 0.5,
+    }
+    assert manifest.step == 7
+
+
+@pytest.mark.parametrize("name", ["rng_state_0.pth", "random_states_1.pkl", "optimizer.pt"])
+def test_what_is_not_read_is_noted(name: str, beside: Path, tmp_path: Path) -> None:
+    (beside / name).write_bytes(b"anything")
+    report = ckpt_tools.plan(beside, tmp_path / "out", to="dcp")
+    assert [note.what for note in report.notes] == [name]
+
+
+def test_who_asks_for_weights_alone_loses_nothing(beside: Path, tmp_path: Path) -> None:
+    (beside / "optimizer.pt").write_bytes(b"anything")
+    ckpt_tools.consolidate(beside, tmp_path / "m.safetensors", strict=True)
+    with pytest.raises(ckpt_tools.CkptError, match=r"optimizer\.pt"):
+        ckpt_tools.convert(beside, tmp_path / "out", to="dcp", strict=True)
+
+
+def test_a_damaged_companion_does_not_keep_the_model_from_being_read(beside: Path) -> None:
+    (beside / "scheduler.bin").write_bytes(b"no torch file")
+    (note,) = read(beside).notes
+    assert note.what == "scheduler.bin"
+    assert "cannot be read" in note.why
+
+
+@pytest.mark.parametrize("kind", ["fsdp2-lightning", "fsdp2-accelerate"])
+def test_what_the_tools_themselves_wrote(kind: str, checkpoint: Any) -> None:
+    extra = read(checkpoint(kind, "awkward", 2).checkpoint).extra
+    assert extra["lr_scheduler"]["last_epoch"] == 4
+
+
+def test_the_trainer_of_transformers(checkpoint: Any) -> None:
+    manifest = read(checkpoint("trainer-zero2", "plain", 2).checkpoint)
+    assert manifest.extra["epoch"] == 0.4
+    assert {note.what for note in manifest.notes} == {"rng_state_0.pth", "rng_state_1.pth"}

@@ -1,0 +1,365 @@
+"""Tasks cover an output once, and hits find every element of it, judged by indexing numpy arrays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import chain, pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, flat_index
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Padding, Payload, Segment
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.options import parse_size
+from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
+from ckpt_tools.errors import MemoryBudgetError
+from ckpt_tools.planning.hits import FlatHit, Hit, hits
+from ckpt_tools.planning.plan import (
+    BUFFERS_PER_TASK,
+    MAX_TASK_BYTES,
+    MIN_TASK_BYTES,
+    CopyRules,
+    Figures,
+    Plan,
+    make_plan,
+)
+from ckpt_tools.planning.tasks import Fill, Gather, Task, Zeros, steps
+from ckpt_tools.testing import strategies
+from ckpt_tools.testing.stored import StoredTensor, opaque, stored_tensors
+
+many = settings(max_examples=150, deadline=None)
+KEY = StateKey("w")
+MIB = 1 << 20
+
+
+@st.composite
+def file_layouts(draw: st.DrawFn) -> FileLayout:
+    """Segments of every kind and width in any order."""
+    segments: list[Segment] = []
+    offset = covered = 0
+    for _ in range(draw(st.integers(0, 6))):
+        kind = draw(st.sampled_from(["literal", "padding", "payload", "payload", "checksum"]))
+        if kind == "literal":
+            segments.append(Literal(draw(st.binary(max_size=20))))
+        elif kind == "padding":
+            segments.append(Padding(draw(st.integers(0, 20))))
+        elif kind == "payload":
+            shape = draw(strategies.shapes(max_ndim=2))
+            segments.append(Payload(KEY, draw(strategies.boxes(shape)), shape, draw(strategies.dtypes())))
+        else:
+            start, stop = draw(strategies.intervals(offset - covered))
+            segments.append(Crc32(covered + start, covered + stop))
+            covered = offset + 4
+        offset += segments[-1].num_bytes
+    return FileLayout("f", tuple(segments))
+
+
+def plan_of(files: tuple[FileLayout, ...], task_bytes: int) -> Plan:
+    return Plan(Manifest("test", {}), Layout(files), task_bytes, num_workers=1)
+
+
+class TestTasks:
+    @many
+    @given(file_layouts(), st.integers(16, 40))
+    def test_they_cover_a_file_once_in_order(self, file: FileLayout, task_bytes: int) -> None:
+        tasks = list(plan_of((file,), task_bytes).tasks())
+        assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
+        assert tasks[-1].stop == file.size_bytes
+        assert all(task.num_bytes <= task_bytes for task in tasks)
+        assert all(task.num_bytes > 0 for task in tasks) or len(tasks) == 1
+
+    @many
+    @given(file_layouts(), st.integers(16, 40))
+    def test_they_split_no_element(self, file: FileLayout, task_bytes: int) -> None:
+        for task in plan_of((file,), task_bytes).tasks():
+            for offset, segment in zip(file.offsets, file.segments, strict=False):
+                if isinstance(segment, Payload) and offset < task.stop < offset + segment.num_bytes:
+                    assert (task.stop - offset) % segment.dtype.item_bytes == 0
+
+    @many
+    @given(file_layouts(), st.integers(16, 40))
+    def test_their_steps_are_the_segments(self, file: FileLayout, task_bytes: int) -> None:
+        def described(segment: Segment, first: int, last: int) -> list[object]:
+            match segment:
+                case Literal(data):
+                    return [("byte", value) for value in data[first:last]]
+                case Payload():
+                    return [("payload", id(segment), index) for index in range(first, last)]
+                case _:
+                    return [("byte", 0)] * (last - first)
+
+        expected = [part for segment in file.segments for part in described(segment, 0, segment.num_bytes)]
+        found: list[object] = []
+        for task in plan_of((file,), task_bytes).tasks():
+            cursor = 0
+            for step in steps(file, task):
+                assert step.offset == cursor
+                match step:
+                    case Fill(_, data):
+                        more: list[object] = [("byte", value) for value in data]
+                    case Zeros(_, num_bytes):
+                        more = [("byte", 0)] * num_bytes
+                    case Gather(_, payload, start, stop):
+                        item = payload.dtype.item_bytes
+                        more = described(payload, start * item, stop * item)
+                cursor += len(more)
+                found += more
+            assert cursor == task.num_bytes
+        assert found == expected
+
+    def test_an_empty_file_has_one_empty_task_that_makes_it(self) -> None:
+        plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
+        assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
+        assert plan.figures() == Figures({"a": 0, "b": 0}, num_tasks=2, bytes_read=0, bytes_written=0)
+
+    def test_an_odd_header_shifts_the_cuts_to_elements(self) -> None:
+        payload = Payload(KEY, Box((0,), (8,)), (8,), DType.COMPLEX128)
+        plan = plan_of((FileLayout("f", (Literal(b"abc"), payload)),), 40)
+        assert [(task.start, task.stop) for task in plan.tasks()] == [(0, 35), (35, 67), (67, 99), (99, 131)]
+
+
+RULES = CopyRules(min_bytes=500, max_parts=100)
+
+
+def stored_as(dtype: DType, *shards: tuple[Box, int]) -> TensorEntry:
+    """A tensor of boxes, each in a file of its own whose elements begin at that byte."""
+    shape = tuple(max(stops) for stops in zip(*(box.stop for box, _ in shards), strict=True))
+    placed = [
+        Shard(box, ByteRange(f"{number}", at, at + box.numel * dtype.item_bytes))
+        for number, (box, at) in enumerate(shards)
+    ]
+    return TensorEntry(shape, dtype, Kind.PARAMETER, ShardTable.build(shape, dtype, placed))
+
+
+def cut(entry: TensorEntry, *segments: Segment, rules: CopyRules | None = RULES) -> list[int]:
+    """Where the tasks of a file end of which ``entry`` is the one tensor."""
+    manifest, layout = Manifest("test", {KEY: entry}), Layout((FileLayout("f", segments),))
+    plan = Plan(manifest, layout, RULES.task_bytes, num_workers=1, copies=rules)
+    tasks = list(plan.tasks())
+    assert plan.figures().num_tasks == len(tasks)
+    assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
+    return [task.stop for task in tasks]
+
+
+def rows(*bounds: int, width: int = 5) -> list[Box]:
+    return [Box((a, 0), (b, width)) for a, b in pairwise(bounds)]
+
+
+def whole_of(entry: TensorEntry, dtype: DType | None = None) -> Payload:
+    return Payload(KEY, Box.whole(entry.shape), entry.shape, dtype or entry.dtype)
+
+
+class TestCopies:
+    """Tasks where the destination copies ranges of the source's files itself."""
+
+    def test_they_end_where_shards_do(self) -> None:
+        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
+        assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
+        assert cut(entry, Literal(bytes(500)), whole_of(entry)) == [500, 1100, 1800, 2400]
+        assert cut(entry, whole_of(entry), rules=None) == [1128, 1900]
+
+    def test_they_end_between_elements(self) -> None:
+        """The head of 101 bytes needs 399 of the first shard; 463 are 28 elements and a part of one."""
+        entry = stored_as(DType.COMPLEX128, *((box, 7) for box in rows(0, 13, 25)))
+        assert cut(entry, Literal(bytes(101)), whole_of(entry)) == [101 + 28 * 16, 1141, 2101]
+
+    @pytest.mark.parametrize(
+        "segment",
+        [
+            pytest.param(lambda entry: Payload(KEY, Box((0, 1), (760, 4)), entry.shape, entry.dtype), id="columns"),
+            pytest.param(lambda entry: whole_of(entry, DType.BFLOAT16), id="a cast"),
+        ],
+    )
+    def test_what_is_not_stored_as_it_is_written_is_cut_as_ever(
+        self, segment: Callable[[TensorEntry], Payload]
+    ) -> None:
+        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 240, 520, 760)))
+        payload = segment(entry)
+        assert cut(entry, payload) == cut(entry, payload, rules=None)
+
+    def test_shards_of_columns_are_no_runs(self) -> None:
+        boxes = [Box((0, 0), (200, 5)), Box((0, 5), (200, 10))]
+        entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
+        assert cut(entry, whole_of(entry)) == cut(entry, whole_of(entry), rules=None)
+
+    def test_rows_of_a_shard_of_columns_are_no_runs_but_whole_shards_are(self) -> None:
+        boxes = [Box((0, 0), (120, 5)), Box((120, 0), (260, 3)), Box((120, 3), (260, 5)), Box((260, 0), (380, 5))]
+        entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
+        assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
+
+    def test_strided_pieces_are_no_runs(self) -> None:
+        shard = Shard(Box((0, 0), (40, 30)), ByteRange("f", 0, 1200), (1, 40))
+        table = ShardTable.build((40, 30), DType.UINT8, [shard])
+        entry = TensorEntry((40, 30), DType.UINT8, Kind.PARAMETER, table)
+        assert cut(entry, Literal(bytes(700)), whole_of(entry)) == [1128, 1900]
+
+    def test_a_file_of_checksums_is_cut_as_ever(self) -> None:
+        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
+        segments = (whole_of(entry), Crc32(0, 1900))
+        assert cut(entry, *segments) == cut(entry, *segments, rules=None)
+
+    def test_a_file_of_too_many_parts_is_cut_as_ever(self) -> None:
+        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
+        assert cut(entry, whole_of(entry), rules=CopyRules(500, max_parts=3)) == [600, 1300, 1900]
+        assert cut(entry, whole_of(entry), rules=CopyRules(500, max_parts=2)) == [1128, 1900]
+
+    @many
+    @given(stored_tensors(), st.data())
+    def test_of_any_tensor_tasks_are_of_a_size_and_split_no_element(
+        self, stored: StoredTensor, data: st.DataObject
+    ) -> None:
+        geometry, box, _, _ = data.draw(wanted(stored.entry.shape))
+        head, item = Literal(data.draw(st.binary(max_size=20))), stored.entry.dtype.item_bytes
+        file = FileLayout("f", (head, Payload(KEY, box, geometry, stored.entry.dtype)))
+        rules = CopyRules(data.draw(st.integers(1, 40)), 10**6)
+        manifest = Manifest("test", {KEY: stored.entry})
+        tasks = list(Plan(manifest, Layout((file,)), rules.task_bytes, num_workers=1, copies=rules).tasks())
+        assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
+        assert tasks[-1].stop == file.size_bytes
+        assert all(task.num_bytes <= rules.task_bytes for task in tasks)
+        assert all(task.num_bytes >= rules.min_bytes for task in tasks[:-1])
+        assert all((task.stop - len(head.data)) % item == 0 for task in tasks if task.stop > len(head.data))
+
+    def test_a_budget_that_has_no_room_for_tasks_so_large_has_none_of_them(self) -> None:
+        rules = CopyRules(5 * MIB, 10_000)
+        larger, smaller, unlimited = (
+            make_plan(manifest_of(1), Layout(()), memory_bytes=size, num_workers=2, is_limit=is_limit, copies=rules)
+            for size, is_limit in [(136 * MIB, True), (130 * MIB, True), (130 * MIB, False)]
+        )
+        assert larger.task_bytes == unlimited.task_bytes == rules.task_bytes == 2 * (5 * MIB + 64)
+        assert (larger.copies, smaller.copies, unlimited.copies) == (rules, None, rules)
+        assert smaller.task_bytes == MAX_TASK_BYTES
+
+
+def found_by(hit: Hit, files: dict[str, bytes]) -> list[tuple[int, Any]]:
+    """The elements of a hit: position in the destination, and the element in its file."""
+    memory = np.frombuffer(files[hit.at.file][hit.at.start : hit.at.stop], opaque(hit.dtype))
+    if isinstance(hit, FlatHit):
+        return [(hit.into + i, memory[hit.start + i]) for i in range(hit.stop - hit.start)]
+    strides = hit.strides or contiguous_strides(hit.shape)
+    found = []
+    assert hit.source.shape == hit.into.shape
+    for index in np.ndindex(hit.source.shape):
+        stored = sum((a + i) * s for a, i, s in zip(hit.source.start, index, strides, strict=True))
+        place = tuple(a + i for a, i in zip(hit.into.start, index, strict=True))
+        found.append((hit.block_start + flat_index(place, hit.block), memory[stored]))
+    return found
+
+
+@st.composite
+def wanted(draw: st.DrawFn, shape: Shape) -> tuple[Shape, Box, int, int]:
+    """A geometry of the tensor, a box in it, and an interval of the box's elements."""
+    geometry = draw(st.sampled_from([shape, (prod(shape),)]))
+    box = draw(strategies.boxes(geometry))
+    return geometry, box, *draw(strategies.intervals(box.numel))
+
+
+def expected_elements(stored: StoredTensor, geometry: Shape, box: Box, start: int, stop: int) -> NDArray[Any]:
+    index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    return stored.elements.reshape(geometry)[index].reshape(-1)[start:stop]
+
+
+class TestHits:
+    @settings(max_examples=400, deadline=None)
+    @given(stored_tensors(), st.data())
+    def test_they_find_every_element_once(self, stored: StoredTensor, data: st.DataObject) -> None:
+        geometry, box, start, stop = data.draw(wanted(stored.entry.shape))
+        each = [found_by(hit, stored.files) for hit in hits(stored.entry.shards, box, geometry, start, stop)]
+        assert all(each), "no hit is empty"
+        found = list(chain.from_iterable(each))
+        assert sorted(place for place, _ in found) == list(range(stop - start))
+        expected = expected_elements(stored, geometry, box, start, stop)
+        assert all(element == expected[place] for place, element in found)
+
+    def test_a_hit_stays_a_box_where_runs_would_be_many(self) -> None:
+        shape, ways = (4096, 4096), 8
+        width = shape[1] // ways
+        shards = [
+            Shard(Box((0, width * w), (shape[0], width * (w + 1))), ByteRange(f"{w}", 0, shape[0] * width * 2))
+            for w in range(ways)
+        ]
+        table = ShardTable.build(shape, DType.BFLOAT16, shards)
+        assert len(hits(table, Box.whole(shape), shape, 0, prod(shape))) == ways
+
+    def test_an_interval_of_many_is_found_by_search(self) -> None:
+        count = 1 << 20
+        starts = np.arange(count, dtype=np.int64)[:, None] * 4
+        offsets = starts[:, 0]
+        table = ShardTable(
+            (4 * count,), DType.UINT8, starts, starts + 4, ("f",), np.zeros(count, np.int64), offsets, offsets + 4
+        )
+        first, last = hits(table, Box.whole((4 * count,)), (4 * count,), 4002, 4006)
+        assert first == FlatHit(ByteRange("f", 4000, 4004), Framing.RAW, DType.UINT8, 4, start=2, stop=4, into=0)
+        assert last == FlatHit(ByteRange("f", 4004, 4008), Framing.RAW, DType.UINT8, 4, start=0, stop=2, into=2)
+
+    def test_of_a_parameter_that_many_ranks_share_only_the_near_intervals_are_unfolded(self) -> None:
+        ranks, shape = 10_000, (10_000, 64)
+        starts = np.arange(ranks, dtype=np.int64)[:, None] * 64
+        offsets = starts[:, 0]
+        table = ShardTable(
+            (64 * ranks,), DType.UINT8, starts, starts + 64, ("f",), np.zeros(ranks, np.int64), offsets, offsets + 64
+        )
+        began = time.perf_counter()
+        found = hits(table, Box((0, 3), (10_000, 5)), shape, 8000, 8006)
+        assert [hit.at.start for hit in found] == [64 * row for row in (4000, 4001, 4002)]
+        assert time.perf_counter() - began < 0.05
+
+
+def manifest_of(num_tensors: int, shards_each: int = 1) -> Manifest:
+    shards = [Shard(Box((i,), (i + 1,)), ByteRange("f", 4 * i, 4 * i + 4)) for i in range(shards_each)]
+    table = ShardTable.build((shards_each,), DType.FLOAT32, shards)
+    entry = TensorEntry((shards_each,), DType.FLOAT32, Kind.PARAMETER, table)
+    return Manifest("test", {StateKey(f"w{i}"): entry for i in range(num_tensors)})
+
+
+class TestBudget:
+    @pytest.mark.parametrize("budget", [80 * MIB, 96 * MIB, 128 * MIB, 1024 * MIB])
+    @pytest.mark.parametrize("num_workers", [1, 2, 4])
+    def test_the_projected_peak_keeps_to_it(self, budget: int, num_workers: int) -> None:
+        plan = make_plan(manifest_of(10), Layout(()), memory_bytes=budget, num_workers=num_workers)
+        assert plan.peak_memory_bytes <= budget
+        assert MIN_TASK_BYTES <= plan.task_bytes <= MAX_TASK_BYTES
+        assert plan.task_bytes % MIN_TASK_BYTES == 0
+
+    def test_it_is_used_up_to_the_largest_useful_task(self) -> None:
+        smaller = make_plan(manifest_of(1), Layout(()), memory_bytes=80 * MIB, num_workers=2)
+        larger = make_plan(manifest_of(1), Layout(()), memory_bytes=1024 * MIB, num_workers=2)
+        assert smaller.task_bytes < larger.task_bytes == MAX_TASK_BYTES
+        assert 80 * MIB - smaller.peak_memory_bytes < 2 * BUFFERS_PER_TASK * MIN_TASK_BYTES
+
+    def test_one_that_cannot_be_met_is_refused_with_the_one_that_can(self) -> None:
+        manifest = manifest_of(5, shards_each=1000)
+        with pytest.raises(MemoryBudgetError, match=r"needs at least [\d.]+ MB .* --memory") as caught:
+            make_plan(manifest, Layout(()), memory_bytes=1000, num_workers=2)
+        needed = parse_size(str(caught.value).partition("at least ")[2].partition(" of")[0])
+        peak = make_plan(manifest, Layout(()), memory_bytes=needed, num_workers=2).peak_memory_bytes
+        assert needed - 10_000 <= peak <= needed
+        with pytest.raises(MemoryBudgetError):
+            make_plan(manifest, Layout(()), memory_bytes=peak - 1, num_workers=2)
+
+    def test_a_budget_that_is_no_limit_leaves_tasks_their_size(self) -> None:
+        plan = make_plan(manifest_of(10), Layout(()), memory_bytes=MIB, num_workers=2, is_limit=False)
+        assert plan.task_bytes == MAX_TASK_BYTES and plan.peak_memory_bytes > MIB
+
+    def test_shards_and_tensors_count(self) -> None:
+        peaks = [
+            make_plan(manifest, Layout(()), memory_bytes=1024 * MIB, num_workers=1).peak_memory_bytes
+            for manifest in (manifest_of(1), manifest_of(1, shards_each=1000), manifest_of(1000))
+        ]
+        assert peaks == sorted(peaks) and len(set(peaks)) == 3
+
+
+def test_bytes_read_are_as_stored_and_bytes_written_as_laid_out() -> None:
+    shard = Shard(Box((0,), (6,)), ByteRange("f", 0, 24))
+    entry = TensorEntry((6,), DType.BFLOAT16, Kind.PARAMETER, ShardTable.build((6,), DType.FLOAT32, [shard]))
+    file = FileLayout("f", (Literal(b"head"), Payload(KEY, Box((1,), (6,)), (6,), DType.BFLOAT16)))
+    plan = make_plan(Manifest("test", {KEY: entry}), Layout((file,)), memory_bytes=128 * MIB, num_workers=1)
+    assert plan.figures() == Figures({"f": 14}, num_tasks=1, bytes_read=5 * 4, bytes_written=4 + 5 * 2)

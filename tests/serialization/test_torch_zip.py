@@ -1,0 +1,471 @@
+"""Torch's own files give the bytes of torch's own storages, and ours load everywhere torch's do."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from isal import isal_zlib
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import Crc32, Literal, Padding, Payload, Segment
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.core.values import GlobalRef, OrderedDict, StorageRef, StoredTensor
+from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.serialization import torch_zip
+from ckpt_tools.serialization.torch_zip import archive_segments, locate_item, open_archive
+from tests.serialization.archives import materialised, opened, patched, reader, rewritten, saved, zipped
+
+DTYPES = [getattr(torch, dtype.value) for dtype in DType if dtype is not DType.COMPLEX32]
+
+
+def _elements(dtype: torch.dtype, number: int) -> torch.Tensor:
+    data = torch.arange(number * 16, dtype=torch.int64).to(torch.uint8)
+    return data[: number * dtype.itemsize].contiguous().view(dtype) if dtype is not torch.bool else data[:number] > 3
+
+
+def _state() -> dict[str, Any]:
+    """Everything that a storage can be: shared, viewed, strided, empty, 0-d, untyped, not used at all."""
+    base = torch.arange(1000, dtype=torch.float64)
+    return {
+        "model": {str(dtype): _elements(dtype, 33) for dtype in DTYPES},
+        "base": base,
+        "view": base[100:200],
+        "transposed": torch.arange(12.0).reshape(3, 4).t(),
+        "empty": torch.empty(0, 5),
+        "scalar": torch.tensor(7),
+        "parameter": torch.nn.Parameter(torch.ones(3, 3)),
+        "meta": torch.empty(3, device="meta"),
+        "other": {"step": 3, "name": "x"},
+    }
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value.values() for tensor in _tensors(item)] if isinstance(value, dict) else []
+
+
+def _stored(value: Any) -> list[StoredTensor]:
+    if isinstance(value, StoredTensor):
+        return [value]
+    return [tensor for item in value.values() for tensor in _stored(item)] if isinstance(value, dict) else []
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.untyped_storage()) if tensor.device.type != "meta" else b""
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return saved(_state())
+
+
+def test_every_storage_lies_where_its_range_says(data: bytes) -> None:
+    archive = opened(data)
+    for theirs, ours in zip(_tensors(_state()), _stored(archive.value), strict=True):
+        if ours.storage is None:
+            assert theirs.device.type == "meta"
+            continue
+        start, stop = archive.storage_range(ours.storage.key)
+        assert data[start:stop] == _bits(theirs)
+        assert start % 64 == 0
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_other_alignments_are_read(alignment: int) -> None:
+    from torch.utils.serialization import config
+
+    before = config.save.storage_alignment
+    config.save.storage_alignment = alignment
+    try:
+        data = saved([torch.ones(3), torch.arange(5)])
+    finally:
+        config.save.storage_alignment = before
+    archive = opened(data)
+    start, stop = archive.storage_range("1")
+    assert data[start:stop] == _bits(torch.arange(5)) and start % alignment == 0
+
+
+def test_headers_are_read_and_elements_are_not() -> None:
+    large = torch.zeros(3 << 20, dtype=torch.uint8)
+    data = saved({"a": large, "b": torch.ones(3), "c": large.clone(), "d": torch.ones(2)})
+    reads: list[tuple[int, int]] = []
+    archive = opened(data, reads)
+    ranges = [archive.storage_range(key) for key in archive.storages]
+    assert sum(stop - start for start, stop in reads) < 100_000 and len(reads) <= 8
+    inner = [(start + 5000, stop - 70_000) for start, stop in ranges if stop - start > 100_000]
+    assert not any(start < high and low < stop for start, stop in reads for low, high in inner)
+
+
+def test_a_file_of_many_storages_needs_few_reads() -> None:
+    data = saved([torch.tensor(i) for i in range(3000)])
+    reads: list[tuple[int, int]] = []
+    archive = opened(data, reads)
+    for number in (0, 1499, 2999):
+        start, stop = archive.storage_range(str(number))
+        assert data[start:stop] == number.to_bytes(8, "little")
+    assert len(reads) < 12
+
+
+def test_a_file_zipped_again_by_another_tool_is_read(data: bytes) -> None:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        again = zipped({name.replace("archive/", "model/"): archive.read(name) for name in archive.namelist()})
+    theirs = opened(data)
+    ours = opened(again)
+    for key in theirs.storages:
+        (start, stop), (first, last) = theirs.storage_range(key), ours.storage_range(key)
+        assert data[start:stop] == again[first:last]
+
+
+def test_a_comment_at_the_end_is_read_over(data: bytes) -> None:
+    commented = patched(data, len(data) - 2, "<H", 6) + b"PK\x05\x06ab"
+    assert list(opened(commented).storages) == list(opened(data).storages)
+
+
+# Writing
+
+
+def test_what_was_read_is_written_again_for_torch(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "again.pt"
+    path.write_bytes(rewritten(data, root="again"))
+    for options in ({}, {"mmap": True}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            loaded = torch.load(path, weights_only=True, **options)
+        for theirs, ours in zip(_tensors(_state()), _tensors(loaded), strict=True):
+            assert (theirs.dtype, theirs.shape, theirs.stride()) == (ours.dtype, ours.shape, ours.stride())
+            assert _bits(theirs) == _bits(ours) and type(theirs) is type(ours)
+        assert loaded["view"].untyped_storage().data_ptr() == loaded["base"].untyped_storage().data_ptr()
+
+
+def test_any_zip_tool_can_test_it(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "ours.pt"
+    path.write_bytes(rewritten(data))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    unzip = shutil.which("unzip")
+    if unzip is not None:
+        done = subprocess.run([unzip, "-t", str(path)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_records_lie_as_torch_lays_them(data: bytes) -> None:
+    """Names, order, flags, padding: all but the pickle's length, and with it what follows, is torch's."""
+    with zipfile.ZipFile(io.BytesIO(data)) as theirs, zipfile.ZipFile(io.BytesIO(rewritten(data))) as ours:
+        assert ours.namelist() == theirs.namelist()
+        for mine, wanted in zip(ours.infolist(), theirs.infolist(), strict=True):
+            assert (mine.flag_bits, mine.extra, mine.date_time) == (wanted.flag_bits, wanted.extra, wanted.date_time)
+            if mine.filename.rsplit("/")[-1] not in ("data.pkl", "serialization_id"):
+                assert (mine.CRC, mine.file_size) == (wanted.CRC, wanted.file_size)
+
+
+def test_our_bytes_are_torchs_where_the_pickles_agree() -> None:
+    """Plain values are pickled alike, so the whole file is the same but for its id and the checksum of that."""
+    theirs = saved({"a": [1, 2], "b": "text"})
+    ours = rewritten(theirs)
+    assert len(ours) == len(theirs)
+    at = theirs.index(b".data/serialization_id")
+    assert ours[:at] == theirs[:at]
+    assert sum(mine != other for mine, other in zip(ours[at:], theirs[at:], strict=True)) <= 40 + 4 + 4
+
+
+def test_an_archive_in_the_middle_of_a_file_covers_its_own_bytes() -> None:
+    data = saved(torch.arange(100.0))
+    assert rewritten(data, base=0) == rewritten(data, base=777)
+    assert torch.equal(torch.load(io.BytesIO(rewritten(data, base=12_345))), torch.arange(100.0))
+
+
+def test_a_storage_of_several_segments_has_one_checksum() -> None:
+    key, tensor = StateKey("w"), StoredTensor(StorageRef("0", DType.UINT8, 24), DType.UINT8, 0, (24,), (1,))
+    storages: dict[str, list[Segment]] = {
+        "0": [Literal(b"head"), Payload(key, Box((2,), (10,)), (16,), DType.UINT8), Padding(12)]
+    }
+    segments = archive_segments(OrderedDict({"w": tensor}), storages)
+    assert sum(isinstance(segment, Crc32) for segment in segments) == 2
+    loaded = torch.load(io.BytesIO(materialised(segments, {key: b"elements"})), weights_only=True)
+    assert bytes(loaded["w"].untyped_storage()) == b"head" + b"elements" + bytes(12)
+
+
+def test_literals_are_summed_at_once() -> None:
+    tensor = StoredTensor(StorageRef.holding("0", DType.FLOAT32, 1), DType.FLOAT32, 0, (), ())
+    segments = archive_segments(tensor, {"0": [Literal(b"\x00\x00"), Literal(b"\x80\x3f")]})
+    assert [type(segment) for segment in segments] == [Literal]
+    assert torch.load(io.BytesIO(materialised(segments, {}))) == 1.0
+
+
+def test_storages_must_be_those_of_the_value() -> None:
+    tensor = StoredTensor(StorageRef.holding("0", DType.FLOAT32, 1), DType.FLOAT32, 0, (), ())
+    with pytest.raises(AssertionError, match="storages"):
+        archive_segments(tensor, {"0": [Padding(8)]})
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([d for d in DTYPES if d.itemsize <= 8]), st.integers(0, 50), st.booleans()),
+        max_size=6,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_any_state_goes_through_unchanged(shapes: list[tuple[torch.dtype, int, bool]]) -> None:
+    state = {f"t{i}": _elements(dtype, number) for i, (dtype, number, _) in enumerate(shapes)}
+    state |= {f"v{i}": state[f"t{i}"][1:] for i, (_, number, view) in enumerate(shapes) if view and number}
+    loaded = torch.load(io.BytesIO(rewritten(saved(state))), weights_only=True)
+    assert list(loaded) == list(state)
+    for name, tensor in state.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+        assert _bits(loaded[name]) == _bits(tensor)
+
+
+# zip64
+
+
+def _sparse(path: Path, segments: list[Segment]) -> None:
+    """Write zeros as a hole; their checksum is taken over a buffer of zeros."""
+    zeros, sums = bytes(1 << 24), {}
+    with path.open("wb") as file:
+        for segment in segments:
+            at = file.tell()
+            match segment:
+                case Literal(data):
+                    file.write(data)
+                case Padding(num_bytes):
+                    file.seek(num_bytes, os.SEEK_CUR)
+                    crc32 = 0
+                    for start in range(0, num_bytes, len(zeros)):
+                        crc32 = isal_zlib.crc32(zeros[: num_bytes - start], crc32)
+                    sums[at, at + num_bytes] = crc32
+                case Crc32(start, stop):
+                    file.write(sums[start, stop].to_bytes(4, "little"))
+                case _:
+                    raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def huge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5 GiB of zeros and a small tensor after them."""
+    large = StoredTensor(StorageRef("0", DType.UINT8, 5 << 30), DType.UINT8, 0, (5 << 30,), (1,))
+    small = StoredTensor(StorageRef("1", DType.INT64, 1), DType.INT64, 0, (), ())
+    path = tmp_path_factory.mktemp("huge") / "huge.pt"
+    value = OrderedDict({"large": large, "small": small})
+    _sparse(path, archive_segments(value, {"0": [Padding(5 << 30)], "1": [Literal((77).to_bytes(8, "little"))]}))
+    return path
+
+
+def test_beyond_4_gib_torch_maps_it(huge: Path) -> None:
+    loaded = torch.load(huge, weights_only=True, mmap=True)
+    assert (loaded["large"].shape, loaded["large"][-1].item(), loaded["small"].item()) == ((5 << 30,), 0, 77)
+
+
+def test_beyond_4_gib_zip_tools_read_it(huge: Path) -> None:
+    with zipfile.ZipFile(huge) as archive:
+        assert archive.getinfo("archive/data/0").file_size == 5 << 30
+        assert archive.read("archive/data/1") == (77).to_bytes(8, "little")
+        assert archive.read("archive/version") == b"3\n"
+
+
+def _open(path: Path) -> torch_zip.TorchArchive:
+    def read(start: int, stop: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    return open_archive(read, path.stat().st_size, str(path))
+
+
+def test_beyond_4_gib_it_is_read_again(huge: Path) -> None:
+    archive = _open(huge)
+    start, stop = archive.storage_range("0")
+    assert stop - start == 5 << 30
+    start, stop = archive.storage_range("1")
+    with huge.open("rb") as file:
+        file.seek(start)
+        assert file.read(stop - start) == (77).to_bytes(8, "little")
+
+
+def test_beyond_4_gib_headers_are_torchs(huge: Path, tmp_path: Path) -> None:
+    """torch writes the same state without its data: sizes, offsets and zip64 fields agree byte for byte."""
+    theirs = tmp_path / "archive.pt"
+    state = {"large": torch.empty(5 << 30, dtype=torch.uint8, device="meta"), "small": torch.tensor(77)}
+    with torch.serialization.skip_data():
+        state["large"] = torch.empty(5 << 30, dtype=torch.uint8)
+        torch.save(state, theirs)
+    with zipfile.ZipFile(huge) as ours, zipfile.ZipFile(theirs) as wanted:
+        for mine, other in zip(ours.infolist(), wanted.infolist(), strict=True):
+            assert (mine.filename, mine.flag_bits) == (other.filename, other.flag_bits)
+            assert mine.file_size == other.file_size or mine.filename == "archive/data.pkl"
+            assert mine.extra[:4] == other.extra[:4] and len(mine.extra) == len(other.extra)
+    assert _open(theirs).storage_range("1")[1] > 5 << 30
+
+
+# DCP items
+
+
+@pytest.fixture(autouse=True)
+def forget_items() -> None:
+    torch_zip._known_items.clear()
+
+
+@pytest.mark.parametrize("number", [0, 1, 100, 5000])
+@pytest.mark.parametrize("before", [0, 777])
+def test_an_item_is_located_in_its_file(number: int, before: int) -> None:
+    tensor = torch.arange(float(number)).reshape(-1, 1)
+    item = saved(tensor)
+    data = b"x" * before + item + b"y" * 5
+    found = locate_item(reader(data), before, before + len(item), "__0_0.distcp")
+    assert data[found.start : found.stop] == _bits(tensor)
+    assert (found.dtype, found.shape, found.strides) == (DType.FLOAT32, (number, 1), (1, 1))
+
+
+def test_a_view_is_located_with_its_offset() -> None:
+    tensor = torch.arange(12.0).reshape(3, 4)[1:].t()
+    data = saved(tensor)
+    found = locate_item(reader(data), 0, len(data), "f")
+    assert (found.storage_offset, found.shape, found.strides, found.stop - found.start) == (4, (4, 2), (1, 4), 48)
+
+
+def test_items_alike_take_one_small_read() -> None:
+    items = [saved(torch.full((5000,), float(number))) for number in range(4)]
+    data, reads = b"".join(items), []
+    size = len(items[0])
+    for number in range(4):
+        reads = []
+        found = locate_item(reader(data, reads), number * size, (number + 1) * size, "f")
+        assert data[found.start : found.stop] == _bits(torch.full((5000,), float(number)))
+        assert len(reads) == (2 if number == 0 else 1) and sum(stop - start for start, stop in reads) < 8192
+
+
+def test_items_of_one_size_are_not_taken_for_each_other() -> None:
+    """Same bytes in all, other dtype, shape or strides."""
+    base = torch.arange(64.0)
+    tensors = [base, base.reshape(8, 8), base.reshape(8, 8).t(), base.view(torch.int32), base.view(torch.bfloat16)]
+    for tensor in tensors * 2:
+        data = saved(tensor.clone() if tensor.is_contiguous() else tensor)
+        found = locate_item(reader(data), 0, len(data), "f")
+        assert (found.shape, found.strides) == (tuple(tensor.shape), tuple(tensor.stride()))
+        assert f"torch.{found.dtype.value}" == str(tensor.dtype) and data[found.start : found.stop] == _bits(tensor)
+
+
+def test_our_own_items_are_located() -> None:
+    data = b"z" * 99 + rewritten(saved(torch.arange(10)), base=99)
+    found = locate_item(reader(data), 99, len(data), "f")
+    assert data[found.start : found.stop] == _bits(torch.arange(10))
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, [torch.ones(1)], torch.empty(2, device="meta")])
+def test_an_item_that_is_no_tensor_is_refused(value: Any) -> None:
+    data = saved(value)
+    with pytest.raises(MalformedError, match="no tensor"):
+        locate_item(reader(data), 0, len(data), "f")
+
+
+def test_a_cut_item_is_refused() -> None:
+    data = saved(torch.ones(100))
+    for stop in (0, 1, 100, 1000, len(data) - 1):
+        with pytest.raises(FormatError):
+            locate_item(reader(data), 0, stop, "f")
+
+
+# What is refused
+
+
+def test_legacy_files_say_what_to_do() -> None:
+    data = saved({"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedError, match=r"before 1\.6.*torch\.load"):
+        opened(data)
+
+
+def test_torchscript_archives_say_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "script.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(torch.nn.Linear(2, 2)).save(str(path))  # type: ignore[no-untyped-call]
+    with pytest.raises(UnsupportedError, match=r"TorchScript.*torch\.jit\.load"):
+        opened(path.read_bytes())
+
+
+PICKLE = b"\x80\x02N."
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "reason"),
+    [
+        (b"", MalformedError, "no file that torch"),
+        (b"not a checkpoint", MalformedError, "no file that torch"),
+        (zipped({}), MalformedError, "cut off|no file"),
+        (zipped({"a/b": b""}), MalformedError, r"no data\.pkl"),
+        (zipped({"a/data.pkl": PICKLE, "a/byteorder": b"big"}), UnsupportedError, "big-endian"),
+        (zipped({"a/data.pkl": PICKLE, "a/byteorder": b"odd"}), MalformedError, "byte order"),
+        (zipped({"a/data.pkl": PICKLE, "a/byteorder": b"x" * 99}), MalformedError, "byte order"),
+        (zipped({"a/data.pkl": PICKLE * 9}, compress=True), UnsupportedError, "compressed.*zip -0"),
+        (zipped({"a/data.pkl": b"garbage"}), MalformedError, "pickle"),
+        (b"x" * 257 + b"ustar" + b"x" * 300, UnsupportedError, "tar"),
+    ],
+)
+def test_other_files_are_refused(data: bytes, error: type[CkptError], reason: str) -> None:
+    with pytest.raises(error, match=reason) as caught:
+        opened(data)
+    assert caught.value.path == "some.pt"
+
+
+STORAGE = b"\x80\x02((Vstorage\n%b%b\nVcpu\nI%d\ntQ"
+
+
+def _with_storage(kind: bytes, key: bytes, numel: int, record: bytes, more: bytes = b"") -> bytes:
+    pickle = STORAGE % (kind, b"V" + key, numel) + more + b"t."
+    return zipped({"a/data.pkl": pickle, "a/data/0": record})
+
+
+def test_a_storage_alone_is_read() -> None:
+    assert opened(_with_storage(b"ctorch\nFloatStorage\n", b"0", 2, b"12345678")).value == (
+        StorageRef("0", DType.FLOAT32, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "numel", "error", "reason"),
+    [
+        (b"ctorch\nFloatStorage\n", b"0", 3, MalformedError, "8 bytes where 12"),
+        (b"ctorch\nFloatStorage\n", b"0", 1, MalformedError, "8 bytes where 4"),
+        (b"ctorch\nFloatStorage\n", b"0", -2, MalformedError, "storage of -2"),
+        (b"ctorch\nFloatStorage\n", b"0", 1 << 62, MalformedError, "storage of"),
+        (b"ctorch\nFloatStorage\n", b"1", 2, IncompleteError, "no record"),
+        (b"ctorch\nFloatStorage\n", b"../data/0", 2, IncompleteError, "no record"),
+        (b"ctorch\nQInt8Storage\n", b"0", 8, UnsupportedError, "QInt8Storage"),
+        (b"cos\nFloatStorage\n", b"0", 2, UnsupportedError, r"os\.FloatStorage"),
+        (b"VFloatStorage\n", b"0", 2, MalformedError, "not described"),
+    ],
+)
+def test_storages_are_checked_before_a_byte_is_read(
+    kind: bytes, key: bytes, numel: int, error: type[CkptError], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        opened(_with_storage(kind, key, numel, b"12345678"))
+
+
+def test_a_storage_described_in_two_ways_is_refused() -> None:
+    other = b"(Vstorage\nctorch\nDoubleStorage\nV0\nVcpu\nI1\ntQ"
+    with pytest.raises(MalformedError, match="two ways"):
+        opened(_with_storage(b"ctorch\nFloatStorage\n", b"0", 2, b"12345678", other))
+
+
+def test_a_placeholder_is_not_a_storage() -> None:
+    pickle = b"ctorch._utils\n_rebuild_tensor_v2\n(cos\nsystem\n(Vid\ntRK\x00))\x89NtR."
+    with pytest.raises(MalformedError, match="no storage"):
+        opened(zipped({"a/data.pkl": pickle}))
+
+
+def test_unknown_classes_are_kept() -> None:
+    value = opened(zipped({"a/data.pkl": b"cm\nC\n)\x81."})).value
+    assert value.ref == GlobalRef("m", "C")

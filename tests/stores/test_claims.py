@@ -1,0 +1,75 @@
+"""A URL held by one writer, on a store without conditions; S3's own lock is tested with its store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import fsspec
+import pytest
+
+import ckpt_tools
+from ckpt_tools.errors import DestinationExistsError, StoreError
+from ckpt_tools.stores.claims import UrlClaim
+from ckpt_tools.stores.s3 import lock as s3_lock
+
+URL = "memory://bucket/run"
+KEY = "/bucket/run/.ckpt-tools-partial/lock"
+
+
+@pytest.fixture
+def fs() -> fsspec.AbstractFileSystem:
+    """fsspec's store in memory, empty."""
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    return fs
+
+
+def test_a_second_writer_is_told_who_holds_it(fs: fsspec.AbstractFileSystem) -> None:
+    with ckpt_tools.claim(URL) as claim:
+        with pytest.raises(DestinationExistsError, match=rf"\(process {os.getpid()} on .+\)"), ckpt_tools.claim(URL):
+            pass
+        claim.check()
+    assert not fs.exists(KEY)
+    with ckpt_tools.claim(URL):
+        pass
+
+
+def test_the_claim_of_a_process_that_is_gone_is_taken_over(fs: fsspec.AbstractFileSystem) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with ckpt_tools.claim(URL):
+        content = json.loads(fs.cat_file(KEY))
+    fs.pipe_file(KEY, json.dumps(content | {"pid": gone.pid, "token": "theirs"}).encode())
+    with ckpt_tools.claim(URL) as claim:
+        claim.check()
+
+
+def test_a_claim_of_another_machine_is_given_up_after_a_minute(
+    fs: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs.pipe_file(KEY, b'{"token": "theirs", "machine": "another", "pid": 1, "host": "there"}')
+    with pytest.raises(DestinationExistsError, match="process 1 on there"), ckpt_tools.claim(URL):
+        pass
+    monkeypatch.setattr(s3_lock, "STALE_SECONDS", 0.0)
+    with ckpt_tools.claim(URL) as claim:
+        claim.check()
+
+
+def check_for_seconds(claim: UrlClaim, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        claim.check()
+        time.sleep(0.01)
+
+
+def test_who_lost_a_claim_is_told(fs: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_lock, "BEAT_SECONDS", 0.2)
+    with ckpt_tools.claim(URL) as claim:
+        fs.pipe_file(KEY, b'{"token": "theirs"}')
+        with pytest.raises(StoreError, match="took over"):
+            check_for_seconds(claim, 10)
+    assert fs.cat_file(KEY) == b'{"token": "theirs"}'

@@ -1,0 +1,481 @@
+"""A destination is absent, old or complete, whatever happens and whoever else is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError, UsageError
+from ckpt_tools.stores import local_staging as staging_module
+from ckpt_tools.stores.local_staging import LocalPlace, Staging, staged
+
+BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
+
+
+def fill(staging: Staging, text: str) -> None:
+    """An output whose two files have to agree; a single one where it is a file."""
+    names = [staging.target.name] if staging.is_file else ["a", "deep/b"]
+    for name in names:
+        writer = staging.store.create(name, len(text))
+        writer.write_at(0, text.encode())
+        writer.close()
+
+
+def put(target: Path, text: str, *, is_file: bool) -> None:
+    if is_file:
+        target.write_text(text)
+    else:
+        (target / "deep").mkdir(parents=True)
+        (target / "a").write_text(text)
+        (target / "deep/b").write_text(text)
+
+
+def text_of(target: Path) -> str:
+    if target.is_file():
+        return target.read_text()
+    assert (target / "a").read_text() == (target / "deep/b").read_text()
+    assert sorted(path.name for path in target.iterdir()) == ["a", "deep"]
+    return (target / "a").read_text()
+
+
+def convert(target: Path, text: str, *, is_file: bool, overwrite: bool = False, fsync: bool = False) -> None:
+    with staged(target, is_file=is_file, overwrite=overwrite, fsync=fsync) as staging:
+        fill(staging, text)
+        staging.publish(replaced=there(target, is_file=is_file))
+
+
+def there(target: Path, *, is_file: bool) -> Mapping[str, int]:
+    """The names and sizes of what is at the target now."""
+    present = LocalPlace(target).present(is_file=is_file)
+    return {} if present is None else present.files
+
+
+def note(target: Path, *names: str) -> None:
+    """What a run writes down before it makes files of these names, or replaces them."""
+    folder = target.with_name(f".{target.name}.ckpt-tools-partial")
+    folder.mkdir(exist_ok=True)
+    with (folder / "names").open("a") as file:
+        file.writelines(f"{json.dumps(name)}\n" for name in names)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@BOTH
+@pytest.mark.parametrize("fsync", [False, True])
+def test_it_is_absent_and_then_complete(tmp_path: Path, is_file: bool, fsync: bool) -> None:
+    target = tmp_path / "new/out"
+    with staged(target, is_file=is_file, overwrite=False, fsync=fsync) as staging:
+        fill(staging, "new")
+        assert not target.exists()
+        staging.publish()
+        assert text_of(target) == "new"
+    assert names(tmp_path / "new") == ["out"]
+
+
+@BOTH
+@pytest.mark.parametrize("error", [StoreError("disk"), KeyboardInterrupt(), None])
+def test_it_is_absent_where_the_work_ends_early(tmp_path: Path, is_file: bool, error: BaseException | None) -> None:
+    def work() -> None:
+        with staged(tmp_path / "out", is_file=is_file, overwrite=False) as staging:
+            fill(staging, "new")
+            if error is not None:
+                raise error
+
+    if error is None:
+        work()
+    else:
+        with pytest.raises(type(error)):
+            work()
+    assert names(tmp_path) == []
+
+
+@BOTH
+def test_it_stays_old_where_the_work_fails(tmp_path: Path, is_file: bool) -> None:
+    put(tmp_path / "out", "old", is_file=is_file)
+
+    def work() -> None:
+        with staged(tmp_path / "out", is_file=is_file, overwrite=True) as staging:
+            fill(staging, "new")
+            raise StoreError("disk")
+
+    with pytest.raises(StoreError, match="disk"):
+        work()
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
+
+
+@BOTH
+def test_it_is_not_replaced_unasked(tmp_path: Path, is_file: bool) -> None:
+    put(tmp_path / "out", "old", is_file=is_file)
+    with pytest.raises(DestinationExistsError, match=r"out exists; .* --overwrite") as caught:
+        convert(tmp_path / "out", "new", is_file=is_file)
+    assert caught.value.exit_code == 8
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
+
+
+@BOTH
+@pytest.mark.parametrize("fsync", [False, True])
+def test_it_is_replaced_where_asked(tmp_path: Path, is_file: bool, fsync: bool) -> None:
+    put(tmp_path / "out", "old", is_file=is_file)
+    convert(tmp_path / "out", "new", is_file=is_file, overwrite=True, fsync=fsync)
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "new")
+
+
+def test_an_empty_folder_is_as_good_as_none(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    convert(tmp_path / "out", "new", is_file=False)
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "new")
+
+
+@BOTH
+def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path: Path, is_file: bool) -> None:
+    put(tmp_path / "out", "old", is_file=not is_file)
+    with pytest.raises(DestinationExistsError, match="which this output cannot replace"):
+        convert(tmp_path / "out", "new", is_file=is_file, overwrite=True)
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
+
+
+def test_readers_never_miss_a_folder_that_is_being_replaced(tmp_path: Path) -> None:
+    put(tmp_path / "out", "0", is_file=False)
+    missed: list[OSError] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                (tmp_path / "out/a").read_text()
+            except OSError as error:
+                missed.append(error)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for number in range(30):
+        convert(tmp_path / "out", str(number), is_file=False, overwrite=True)
+    done.set()
+    reader.join()
+    assert missed == []
+
+
+class TestWithoutExchange:
+    """File systems that cannot swap two names: NFS, Lustre."""
+
+    @pytest.fixture(autouse=True)
+    def _no_exchange(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(staging_module, "_exchange", lambda a, b: False)
+
+    def test_a_full_folder_is_replaced_in_two_steps(self, tmp_path: Path) -> None:
+        put(tmp_path / "out", "old", is_file=False)
+        convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+        assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "new")
+
+    def test_what_was_moved_aside_when_the_process_was_killed_comes_back(self, tmp_path: Path) -> None:
+        put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
+        with pytest.raises(DestinationExistsError):
+            convert(tmp_path / "out", "new", is_file=False)
+        assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
+
+    def test_what_was_moved_aside_and_replaced_goes(self, tmp_path: Path) -> None:
+        put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
+        note(tmp_path / "out", "a", "deep/b")
+        put(tmp_path / "out", "new", is_file=False)
+        convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
+        assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "newer")
+
+    @pytest.mark.parametrize("noted", [[], ["a"], ["a", "deep/b", "other"]])
+    def test_what_nobody_wrote_down_was_not_moved_by_us(self, tmp_path: Path, noted: list[str]) -> None:
+        put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
+        (tmp_path / ".out.ckpt-tools-replaced/mine").write_text("mine")
+        note(tmp_path / "out", *noted)
+        put(tmp_path / "out", "new", is_file=False)
+        with pytest.raises(DestinationExistsError, match=r"ckpt-tools-replaced .* mine; move it away"):
+            convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
+        assert text_of(tmp_path / "out") == "new"
+        assert names(tmp_path / ".out.ckpt-tools-replaced") == ["a", "deep", "mine"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_comes_while_the_old_is_replaced_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """Between the last look and the swap, and so with both ways to swap."""
+    put(tmp_path / "out", "old", is_file=False)
+    real, came = staging_module._exchange, []
+
+    def late(a: Path, b: Path) -> bool:
+        if not came:
+            (tmp_path / "out/late").write_text("mine")
+        came.append(b)
+        return real(a, b) if exchange else False
+
+    monkeypatch.setattr(staging_module, "_exchange", late)
+    with pytest.raises(DestinationExistsError, match=r"as it was, as files came into it meanwhile: late"):
+        convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["a", "deep", "late"]
+    assert ((tmp_path / "out/a").read_text(), (tmp_path / "out/late").read_text()) == ("old", "mine")
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """By a process that has the old folder open, under the name of a file of the new one."""
+    put(tmp_path / "out", "old", is_file=False)
+    real = staging_module._remove_named
+
+    def late(folder: Path, names: Collection[str]) -> None:
+        if "gone" in names:
+            (folder / "a").write_text("mine")
+        real(folder, names)
+
+    monkeypatch.setattr(staging_module, "_remove_named", late)
+    if not exchange:
+        monkeypatch.setattr(staging_module, "_exchange", lambda a, b: False)
+    (tmp_path / "out/a").rename(tmp_path / "out/gone")
+    with pytest.raises(DestinationExistsError, match=r"out is written; .* are kept in (.*): move them away") as caught:
+        convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+    assert text_of(tmp_path / "out") == "new"
+    kept = Path(re.findall(r"kept in (.*): move", str(caught.value))[0])
+    assert [(path.name, path.read_text()) for path in kept.iterdir()] == [("a", "mine")]
+    with pytest.raises(DestinationExistsError, match=r": a; move"):
+        convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
+    assert (kept / "a").read_text() == "mine"
+
+
+@BOTH
+def test_nothing_but_what_is_named_is_replaced(tmp_path: Path, is_file: bool) -> None:
+    put(tmp_path / "out", "old", is_file=is_file)
+    known = there(tmp_path / "out", is_file=is_file)
+    for wrong in (
+        {},
+        dict.fromkeys(known, 4),
+        {name: size for name, size in known.items() if name not in ("a", "out")},
+    ):
+        with staged(tmp_path / "out", is_file=is_file, overwrite=True) as staging:
+            fill(staging, "new")
+            with pytest.raises(DestinationExistsError, match="was not there at the start"):
+                staging.publish(replaced=wrong)
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from ckpt_tools.stores.local_staging import staged
+with staged(Path(sys.argv[1]), is_file=sys.argv[2] == "True", overwrite=sys.argv[3] == "True") as staging:
+    writer = staging.store.create("half/written", 1 << 20)
+    writer.write_at(0, b"half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def another_writer(target: Path, *, is_file: bool, overwrite: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process that has begun to write ``target`` and takes its time."""
+    command = [sys.executable, "-c", CHILD, str(target), str(is_file), str(overwrite)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "writing\n"
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+@BOTH
+def test_a_second_writer_is_told(tmp_path: Path, is_file: bool) -> None:
+    with another_writer(tmp_path / "out", is_file=is_file):
+        with pytest.raises(DestinationExistsError, match="another process is writing") as caught:
+            convert(tmp_path / "out", "new", is_file=is_file)
+        assert caught.value.exit_code == 8
+        assert (tmp_path / ".out.ckpt-tools-partial/output/half/written").read_bytes()[:4] == b"half"
+
+
+def test_a_second_writer_in_the_same_process_is_told(tmp_path: Path) -> None:
+    with staged(tmp_path / "out", is_file=False, overwrite=False) as first:
+        with pytest.raises(DestinationExistsError, match="another process is writing"):
+            convert(tmp_path / "out", "second", is_file=False)
+        fill(first, "first")
+        first.publish()
+    assert text_of(tmp_path / "out") == "first"
+
+
+@BOTH
+def test_what_a_killed_process_left_is_cleaned_away(tmp_path: Path, is_file: bool) -> None:
+    with another_writer(tmp_path / "out", is_file=is_file) as child:
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert names(tmp_path) == [".out.ckpt-tools-partial"]
+    convert(tmp_path / "out", "new", is_file=is_file)
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "new")
+
+
+def test_a_killed_process_leaves_the_old(tmp_path: Path) -> None:
+    put(tmp_path / "out", "old", is_file=False)
+    with another_writer(tmp_path / "out", is_file=False, overwrite=True) as child:
+        child.kill()
+        child.wait()
+    assert text_of(tmp_path / "out") == "old"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "output/notes.txt", "output/a/b", "link", "output/link", "1.log/x", "empty/"]
+)
+def test_what_is_not_ours_is_never_cleaned_away(tmp_path: Path, name: str, resume: bool) -> None:
+    put(tmp_path / "mine", "precious", is_file=False)
+    stranger = tmp_path / ".out.ckpt-tools-partial" / name
+    stranger.parent.mkdir(parents=True)
+    if name.endswith("link"):
+        stranger.symlink_to(tmp_path / "mine")
+    elif name.endswith("/"):
+        stranger.mkdir()
+    else:
+        stranger.write_text("mine")
+    note(tmp_path / "out", "a", "deep/b")
+    before = tree(tmp_path)
+    for _ in range(2):
+        with pytest.raises(DestinationExistsError, match=r"did not write.*; move them away"):
+            staged(tmp_path / "out", is_file=False, overwrite=False, resume=resume).__enter__()
+    assert tree(tmp_path) == before
+    assert all(left.kind == "unfinished output" for left in LocalPlace(tmp_path / "out").remove_leftovers())
+    assert os.path.lexists(stranger)
+    assert text_of(tmp_path / "mine") == "precious"
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path: Path) -> None:
+    put(tmp_path / "mine", "precious", is_file=False)
+    (tmp_path / ".out.ckpt-tools-partial").symlink_to("mine")
+    with pytest.raises(StoreError, match="cannot write there"):
+        convert(tmp_path / "out", "new", is_file=False)
+    assert text_of(tmp_path / "mine") == "precious"
+
+
+@BOTH
+def test_what_somebody_else_put_there_meanwhile_is_kept(tmp_path: Path, is_file: bool) -> None:
+    with staged(tmp_path / "out", is_file=is_file, overwrite=False) as staging:
+        fill(staging, "new")
+        put(tmp_path / "out", "theirs", is_file=is_file)
+        with pytest.raises(DestinationExistsError):
+            staging.publish()
+    assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "theirs")
+
+
+RACE = """
+import sys
+from pathlib import Path
+from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.stores.local_staging import LocalPlace, staged
+published = 0
+while published < 60:
+    text = f"{sys.argv[2]} {published}".encode()
+    try:
+        with staged(Path(sys.argv[1]), is_file=False, overwrite=True) as staging:
+            for name in ("a", "deep/b"):
+                writer = staging.store.create(name, len(text))
+                writer.write_at(0, text)
+                writer.close()
+            there = LocalPlace(Path(sys.argv[1])).present(is_file=False)
+            staging.publish(replaced={} if there is None else there.files)
+        published += 1
+    except DestinationExistsError:
+        pass
+"""
+
+
+def test_writers_that_race_publish_whole_outputs_or_are_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RACE, str(tmp_path / "out")]
+    children = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "xyz"]
+    complaints = [child.communicate(timeout=60)[1] for child in children]
+    assert complaints == ["", "", ""]
+    assert names(tmp_path) == ["out"]
+    assert text_of(tmp_path / "out") in ("x 59", "y 59", "z 59")
+
+
+class TestPlaces:
+    def test_a_link_to_a_folder_stands_for_the_folder(self, tmp_path: Path) -> None:
+        put(tmp_path / "disk/real", "old", is_file=False)
+        (tmp_path / "out").symlink_to("disk/real")
+        convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+        assert (tmp_path / "out").is_symlink()
+        assert (names(tmp_path / "disk"), text_of(tmp_path / "disk/real")) == (["real"], "new")
+
+    def test_a_link_to_a_folder_yet_to_be_is_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "out").symlink_to("disk/real")
+        convert(tmp_path / "out", "new", is_file=False)
+        assert text_of(tmp_path / "disk/real") == text_of(tmp_path / "out") == "new"
+
+    def test_a_link_to_a_file_is_replaced_and_the_file_kept(self, tmp_path: Path) -> None:
+        (tmp_path / "blob").write_text("blob")
+        (tmp_path / "out").symlink_to("blob")
+        with pytest.raises(DestinationExistsError):
+            convert(tmp_path / "out", "new", is_file=True)
+        convert(tmp_path / "out", "new", is_file=True, overwrite=True)
+        assert ((tmp_path / "blob").read_text(), (tmp_path / "out").read_text()) == ("blob", "new")
+        assert not (tmp_path / "out").is_symlink()
+
+    def test_the_working_folder_is_a_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        convert(Path(), "new", is_file=False)
+        assert text_of(tmp_path / "here") == "new"
+
+    def test_a_mount_point_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="is a mount point"):
+            convert(Path("/proc"), "new", is_file=False, overwrite=True)
+
+    @pytest.mark.parametrize("place", ["/proc/nowhere/out", "file/out", "x" * 250])
+    def test_where_no_folder_can_be_made_is_a_store_error(
+        self, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StoreError, match="cannot write there"):
+            convert(Path(place), "new", is_file=False)
+
+    def test_modes_follow_the_umask(self, tmp_path: Path) -> None:
+        before = os.umask(0o027)
+        try:
+            convert(tmp_path / "out", "new", is_file=False)
+        finally:
+            os.umask(before)
+        modes = {
+            path.name: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]
+        }
+        assert modes == {"out": 0o750, "a": 0o640, "deep": 0o750}
+
+    def test_no_descriptor_is_lost(self, tmp_path: Path) -> None:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+            with pytest.raises(CkptError):
+                convert(tmp_path / "out", "new", is_file=False)
+            with staged(tmp_path / "other", is_file=False, overwrite=False):
+                with pytest.raises(CkptError):
+                    convert(tmp_path / "other", "new", is_file=False)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path: Path) -> None:
+    with staged(tmp_path / "out", is_file=False, overwrite=False, resume=True) as staging:
+        fill(staging, "new")
+        staging.store.create("deep/ckpt-tools.digests.json", 2).close()
+        staging.publish(["a", "deep/b"])
+    assert text_of(tmp_path / "out") == "new"
+    assert names(tmp_path / "out/deep") == ["b"]

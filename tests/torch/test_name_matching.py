@@ -1,0 +1,104 @@
+"""What a job calls the entries of a checkpoint, found by matching."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of
+from ckpt_tools.torch.name_matching import JobNames
+
+
+def scalar(kind: Kind) -> TensorEntry:
+    shard = Shard(Box.whole(()), ByteRange("data", 0, 4))
+    return TensorEntry((), DType.FLOAT32, kind, ShardTable.build((), DType.FLOAT32, [shard]))
+
+
+def job_names(*fqns: str, model_key: str | None = None, optim_key: str | None = None) -> JobNames:
+    """Names for a checkpoint of these weights, with state of each, one group, a tie of the first, and an epoch."""
+    tensors = {StateKey(fqn): scalar(Kind.PARAMETER) for fqn in fqns}
+    tensors |= {StateKey(fqn, "step"): scalar(Kind.STATE) for fqn in fqns}
+    found = Manifest(
+        "deepspeed",
+        tensors,
+        aliases={"tie": fqns[0]},
+        groups=(ParamGroup(fqns, {"lr": 0.5}),),
+        extra={"client_state": {"epoch": 2}},
+    )
+    tree = chosen_tree(found, model_key=None, optim_key=None)
+    return JobNames.of(found, entries_of(found, tree), tree, model_key=model_key, optim_key=optim_key)
+
+
+@pytest.mark.parametrize("prefix", ["app.model.", "model.", "", "some.where.else."])
+def test_weights_are_found_whatever_stands_before_them(prefix: str) -> None:
+    names = job_names("blocks.0.up", "norm")
+    for own, entry in {
+        "blocks.0.up": "app.model.blocks.0.up",
+        "norm": "app.model.norm",
+        "tie": "app.model.tie",
+    }.items():
+        match = names.find(prefix + own)
+        assert match is not None
+        assert (match.entry, match.prefix) == (entry, prefix)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("optimizer.state.w.step", "app.optim.state.w.step"),
+        ("app.optim.param_groups.0.lr", "app.optim.param_groups.0.lr"),
+        ("optimizer.param_groups.w.lr", "app.optim.param_groups.0.lr"),
+        ("app.epoch", "app.epoch"),
+        ("epoch", "app.epoch"),
+    ],
+)
+def test_state_options_and_entries(name: str, entry: str) -> None:
+    match = job_names("w").find(name)
+    assert match is not None and match.entry == entry
+
+
+def test_the_longest_name_is_the_weight() -> None:
+    names = job_names("weight", "head.weight")
+    match = names.find("app.model.head.weight")
+    assert match is not None and match.entry == "app.model.head.weight"
+
+
+def test_names_that_the_checkpoint_lacks() -> None:
+    names = job_names("w")
+    assert names.find("app.model.v") is None
+    assert names.find("app.optim.state.w.exp_avg") is None
+
+
+def test_a_plan_that_agrees_on_its_prefixes() -> None:
+    names = job_names("w", "v")
+    names.check(["app.model.w", "app.model.v", "app.optim.state.w.step", "app.epoch", "app.model.unknown"])
+    names.check(["model.w", "optim.state.w.step", "epoch"])
+
+
+def test_two_models_need_a_choice() -> None:
+    names = job_names("w", "v")
+    with pytest.raises(UsageError, match="job_model_key"):
+        names.check(["app.model.w", "app.ema.v"])
+    chosen = job_names("w", "v", model_key="app.model")
+    chosen.check(["app.model.w", "app.ema.v"])
+    assert chosen.find("app.ema.v") is None
+
+
+def test_two_optimizers_need_a_choice() -> None:
+    with pytest.raises(UsageError, match="job_optim_key"):
+        job_names("w").check(["g.state.w.step", "d.state.w.step"])
+    assert job_names("w", optim_key="g").find("d.state.w.step") is None
+
+
+def test_an_entry_elsewhere_is_not_the_one_beside_the_model() -> None:
+    with pytest.raises(UsageError, match=r"no entry 'app\.trainer\.epoch'"):
+        job_names("w").check(["app.model.w", "app.trainer.epoch"])
+
+
+def test_marks_of_wrappers_are_passed_over() -> None:
+    match = job_names("blocks.0.up").find("model._orig_mod.blocks.0._checkpoint_wrapped_module.up")
+    assert match is not None and (match.entry, match.prefix) == ("app.model.blocks.0.up", "model.")

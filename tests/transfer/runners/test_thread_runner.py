@@ -1,0 +1,107 @@
+"""Tasks on threads: together, to the end, and with nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt_tools.errors import StoreError
+from ckpt_tools.testing.runners import RunnerTests, double, fail_at_seven
+from ckpt_tools.transfer.runners.base import Runner
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+class TestThreadRunner(RunnerTests):
+    def make(self, num_workers: int) -> Runner:
+        return ThreadRunner(num_workers)
+
+
+def test_as_many_work_at_a_time_as_it_has_workers() -> None:
+    together = threading.Barrier(3, timeout=10)
+    used = set(ThreadRunner(3).run(lambda item: together.wait() * 0 + threading.get_ident(), range(9)))
+    assert len(used) == 3 and threading.get_ident() not in used
+
+
+def test_the_first_error_wins_and_the_others_finish_what_they_began() -> None:
+    begun, finished = threading.Barrier(2, timeout=10), []
+
+    def work(item: int) -> int:
+        begun.wait()
+        if item == 0:
+            raise StoreError("first")
+        time.sleep(0.05)
+        finished.append(item)
+        raise StoreError("second")
+
+    with pytest.raises(StoreError, match="first"):
+        list(ThreadRunner(2).run(work, range(50)))
+    assert finished == [1]
+
+
+def test_no_item_is_started_after_an_error() -> None:
+    started = []
+
+    def work(item: int) -> None:
+        started.append(item)
+        fail_at_seven(item)
+        time.sleep(0.001)
+
+    with pytest.raises(StoreError):
+        list(ThreadRunner(2).run(work, range(1000)))
+    assert len(started) <= 9
+
+
+def test_closing_it_early_ends_its_threads() -> None:
+    started = []
+
+    def work(item: int) -> int:
+        started.append(item)
+        time.sleep(0.001)
+        return item
+
+    running = ThreadRunner(2).run(work, range(1000))
+    next(running)
+    running.close()
+    assert not any(thread.name.startswith("ckpt-tools") for thread in threading.enumerate())
+    assert len(started) < 100
+
+
+def test_an_error_of_the_one_who_takes_the_results_ends_its_threads() -> None:
+    def take() -> None:
+        for result in ThreadRunner(2).run(double, range(1000)):
+            raise KeyError(result)
+
+    with pytest.raises(KeyError):
+        take()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError()])
+def test_an_error_of_any_kind_reaches_the_caller(error: BaseException) -> None:
+    def work(item: int) -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        list(ThreadRunner(2).run(work, range(10)))
+
+
+def test_results_are_handed_out_while_others_are_in_the_making() -> None:
+    taken = threading.Event()
+
+    def work(item: int) -> int:
+        assert item == 0 or taken.wait(timeout=10)
+        return item
+
+    results = ThreadRunner(2).run(work, range(2))
+    assert next(results) == 0
+    taken.set()
+    assert list(results) == [1]

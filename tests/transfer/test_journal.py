@@ -1,0 +1,351 @@
+"""A journal: what is noted was written, what is recovered was checked, and of another plan nothing is."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Payload
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.errors import StoreError, UsageError
+from ckpt_tools.planning.plan import CopyRules, Plan
+from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local_staging import LocalPlace
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Buffer
+from ckpt_tools.transfer import journal as journal_module
+from ckpt_tools.transfer.execute import Outcome, Receipt, execute
+from ckpt_tools.transfer.journal import Journal, fingerprint
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+
+W = StateKey("w")
+DATA = np.random.default_rng(0).bytes(1000)
+TASK_BYTES = 64
+
+
+@dataclass
+class MemoryLog:
+    """Bytes that outlive a run, and how they came."""
+
+    data: bytes = b""
+    appends: list[bytes] = field(default_factory=list)
+    fails: bool = False
+    before_append: Callable[[bytes], None] = lambda data: None
+
+    def read(self) -> bytes:
+        return self.data
+
+    def append(self, data: bytes) -> None:
+        self.before_append(data)
+        if self.fails:
+            self.data += data[: len(data) // 2]
+            raise StoreError("writing failed: No space left on device")
+        self.appends.append(data)
+        self.data += data
+
+    def clear(self) -> None:
+        self.data = b""
+
+
+@dataclass(slots=True)
+class Breaking(StoreDestination):
+    """A destination that fails once ``room`` parts were written."""
+
+    room: float = math.inf
+
+    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        self.room -= 1
+        if self.room < 0:
+            raise StoreError("writing failed: No space left on device", path=path)
+        return StoreDestination.write(self, path, handle, number, offset, data)
+
+
+def vector(file: str = "source") -> TensorEntry:
+    shard = Shard(Box((0,), (len(DATA),)), ByteRange(file, 0, len(DATA)))
+    return TensorEntry((len(DATA),), DType.UINT8, Kind.PARAMETER, ShardTable.build((1000,), DType.UINT8, [shard]))
+
+
+def plan_of(entry: TensorEntry, *, literal: bytes = b"index", task_bytes: int = TASK_BYTES) -> Plan:
+    payload = Payload(W, Box.whole(entry.shape), entry.shape, entry.dtype)
+    files = (
+        FileLayout("a", (payload,)),
+        FileLayout("b", (payload, Crc32(0, 1000))),
+        FileLayout("empty", ()),
+        FileLayout("c", (Literal(literal),)),
+    )
+    return Plan(Manifest("test", {W: entry}), Layout(files), task_bytes, 1)
+
+
+PLAN = plan_of(vector())
+SIZE = 1000 + 1004 + 5
+SOURCE = MemoryStore({"source": bytearray(DATA)})
+
+
+@pytest.fixture(autouse=True)
+def _told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every task is noted where it is done."""
+    monkeypatch.setattr(journal_module, "MAX_SHARE", math.inf)
+    monkeypatch.setattr(journal_module, "QUIET_SECONDS", 0.0)
+
+
+def run(
+    log: MemoryLog, target: MemoryStore, plan: Plan = PLAN, *, resume: bool = True, room: float = math.inf
+) -> tuple[Outcome, Journal]:
+    destination, runner = Breaking(target, room=room), ThreadRunner(1)
+    begin = Journal.resume if resume else Journal.begin
+    journal = begin(log, plan, SOURCE, destination, runner)
+    done = execute(plan, SOURCE, destination, runner=runner, on_bytes=lambda number: None, history=journal)
+    return done, journal
+
+
+def broken(room: int) -> tuple[MemoryLog, MemoryStore]:
+    """What a run leaves that fails after so many parts."""
+    log, target = MemoryLog(), MemoryStore()
+    with pytest.raises(StoreError):
+        run(log, target, resume=False, room=room)
+    return log, target
+
+
+def check(target: MemoryStore) -> None:
+    expected = {"a": DATA, "b": DATA + zlib.crc32(DATA).to_bytes(4, "little"), "empty": b"", "c": b"index"}
+    assert {path: bytes(data) for path, data in target.files.items()} == expected
+
+
+@pytest.mark.parametrize("room", range(0, 34, 3))
+def test_a_run_is_continued_where_it_failed(room: int) -> None:
+    log, target = broken(room)
+    done, journal = run(log, target)
+    check(target)
+    assert journal.bytes_recovered + done.bytes_written == SIZE
+    assert journal.bytes_recovered >= TASK_BYTES * (room - 3), "but for two shorter parts, all that were written"
+
+
+def test_a_run_that_was_done_is_not_done_again() -> None:
+    log, target = MemoryLog(), MemoryStore()
+    run(log, target)
+    done, journal = run(log, target)
+    assert (done.bytes_written, done.bytes_read, journal.bytes_recovered) == (0, 0, SIZE)
+    check(target)
+
+
+def test_where_nothing_is_it_starts() -> None:
+    log, target = MemoryLog(), MemoryStore()
+    done, journal = run(log, target)
+    assert (done.bytes_written, journal.bytes_recovered) == (SIZE, 0)
+    check(target)
+
+
+def test_a_run_that_fails_early_leaves_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "QUIET_SECONDS", math.inf)
+    log, target = broken(20)
+    assert log.data == b""
+    done, journal = run(log, target)
+    assert (done.bytes_written, journal.bytes_recovered) == (SIZE, 0)
+    check(target)
+
+
+def test_what_was_done_early_is_done_again_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = count()
+    with monkeypatch.context() as early:
+        early.setattr(Journal, "is_noting", property(lambda journal: next(asked) >= 5))
+        log, target = broken(20)
+    _, journal = run(log, target)
+    assert TASK_BYTES * 10 < journal.bytes_recovered <= TASK_BYTES * 15
+    check(target)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20, 60, 300])
+def test_a_line_that_was_cut_off_is_none(cut: int) -> None:
+    log, target = broken(20)
+    log.data = log.data[:-cut]
+    done, journal = run(log, target)
+    check(target)
+    assert journal.bytes_recovered + done.bytes_written == SIZE
+    _, again = run(log, target)
+    assert again.bytes_recovered == SIZE, "what is noted after such a line is read"
+
+
+def test_a_journal_whose_first_line_was_cut_off_is_none() -> None:
+    log, target = broken(20)
+    log.data = log.data[:30]
+    _, journal = run(log, target)
+    assert journal.bytes_recovered == 0
+    check(target)
+
+
+@pytest.mark.parametrize("at", range(0, 1100, 97))
+def test_a_line_that_was_changed_is_none(at: int) -> None:
+    """The checksums of parts in it are not those of bytes that can be read again."""
+    log, target = broken(20)
+    start = log.data.index(b"\n", 60)
+    data = bytearray(log.data)
+    data[start + at] ^= 1
+    log.data = bytes(data)
+    run(log, target)
+    check(target)
+
+
+def test_what_is_not_there_any_more_is_written_again() -> None:
+    log, target = broken(20)
+    target.files["a"][200] ^= 1
+    done, journal = run(log, target)
+    check(target)
+    assert done.bytes_written + journal.bytes_recovered == SIZE
+    _, again = run(log, target)
+    assert again.bytes_recovered == SIZE, "a task noted twice counts once"
+
+
+def test_a_file_that_is_gone_is_begun_again() -> None:
+    log, target = broken(20)
+    del target.files["a"]
+    _, journal = run(log, target)
+    assert 0 < journal.bytes_recovered < 1000
+    check(target)
+
+
+OTHER_PLANS = {
+    "another file of the source": plan_of(vector("other")),
+    "other tasks": plan_of(vector(), task_bytes=128),
+    "other files": replace(PLAN, layout=Layout(PLAN.layout.files[:2])),
+    "another name": replace(PLAN, manifest=Manifest("test", {StateKey("v"): vector(), W: vector()})),
+    "another literal of the source": replace(PLAN, manifest=replace(PLAN.manifest, literals={"x": b"1"})),
+}
+
+
+@pytest.mark.parametrize("plan", OTHER_PLANS.values(), ids=OTHER_PLANS)
+def test_one_of_another_plan_is_refused_and_kept(plan: Plan) -> None:
+    log, target = broken(20)
+    before = log.data
+    with pytest.raises(UsageError, match="another source, of other options") as caught:
+        run(log, target, plan)
+    assert (caught.value.exit_code, log.data) == (2, before)
+
+
+def test_one_of_another_cut_is_of_another_plan() -> None:
+    plan = plan_of(vector(), task_bytes=400)
+    plans = [plan, *(replace(plan, copies=CopyRules(least, most)) for least, most in [(100, 9), (101, 9), (100, 8)])]
+    assert len({fingerprint(each, SOURCE) for each in plans}) == 4
+
+
+def test_a_file_that_is_to_hold_other_bytes_is_begun_again() -> None:
+    log, target = MemoryLog(), MemoryStore()
+    run(log, target)
+    done, journal = run(log, target, plan_of(vector(), literal=b"INDEX"))
+    assert (target.files["c"], done.bytes_written, journal.bytes_recovered) == (b"INDEX", 5, SIZE - 5)
+
+
+def test_a_source_that_was_written_again_is_another(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    (tmp_path / "source").write_bytes(DATA)
+    first = fingerprint(PLAN, store)
+    assert fingerprint(PLAN, LocalStore(tmp_path)) == first
+    os.utime(tmp_path / "source", ns=(1, 1))
+    assert fingerprint(PLAN, store) != first
+
+
+def test_nothing_is_noted_before_it_is_written() -> None:
+    log, target = MemoryLog(), MemoryStore()
+
+    def look(data: bytes) -> None:
+        for receipt in receipts_of(data, target):
+            path, task = PLAN.layout.files[receipt.task.file].path, receipt.task
+            assert zlib.crc32(target.files[path][task.start : task.stop]) == receipt.crc
+
+    log.before_append = look
+    run(log, target)
+    assert len(list(receipts_of(log.data, target))) == 16 + 16 + 1 + 1
+
+
+def receipts_of(data: bytes, target: MemoryStore) -> Iterator[Receipt]:
+    """What a journal notes as done, all of it."""
+    journal = Journal(MemoryLog(), PLAN, StoreDestination(target), ThreadRunner(1), _left=data)
+    journal._handles = dict.fromkeys(range(4), "")
+    return iter(list(journal._noted()))
+
+
+def test_a_log_that_takes_long_is_told_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MAX_SHARE", 1e-9)
+    log, target = MemoryLog(), MemoryStore()
+    _, journal = run(log, target)
+    assert len(log.appends) == 1
+    journal.flush()
+    assert len(log.appends) == 2
+    _, again = run(log, target)
+    assert again.bytes_recovered == SIZE
+
+
+def test_a_log_that_fails_fails_nothing_else_and_is_tried_again() -> None:
+    log, target = MemoryLog(fails=True), MemoryStore()
+    _, journal = run(log, target)
+    check(target)
+    log.fails = False
+    journal.flush()
+    _, again = run(log, target)
+    assert again.bytes_recovered == SIZE
+
+
+@contextmanager
+def full_disk(*, after: int) -> Iterator[None]:
+    """All writes but the first few fail."""
+    write, number = os.pwrite, count()
+
+    def failing(descriptor: int, data: bytes, offset: int) -> int:
+        if next(number) >= after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        yield
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    torch.save({f"{name}.weight": torch.rand(100, 300) for name in "abcdef"}, tmp_path / "weights.pt")
+    return tmp_path / "weights.pt"
+
+
+def test_a_conversion_that_failed_is_continued(weights: Path, tmp_path: Path) -> None:
+    target, plain = tmp_path / "out.safetensors", tmp_path / "plain.safetensors"
+    with full_disk(after=2), pytest.raises(StoreError, match="No space left") as caught:
+        ckpt_tools.convert(weights, target, resume=True, workers=1, memory="73MiB")
+    assert str(caught.value).endswith("; what was written so far is kept, and the same command continues it")
+    assert [left.kind for left in LocalPlace(target).leftovers()] == ["unfinished output"]
+    report = ckpt_tools.convert(weights, target, resume=True, workers=1, memory="73MiB")
+    ckpt_tools.convert(weights, plain)
+    assert target.read_bytes() == plain.read_bytes()
+    assert report.bytes_recovered > 0
+    assert report.bytes_recovered + report.bytes_written == plain.stat().st_size
+    assert report.to_json()["bytes_recovered"] == report.bytes_recovered
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "plain.safetensors", "weights.pt"]
+
+
+def test_one_of_other_options_is_refused_with_what_to_do(weights: Path, tmp_path: Path) -> None:
+    with full_disk(after=1), pytest.raises(StoreError):
+        ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True)
+    with pytest.raises(UsageError, match="start afresh without --resume"):
+        ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True, include=["a.*"])
+    ckpt_tools.convert(weights, tmp_path / "out.pt", include=["a.*"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "weights.pt"]
+
+
+def test_one_that_fails_without_resume_keeps_nothing(weights: Path, tmp_path: Path) -> None:
+    with full_disk(after=1), pytest.raises(StoreError, match=r"No space left on device$"):
+        ckpt_tools.convert(weights, tmp_path / "out.pt", workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]

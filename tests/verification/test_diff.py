@@ -1,0 +1,253 @@
+"""``diff``: every way in which two tensors can differ, in every format, against numpy's own arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.torch import save_file
+
+import ckpt_tools
+from ckpt_tools.cli.main import main
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.errors import UsageError
+from ckpt_tools.verification.deviation import Deviation, measure
+from ckpt_tools.verification.report import Aspect, VerifyReport
+from tests.support.ranks import for_ranks
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def bits32(*patterns: int) -> torch.Tensor:
+    return torch.from_numpy(np.array(patterns, np.uint32).view(np.float32).copy())
+
+
+def diff_of(tmp_path: Path, a: Tensors, b: Tensors, **options: Any) -> VerifyReport:
+    """Of a safetensors file and a torch file."""
+    save_file(dict(a), tmp_path / "a.safetensors")
+    torch.save(dict(b), tmp_path / "b.pt")
+    return ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "b.pt", **options)
+
+
+def only(report: VerifyReport) -> tuple[str, Aspect, Deviation | None]:
+    (difference,) = report.differences
+    return difference.key.fqn, difference.aspect, difference.deviation
+
+
+def test_the_same_tensors_in_two_formats(tmp_path: Path) -> None:
+    tensors = {"w": bits32(0x7FC0_1234, 0x8000_0000, 1), "n": torch.tensor(3), "e": torch.zeros(0, 4)}
+    report = diff_of(tmp_path, tensors, tensors)
+    assert report.equal and report.num_tensors == 3
+
+
+def test_values(tmp_path: Path) -> None:
+    a = torch.arange(10, dtype=torch.float32)
+    b = a.clone()
+    b[2], b[9] = 2.5, 8
+    assert only(diff_of(tmp_path, {"w": a}, {"w": b})) == (
+        "w",
+        Aspect.VALUES,
+        Deviation(num_differing=2, max_abs=1.0, max_rel=0.2),
+    )
+
+
+def test_bits_of_nans_and_signs_of_zeros_differ_and_are_counted_apart(tmp_path: Path) -> None:
+    a = bits32(0x7FC0_0000, 0x7FC0_0000, 0x0000_0000, 0x3F80_0000, 0x7FC0_0001)
+    b = bits32(0x7FC0_0001, 0xFFC0_0000, 0x8000_0000, 0x7FC0_0000, 0x7FC0_0001)
+    report = diff_of(tmp_path, {"w": a}, {"w": b})
+    assert only(report)[2] == Deviation(num_differing=4, num_nan_bits=2, num_zero_signs=1, num_one_nan=1)
+    assert report.differences[0].what == (
+        "4 of 5 elements differ; 2 in the bits of a NaN; 1 in the sign of a zero; 1 NaN on one side alone"
+    )
+
+
+def test_infinities(tmp_path: Path) -> None:
+    inf = float("inf")
+    report = diff_of(tmp_path, {"w": torch.tensor([inf, inf, 1.0])}, {"w": torch.tensor([inf, -inf, 1.0])})
+    assert only(report)[2] == Deviation(1, max_abs=inf, max_rel=inf)
+    assert json.loads(json.dumps(report.to_json()))["differences"][0]["max_abs"] == "inf"
+
+
+def test_a_tensor_on_one_side_alone(tmp_path: Path) -> None:
+    report = diff_of(tmp_path, {"w": torch.ones(2), "a": torch.ones(2)}, {"w": torch.ones(2), "b": torch.ones(2)})
+    assert [(d.key.fqn, d.aspect, d.what) for d in report.differences] == [
+        ("a", Aspect.MISSING, "only in A"),
+        ("b", Aspect.UNEXPECTED, "only in B"),
+    ]
+
+
+def test_shapes(tmp_path: Path) -> None:
+    report = diff_of(tmp_path, {"w": torch.ones(2, 3)}, {"w": torch.ones(3, 2)})
+    assert only(report) == ("w", Aspect.SHAPE, None)
+    assert report.differences[0].what == "shape [3, 2] instead of [2, 3]"
+
+
+def test_another_dtype_is_a_difference_and_its_values_are_compared_as_numbers(tmp_path: Path) -> None:
+    a = torch.tensor([1.0, 2.0, 1 / 3, float("nan")])
+    report = diff_of(tmp_path, {"w": a}, {"w": a.bfloat16()})
+    name, aspect, deviation = only(report)
+    assert (name, aspect) == ("w", Aspect.DTYPE) and deviation is not None
+    assert deviation.num_differing == 1
+    assert deviation.max_abs == abs(float(a[2].double()) - float(a[2].bfloat16().double()))
+
+
+def test_a_loss_free_cast_has_the_same_numbers(tmp_path: Path) -> None:
+    a = torch.randn(100).bfloat16()
+    report = diff_of(tmp_path, {"w": a}, {"w": a.float()})
+    assert only(report) == ("w", Aspect.DTYPE, Deviation())
+    assert report.differences[0].what == "float32 instead of bfloat16; as numbers, 0 of 100 elements differ"
+
+
+def test_a_difference_in_any_block_of_a_large_tensor(tmp_path: Path) -> None:
+    a = torch.zeros(3 << 20)
+    b = a.clone()
+    b[0], b[1 << 20], b[-1] = 1, 2, 3
+    assert only(diff_of(tmp_path, {"w": a}, {"w": b}))[2] == Deviation(3, max_abs=3.0, max_rel=1.0)
+
+
+def test_tied_names_are_compared_under_each_name(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    torch.save({"w": shared, "tied": shared}, tmp_path / "a.pt")
+    save_file({"w": shared, "tied": shared.clone()}, tmp_path / "b.safetensors")
+    assert ckpt_tools.diff(tmp_path / "a.pt", tmp_path / "b.safetensors").equal
+
+
+def test_names_are_rewritten_and_chosen(tmp_path: Path) -> None:
+    a, b = {"m.w": torch.ones(2), "m.x": torch.ones(2)}, {"w": torch.ones(2), "x": torch.zeros(2)}
+    assert only(diff_of(tmp_path, a, b, rename=[r"^m\.="]))[0] == "x"
+    assert diff_of(tmp_path, a, b, rename=[r"^m\.="], exclude=["x"]).equal
+    assert diff_of(tmp_path, a, b, rename=[r"^m\.="], include=["w"]).num_tensors == 1
+    (tmp_path / "map.json").write_text('{"m.w": "w", "m.x": "x"}')
+    assert only(diff_of(tmp_path, a, b, key_map=tmp_path / "map.json"))[0] == "x"
+    with pytest.raises(UsageError, match="matches no tensor"):
+        diff_of(tmp_path, a, b, include=["nothing"])
+    with pytest.raises(UsageError, match="no tensor on either side"):
+        diff_of(tmp_path, a, b, include=["w"], exclude=["*"])
+
+
+FULL = ["dcp", "zero1", "zero2", "zero3", "universal", "torch", "safetensors"]
+
+
+@pytest.mark.parametrize("source", ["fsdp2", "zero3-bf16"])
+def test_all_formats_of_one_state_are_the_same(source: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Optimizer state too, at three world sizes; each against the next."""
+    made = checkpoint(source, "awkward", 2).checkpoint
+    for number, to in enumerate(FULL):
+        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", **for_ranks(to, 1 + number % 3))
+    for a, b in zip(["", *FULL], [*FULL, FULL[0]], strict=True):
+        report = ckpt_tools.diff(tmp_path / a if a else made, tmp_path / b)
+        assert report.equal and report.num_tensors >= 100, (a, b, report.differences[:3])
+
+
+def test_a_moment_that_differs_is_named(checkpoint: Any, tmp_path: Path) -> None:
+    made = checkpoint("fsdp2", "awkward", 2).checkpoint
+    ckpt_tools.convert(made, tmp_path / "all.pt", state="all")
+    state = torch.load(tmp_path / "all.pt", weights_only=True)
+    name, slots = next((name, s) for name, s in state["optim"]["state"].items() if s["exp_avg"].numel())
+    slots["exp_avg"].view(-1)[0] += 1
+    torch.save(state, tmp_path / "other.pt")
+    report = ckpt_tools.diff(made, tmp_path / "other.pt")
+    assert [(d.key.fqn, d.key.slot) for d in report.differences] == [(name, "exp_avg")]
+    assert ckpt_tools.diff(made, tmp_path / "other.pt", state="model").equal
+
+
+def test_which_copies_were_compared_is_said(checkpoint: Any, tmp_path: Path) -> None:
+    made = checkpoint("zero3-bf16", "awkward", 2).checkpoint
+    ckpt_tools.convert(made, tmp_path / "m.safetensors", weights="model")
+    report = ckpt_tools.diff(made, tmp_path / "m.safetensors", state="model", weights="model")
+    assert report.equal
+    ckpt_tools.convert(made, tmp_path / "dcp", to="dcp")
+    report = ckpt_tools.diff(made, tmp_path / "dcp")
+    assert report.equal and "model copies" in report.notes[0].what
+    assert {d.aspect for d in ckpt_tools.diff(made, tmp_path / "dcp", weights="model").differences} == {Aspect.DTYPE}
+
+
+REAL = [np.float64, np.float32, np.float16, np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint8]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from(REAL))
+def test_deviations_are_those_of_python_numbers(data: st.DataObject, dtype: type[np.generic]) -> None:
+    """Python's integers are exact, and its floats are float64."""
+    draw = hnp.arrays(dtype, 6)
+    a, b = data.draw(draw), data.draw(draw)
+    found = measure(*(each.view(np.uint8) for each in (a, b)), *[DType(np.dtype(dtype).name)] * 2)
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.tobytes() != y.tobytes()]
+    values = [(x.item(), y.item()) for x, y in pairs]
+    numbers = [(x, y) for x, y in values if not (math.isnan(x) or math.isnan(y))]
+    assert found.num_differing == len(pairs)
+    assert found.num_zero_signs == sum(x == y == 0 for x, y in numbers)
+    assert found.num_nan_bits == sum(math.isnan(x) and math.isnan(y) for x, y in values)
+    assert found.num_one_nan == sum(math.isnan(x) != math.isnan(y) for x, y in values)
+    assert found.max_abs == max((abs(x - y) for x, y in numbers), default=0)
+    assert found.max_rel <= 2 or math.isinf(found.max_rel)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_complex_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    a = torch.tensor([1 + 1j, 0j, complex("inf+1j"), complex("nan")], dtype=torch.complex128).to(dtype)
+    b = torch.tensor([4 + 5j, 0j, complex("inf+2j"), complex("nan")], dtype=torch.complex128).to(dtype)
+    for name, tensors in (("a", a), ("b", b)):
+        torch.save({"w": tensors}, tmp_path / f"{name}.pt")
+    deviation = only(ckpt_tools.diff(tmp_path / "a.pt", tmp_path / "b.pt"))[2]
+    assert deviation is not None
+    assert (deviation.num_differing, deviation.max_abs, deviation.max_rel) == (2, 5.0, float("inf"))
+
+
+def sparse_model(path: Path, dtype: str, num_bytes: int) -> None:
+    """One tensor of zeros that take no room on the disk."""
+    item_bytes = {"F32": 4, "I8": 1}[dtype]
+    entry = {"dtype": dtype, "shape": [num_bytes // item_bytes], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"w": entry}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + num_bytes)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "I8"])
+def test_memory_is_a_few_blocks_whatever_the_tensors_are(dtype: str, tmp_path: Path) -> None:
+    num_bytes = 128 << 20
+    for name in ("a", "b"):
+        sparse_model(tmp_path / f"{name}.safetensors", dtype, num_bytes)
+    with (tmp_path / "b.safetensors").open("r+b") as file:
+        file.seek(-(4 << 20), 2)
+        file.write(b"\x01" * (4 << 20))
+    tracemalloc.start()
+    try:
+        report = ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", workers=1)
+        ckpt_tools.checksum(tmp_path / "a.safetensors", workers=1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert only(report)[2] is not None
+    assert peak < num_bytes / 5
+
+
+def run(*words: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diff_of(tmp_path, {"w": torch.ones(4)}, {"w": torch.tensor([1.0, 1.0, 1.0, 1.5])})
+    assert run("diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors") == 0
+    assert "1 tensor, 16 B: all are the same" in capsys.readouterr().out
+    assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.pt") == 6
+    shown = capsys.readouterr()
+    assert "1 of 4 elements differ, by at most 0.5 (relative 0.333)" in shown.out
+    assert shown.err == "Error: 1 of 1 tensor differs\n"
+    assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.pt", "--json") == 6
+    (found,) = json.loads(capsys.readouterr().out)["differences"]
+    assert found["name"] == "w" and found["aspect"] == "values" and found["max_abs"] == 0.5

@@ -1,0 +1,450 @@
+"""Digests: of known bytes, the same in every format and world size, and wrong after any flip of a bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+from xxhash import xxh3_128
+
+import ckpt_tools
+from ckpt_tools.cli.main import main
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Manifest, StateKey
+from ckpt_tools.core.options import ConvertOptions
+from ckpt_tools.core.shards import Framing, ShardTable
+from ckpt_tools.errors import (
+    CkptError,
+    DestinationExistsError,
+    MalformedError,
+    SourceNotFoundError,
+    StoreError,
+    UnsupportedError,
+    UsageError,
+)
+from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.formats.registry import writers
+from ckpt_tools.serialization.torch_zip import locate_item
+from ckpt_tools.stores import local_staging as staging
+from ckpt_tools.stores.local_staging import Staging
+from ckpt_tools.stores.marker_files import DIGESTS_NAME
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.verification import digests
+from ckpt_tools.verification.digests import Digest, Digests
+from ckpt_tools.verification.report import Aspect
+from tests.support.ranks import for_ranks
+from tests.support.s3_server import BUCKET, S3Server
+from tests.support.truth import Truth, assert_same_bits
+
+FLIPS = 10_000
+NOTHING_XXH3 = "99aa06d3014798d86001c324468d497f"
+NOTHING_BLAKE3 = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+FORMATS = ("dcp", "zero1", "zero2", "zero3", "universal", "torch", "safetensors")
+
+
+def silent(num_bytes: int) -> None:
+    """No progress."""
+
+
+def digests_in(store: Store, manifest: Manifest) -> Digests:
+    return digests.digests_of(store, manifest, num_workers=1, on_bytes=silent)
+
+
+def opened(path: Path) -> tuple[Source, Manifest]:
+    return read_checkpoint(path, ConvertOptions().reading)
+
+
+def test_known_digests(tmp_path: Path) -> None:
+    """Of the 12 bytes 00 01 ... 0b, and of none, whose digests both projects publish."""
+    tensors = {"w": torch.arange(12, dtype=torch.uint8).reshape(3, 4), "e": torch.zeros(0, 7)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    found = ckpt_tools.checksum(tmp_path / "m.safetensors", output="-").digests
+    assert found == {
+        StateKey("w"): Digest(
+            DType.UINT8, (3, 4), xxh3_128(bytes(range(12))).hexdigest(), blake3(bytes(range(12))).hexdigest()
+        ),
+        StateKey("e"): Digest(DType.FLOAT32, (0, 7), NOTHING_XXH3, NOTHING_BLAKE3),
+    }
+
+
+def test_a_list_is_the_same_bytes_whatever_order_its_tensors_came_in() -> None:
+    one = Digest(DType.UINT8, (), "0" * 32, "0" * 64)
+    keys = [StateKey("b"), StateKey("a", "exp_avg"), StateKey("a")]
+    data = digests.dumps(dict.fromkeys(keys, one))
+    assert data == digests.dumps(dict.fromkeys(reversed(keys), one))
+    assert list(digests.loads(data, "x")) == [StateKey("a", "exp_avg"), StateKey("a"), StateKey("b")]
+    assert digests.loads(data, "x") == dict.fromkeys(keys, one)
+
+
+ENTRY = {"name": "w", "slot": "weight", "dtype": "uint8", "shape": [1], "xxh3_128": "0" * 32, "blake3": "0" * 64}
+
+
+def listed(*entries: Any, **changes: Any) -> bytes:
+    return json.dumps({"format": digests.FORMAT, "version": 1, "tensors": list(entries), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        (b"not json", MalformedError, "not valid JSON"),
+        (b"[]", MalformedError, "no list of digests"),
+        (listed(format="other"), MalformedError, "no list of digests"),
+        (listed(tensors={}), MalformedError, "no list of digests"),
+        (listed(version=2), UnsupportedError, "version 2"),
+        (listed(ENTRY, ENTRY), MalformedError, "two digests"),
+        (listed("w"), MalformedError, "lacks"),
+        (listed({**ENTRY, "name": 3}), MalformedError, "lacks"),
+        (listed({k: v for k, v in ENTRY.items() if k != "blake3"}), MalformedError, "lacks"),
+        (listed({**ENTRY, "dtype": "float7"}), MalformedError, "float7"),
+        (listed({**ENTRY, "shape": [-1]}), MalformedError, "shape"),
+        (listed({**ENTRY, "shape": [True]}), MalformedError, "shape"),
+        (listed({**ENTRY, "blake3": "0" * 63}), MalformedError, "no blake3"),
+        (listed({**ENTRY, "xxh3_128": "G" * 32}), MalformedError, "no xxh3_128"),
+        (b'{"tensors": [], "tensors": []}', MalformedError, "twice"),
+        (b"[" * 100_000, MalformedError, "not valid JSON"),
+    ],
+)
+def test_a_list_that_is_none(data: bytes, error: type[CkptError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        digests.loads(data, "x.digests.json")
+
+
+@pytest.mark.parametrize("source", ["fsdp2", "zero3-bf16", "zero1-fp32"])
+def test_digests_are_the_same_in_every_format_and_world_size(source: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Of each tensor that two of them hold in the same dtype, all slots."""
+    made = checkpoint(source, "awkward", 2).checkpoint
+    wanted = digests_in(opened(made)[0].store, opened(made)[1])
+    num_same = 0
+    for number, to in enumerate(FORMATS):
+        copies = {} if writers()[to].holds_masters else {"weights": "model"}
+        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", **copies, **for_ranks(to, 1 + number % 4))
+        found = ckpt_tools.checksum(tmp_path / to).digests
+        same = {key for key in found if key in wanted and wanted[key].dtype is found[key].dtype}
+        assert {key: found[key] for key in same} == {key: wanted[key] for key in same}
+        num_same += len(same)
+        assert len(same) >= 99, to
+    assert num_same >= 99 * len(FORMATS)
+
+
+def test_every_name_of_a_tied_weight_has_its_digest(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    torch.save({"w": shared, "tied": shared}, tmp_path / "m.pt")
+    found = ckpt_tools.checksum(tmp_path / "m.pt").digests
+    assert found[StateKey("w")] == found[StateKey("tied")]
+    assert ckpt_tools.verify(tmp_path / "m.pt").num_digests == 2
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A checkpoint whose files are byte arrays, its digests, and where the bytes of its tensors are."""
+
+    files: dict[str, bytearray]
+    manifest: Manifest
+    digests: Digests
+    ranges: list[tuple[str, int, int]]
+
+    def differing(self) -> list[StateKey]:
+        found = digests_in(self.store, self.manifest)
+        return [difference.key for difference in digests.differences(self.digests, found)]
+
+    @property
+    def store(self) -> Store:
+        return Overlay(MemoryStore(self.files), self.manifest.literals)
+
+
+def in_memory(path: Path) -> InMemory:
+    source, manifest = opened(path)
+    files = {name: bytearray(source.read(name, 0, source.size(name))) for name in source.files}
+    ranges = [
+        found
+        for entry in manifest.tensors.values()
+        for found in element_ranges(entry.shards, source)
+        if found[0] in files and found[1] < found[2]
+    ]
+    return InMemory(files, manifest, digests_in(source.store, manifest), ranges)
+
+
+def element_ranges(table: ShardTable, source: Source) -> Iterator[tuple[str, int, int]]:
+    for shard in table:
+        at = shard.at
+        start = at.start
+        if table.framing is Framing.TORCH_ITEM:
+            start = locate_item(partial(source.read, at.file), at.start, at.stop, at.file).start
+        yield at.file, start, start + shard.box.numel * table.dtype.item_bytes
+
+
+def small_state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "a.weight": torch.randn(5, 7, generator=generator),
+        "b.weight": torch.randn(3, 4, 2, generator=generator),
+        "c.scale": torch.tensor(1.5),
+        "n.count": torch.arange(9),
+    }
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, InMemory]:
+    """A model of four tensors in every format, cut for three ranks where there are ranks."""
+    folder = tmp_path_factory.mktemp("small")
+    torch.save(small_state(), folder / "m.pt")
+    for to in FORMATS:
+        ckpt_tools.convert(folder / "m.pt", folder / to, to=to, **for_ranks(to, 3))
+    return {to: in_memory(folder / to) for to in FORMATS}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_every_flipped_bit_is_found(to: str, small: dict[str, InMemory]) -> None:
+    """``FLIPS`` over all formats, each alone, at bits drawn uniformly from all bytes of tensors."""
+    made = small[to]
+    assert made.differing() == []
+    lengths = np.array([stop - start for _, start, stop in made.ranges])
+    ends = np.cumsum(lengths)
+    for place in np.random.default_rng(7).integers(0, 8 * ends[-1], -(-FLIPS // len(FORMATS))).tolist():
+        number = int(np.searchsorted(ends, place // 8, side="right"))
+        file, _, stop = made.ranges[number]
+        position, bit = stop - int(ends[number] - place // 8), 1 << place % 8
+        made.files[file][position] ^= bit
+        assert made.differing(), (file, position, bit)
+        made.files[file][position] ^= bit
+    assert made.differing() == []
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_verify_finds_flips_in_the_files(to: str, tmp_path: Path) -> None:
+    """Of every byte of one tensor, by the verb itself."""
+    torch.save(small_state(), tmp_path / "m.pt")
+    ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to=to, **for_ranks(to, 2))
+    ckpt_tools.checksum(tmp_path / "out")
+    assert ckpt_tools.verify(tmp_path / "out").equal
+    for file, start, stop in in_memory(tmp_path / "out").ranges:
+        with (tmp_path / "out" / file).open("r+b") as data:
+            position = (start + stop) // 2
+            data.seek(position)
+            (byte,) = data.read(1)
+            data.seek(position)
+            data.write(bytes([byte ^ 0x10]))
+            data.flush()
+            report = ckpt_tools.verify(tmp_path / "out")
+            assert Aspect.DIGEST in {difference.aspect for difference in report.differences}
+            data.seek(position)
+            data.write(bytes([byte]))
+    assert ckpt_tools.verify(tmp_path / "out").equal
+
+
+def test_tensors_that_came_or_went_or_changed_their_kind(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, path)
+    ckpt_tools.checksum(path)
+    save_file({"a": torch.ones(2, 1), "b": torch.ones(2).half(), "d": torch.ones(2)}, path)
+    found = {difference.key.fqn: difference.aspect for difference in ckpt_tools.verify(path).differences}
+    assert found == {"a": Aspect.SHAPE, "b": Aspect.DTYPE, "c": Aspect.MISSING, "d": Aspect.UNEXPECTED}
+
+
+def test_a_list_in_another_place(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+    assert ckpt_tools.verify(path).num_digests is None
+    report = ckpt_tools.checksum(path, output=tmp_path / "kept.json")
+    assert report.destination == str(tmp_path / "kept.json")
+    assert ckpt_tools.verify(path).num_digests is None
+    assert ckpt_tools.verify(path, digests=tmp_path / "kept.json").num_digests == 1
+    with pytest.raises(DestinationExistsError):
+        ckpt_tools.checksum(path, output=tmp_path / "kept.json")
+    assert ckpt_tools.checksum(path, output=tmp_path / "kept.json", overwrite=True).digests == report.digests
+    with pytest.raises(SourceNotFoundError):
+        ckpt_tools.verify(path, digests=tmp_path / "none.json")
+    with pytest.raises(UsageError, match="--digests"):
+        ckpt_tools.verify(path, path, digests=tmp_path / "kept.json")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.json", "m.safetensors"]
+
+
+@pytest.mark.parametrize("source", ["fsdp2", "zero1-fp32", "zero3-bf16"])
+def test_the_list_of_a_source_proves_what_was_made_of_it(source: str, checkpoint: Any, tmp_path: Path) -> None:
+    made, kept = checkpoint(source, "awkward", 2).checkpoint, tmp_path / "kept.json"
+    ckpt_tools.checksum(made, output=kept)
+    for to in FORMATS:
+        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", **for_ranks(to, 3))
+        report = ckpt_tools.verify(tmp_path / to, digests=kept)
+        assert report.equal and (report.num_digests or 0) >= 99, (to, report.differences[:3])
+    ckpt_tools.convert(made, tmp_path / "m.pt", rename=["^=net."], exclude=["*bias"])
+    options: dict[str, Any] = {"rename": ["^=net."], "exclude": ["*bias"]}
+    assert ckpt_tools.verify(tmp_path / "m.pt", digests=kept, state="model", **options).equal
+    assert not ckpt_tools.verify(tmp_path / "m.pt", digests=kept, state="model").equal
+    with pytest.raises(UsageError, match="distinct"):
+        ckpt_tools.verify(tmp_path / "m.pt", digests=kept, rename=[".*=x"])
+
+
+def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint: Any, tmp_path: Path) -> None:
+    made = shutil.copytree(checkpoint("zero1-fp32", "awkward", 2).checkpoint, tmp_path / "z")
+    shutil.copytree(made / "global_step4", made / "global_step8")
+    report = ckpt_tools.checksum(made, tag="global_step8")
+    assert report.destination == str(made / "global_step8" / DIGESTS_NAME)
+    assert ckpt_tools.verify(made, tag="global_step8").num_digests == len(report.digests)
+    assert ckpt_tools.verify(made).num_digests is None
+    assert ckpt_tools.verify(made / "global_step8").num_digests == len(report.digests)
+
+
+def test_a_universal_tag_folder_that_is_opened_itself(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
+    ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "u", to="universal", tag="t")
+    assert ckpt_tools.checksum(tmp_path / "u" / "t").destination == str(tmp_path / "u" / "t" / DIGESTS_NAME)
+    assert ckpt_tools.verify(tmp_path / "u").num_digests == ckpt_tools.verify(tmp_path / "u" / "t").num_digests == 2
+
+
+def run(*words: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+    assert run("verify", path) == 0
+    assert "no digests lie with" in capsys.readouterr().out
+    assert run("checksum", path) == 0
+    assert capsys.readouterr().out == f"{path}.digests.json: digests of 1 tensor, 8 B\n"
+    assert run("checksum", path) == 8
+    capsys.readouterr()
+    assert run("checksum", path, "--output", "-") == 0
+    assert json.loads(capsys.readouterr().out)["digests"][0]["name"] == "a"
+    assert run("verify", path) == 0
+    assert "have the 1 digest written down" in capsys.readouterr().out
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert load_file(path)["a"][1] != 1
+    assert run("verify", path) == 6
+    assert "a" in (shown := capsys.readouterr()).out and "blake3" in shown.out
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_conversion_writes_the_digests_of_what_it_wrote(to: str, tmp_path: Path) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    report = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to=to, checksum=True, **for_ranks(to, 2))
+    assert report.digests is not None and report.to_json()["digests"] == report.digests
+    made = Path(report.digests).read_bytes()
+    assert (ckpt_tools.verify(tmp_path / "out").num_digests or 0) >= 3
+    assert ckpt_tools.checksum(tmp_path / "out", overwrite=True).destination == report.digests
+    assert Path(report.digests).read_bytes() == made
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "out"]
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_digests_of_a_file_lie_beside_it_and_are_published_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    monkeypatch.chdir(tmp_path)
+    appeared: list[str] = []
+    rename = staging._rename_new
+    monkeypatch.setattr(staging, "_rename_new", lambda old, new: (appeared.append(new.name), rename(old, new))[1])
+    report = ckpt_tools.convert("m.pt", name, checksum=True)
+    assert report.digests == f"{name}.digests.json"
+    assert appeared == [f"{name}.digests.json", name]
+    assert ckpt_tools.verify(name).num_digests == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["m.pt", name, f"{name}.digests.json"])
+
+
+def test_a_list_never_speaks_of_another_file(tmp_path: Path) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    target = tmp_path / "out.safetensors"
+    ckpt_tools.convert(tmp_path / "m.pt", target, checksum=True)
+    with pytest.raises(DestinationExistsError, match="--checksum"):
+        ckpt_tools.convert(tmp_path / "m.pt", target, overwrite=True, include=["a.*"])
+    assert ckpt_tools.verify(target).num_digests == 4
+    ckpt_tools.convert(tmp_path / "m.pt", target, overwrite=True, include=["a.*"], checksum=True)
+    assert ckpt_tools.verify(target).num_digests == 1
+    target.unlink()
+    with pytest.raises(DestinationExistsError, match="--overwrite"):
+        ckpt_tools.convert(tmp_path / "m.pt", target, checksum=True)
+    assert not target.exists()
+
+
+def test_a_folder_is_replaced_with_its_list(tmp_path: Path) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    for _ in range(2):
+        ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to="zero1", checksum=True, overwrite=True)
+        assert (ckpt_tools.verify(tmp_path / "out").num_digests or 0) > 3
+    ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to="zero1", overwrite=True)
+    assert ckpt_tools.verify(tmp_path / "out").num_digests is None
+
+
+def _failing(*_: object, **__: object) -> None:
+    raise StoreError("the disk is gone")
+
+
+def test_a_failure_while_hashing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(small_state(), tmp_path / "m.pt")
+    monkeypatch.setattr(digests, "digests_of", _failing)
+    for target in ("out.pt", "out"):
+        with pytest.raises(StoreError, match="the disk is gone"):
+            ckpt_tools.convert(tmp_path / "m.pt", tmp_path / target, to="torch", checksum=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+
+
+LOADED = [("dcp", "fsdp2"), ("zero1", "zero1-fp32"), ("zero3", "zero3-fp32"), ("universal", "universal-zero2-fp32")]
+
+
+@pytest.mark.parametrize(("to", "kind"), LOADED)
+def test_frameworks_load_folders_with_digests(to: str, kind: str, checkpoint: Any, resume: Any, tmp_path: Path) -> None:
+    made = checkpoint("fsdp2", "plain", 2)
+    report = ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, checksum=True, **for_ranks(to, 2))
+    assert Path(report.digests or "").is_file()
+    resumed = resume(kind, "plain", tmp_path / "out", 2)
+    assert_same_bits(Truth.load(made.root).best_weights(), resumed.best_weights())
+
+
+def test_transformers_loads_a_folder_with_digests(checkpoint: Any, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    made = checkpoint("transformers", "plain", 1).checkpoint
+    folder = shutil.copytree(made, tmp_path / "gpt2")
+    ckpt_tools.checksum(folder)
+    wanted, found = (GPT2LMHeadModel.from_pretrained(path).state_dict() for path in (made, folder))
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an object store."""
+    monkeypatch.delattr(Staging, "finished")
+    torch.save(small_state(), tmp_path / "m.pt")
+    options: dict[str, Any] = {"to": "safetensors", "checksum": True}
+    report = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, **options)
+    assert Path(report.digests or "").is_file()
+    assert ckpt_tools.verify(tmp_path / name).num_digests == 4
+    monkeypatch.setattr(digests, "digests_of", _failing)
+    with pytest.raises(StoreError, match=r"gone; .*out.* is written, and its digests are not"):
+        ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, overwrite=True, **options)
+
+
+def test_digests_in_an_object_store(s3: S3Server, tmp_path: Path) -> None:
+    """Of a folder, of a file, and of what was there before; the list of a file is never left beside another."""
+    torch.save(small_state(), tmp_path / "m.pt")
+    url = f"s3://{BUCKET}/{s3.new_prefix()}"
+    for name, digests_name in (("out", f"out/{DIGESTS_NAME}"), ("o.safetensors", "o.safetensors.digests.json")):
+        report = ckpt_tools.convert(tmp_path / "m.pt", url + name, to="safetensors", checksum=True)
+        assert report.digests == url + digests_name
+        assert ckpt_tools.verify(url + name).num_digests == 4
+        assert ckpt_tools.diff(tmp_path / "m.pt", url + name).equal
+    with pytest.raises(DestinationExistsError, match="--checksum"):
+        ckpt_tools.convert(tmp_path / "m.pt", f"{url}o.safetensors", overwrite=True)
+    ckpt_tools.convert(tmp_path / "m.pt", f"{url}z", to="zero3", tag="t")
+    assert ckpt_tools.checksum(f"{url}z").destination == f"{url}z/t/{DIGESTS_NAME}"
+    assert (ckpt_tools.verify(f"{url}z").num_digests or 0) > 4

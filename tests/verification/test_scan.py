@@ -1,0 +1,410 @@
+"""``scan`` names what a loader would run, in every carrier, and nothing of what the frameworks wrote."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import datetime
+import decimal
+import io
+import json
+import pickle
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckpt_tools
+import fixtures
+from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
+from ckpt_tools.serialization.pickle.load import dumps
+from ckpt_tools.serialization.pickle.trace.harmless_names import may_be_named
+from fixtures.store import Fixture
+from tests.serialization.archives import zipped
+from tests.serialization.hostile import sample
+from tests.serialization.hostile_run import Carrier
+from tests.serialization.test_hostile_pickles import BOMBS, DEEP
+
+ROOT = Path(__file__).parents[2]
+Checkpoint = Callable[[str, str, int], Fixture]
+
+HOSTS = {
+    "torch": ("torch", "model.pt", "zip"),
+    "torch, legacy": ("torch", "model.pt", "legacy"),
+    "torch, tar": ("torch", "model.pt", "tar"),
+    "companion": ("dcp", "scheduler.bin", "zip"),
+    "pickled companion": ("dcp", "random_states_0.pkl", "raw"),
+    "DCP metadata": ("dcp", ".metadata", "raw"),
+    "DCP object": ("dcp", "__9_0.distcp", "item"),
+    "ZeRO model": ("zero2-fp32", "*/mp_rank_00_model_states.pt", "zip"),
+    "ZeRO optimizer": ("zero2-fp32", "*/*_optim_states.pt", "zip"),
+    "ZeRO-3 model": ("zero3-fp32", "*/zero_pp_rank_0_*_model_states.pt", "zip"),
+    "ZeRO-3 optimizer": ("zero3-fp32", "*/*_optim_states.pt", "zip"),
+    "universal model": ("universal", "*/mp_rank_00_model_states.pt", "zip"),
+    "universal tensor": ("universal", "*/zero/*/fp32.pt", "zip"),
+}
+"""Every file that a pickle can lie in: the checkpoint, the file whose place a sample takes, and how it holds it."""
+
+
+def carrier(kind: str, work: Path, checkpoint: Checkpoint) -> Carrier:
+    host, file, form = HOSTS[kind]
+    folder = work / kind.replace(" ", "_")
+    if host in SMALL:
+        SMALL[host](folder)
+    else:
+        shutil.copytree(checkpoint(host, "lone", 1).checkpoint, folder)
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.glob(file))
+    return Carrier(kind, str(folder), found[0] if found else file, form)
+
+
+def _torch(folder: Path) -> None:
+    folder.mkdir()
+    torch.save({"weight": torch.arange(6.0).reshape(2, 3)}, folder / "model.pt")
+
+
+def _dcp(folder: Path) -> None:
+    tree = {"app": {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "note": {"epoch": 3}}}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(tree, checkpoint_id=str(folder), no_dist=True)
+
+
+def _universal(folder: Path) -> None:
+    with TemporaryDirectory() as before:
+        _torch(Path(before, "torch"))
+        ckpt_tools.convert(Path(before, "torch"), folder, to="universal")
+
+
+SMALL: dict[str, Callable[[Path], None]] = {"torch": _torch, "dcp": _dcp, "universal": _universal}
+"""Hosts of a tensor or two: every command reads all of a host for every sample."""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hostile")
+
+
+@pytest.fixture(scope="module")
+def trace(work: Path) -> Path:
+    return work / "trace"
+
+
+@pytest.fixture(scope="module")
+def results(work: Path, trace: Path, checkpoint: Checkpoint) -> list[Any]:
+    """Carrier, sample, outcomes of ``scan``, ``inspect`` and ``convert``, and forbidden events; seen by strace too."""
+    plan = {
+        "carriers": [asdict(carrier(kind, work, checkpoint)) for kind in HOSTS],
+        "samples": [(name, base64.b64encode(data).decode()) for name, _, data in sample(work / "canary")],
+        "out": str(work / "out"),
+        "allowed": [str(work)],
+    }
+    command = [sys.executable, "-m", "tests.serialization.hostile_run"]
+    done = subprocess.run(
+        traced(command, trace), input=json.dumps(plan), capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    trace.touch()
+    return json.loads(done.stdout)
+
+
+def traced(command: list[str], log: Path) -> list[str]:
+    if shutil.which("strace") is None:
+        return command
+    calls = "trace=execve,execveat,connect,socket,fork,vfork,open,openat,creat,unlink,unlinkat,rename,renameat2,kill"
+    return ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(log), "-e", calls, *command]
+
+
+def test_hundreds_of_samples_differ(work: Path) -> None:
+    found = [data for _, _, data in sample(work / "canary")]
+    assert len(set(found)) == len(found) > 200
+
+
+def test_nothing_is_executed(results: list[Any], work: Path) -> None:
+    assert len(results) == len(HOSTS) * len(list(sample(work / "canary")))
+    assert [(kind, name, events) for kind, name, _, events in results if events] == []
+    assert {path.name for path in work.iterdir()} == {*(kind.replace(" ", "_") for kind in HOSTS), "trace"}
+
+
+def test_scan_names_every_sample(results: list[Any], work: Path) -> None:
+    wanted = {name: gadget for name, gadget, _ in sample(work / "canary")}
+    missed = [(kind, name, found[0]) for kind, name, found, _ in results if not named(wanted[name], found[0])]
+    assert missed == []
+
+
+def named(gadget: tuple[str, str, tuple[Any, ...]], findings: Any) -> bool:
+    """Whether the findings hold module and name of the gadget, as a call or as what a computed call is made of."""
+    module, name, _ = gadget
+    text = " ".join(findings)
+    return module.replace("__builtin__", "builtins") in text and name in text
+
+
+def test_strace_sees_no_program_no_connection_and_no_file_of_others(
+    results: list[Any], trace: Path, work: Path
+) -> None:
+    if shutil.which("strace") is None:
+        return
+    opened = re.findall(r'(\w+)\((?:AT_FDCWD, |\d+, )?"([^"]*)"', trace.read_text())
+    own = (str(work), str(ROOT), sys.prefix, sys.base_prefix, "/usr/", "/lib", "/etc/", "/proc/", "/sys/", "/dev/")
+    programs = [path for call, path in opened if call.startswith("exec")]
+    assert len(programs) == 1
+    assert [path for _, path in opened if path.startswith("/") and not path.startswith(own)] == []
+    assert not re.search(r"\b(connect|socket|kill|v?fork)\(", trace.read_text())
+
+
+TORCH_SCRIPT = "torch-script"
+"""The one kind that is a program, and said to be one."""
+
+
+def test_what_frameworks_wrote_is_clean(checkpoint: Checkpoint) -> None:
+    """Every fixture: torch, DCP in all layouts, DeepSpeed in all stages, transformers with its arguments and RNG."""
+    alarms = []
+    for wanted in fixtures.CORE:
+        report = ckpt_tools.scan(checkpoint(wanted.kind, wanted.case, wanted.world_size).checkpoint)
+        if wanted.kind != TORCH_SCRIPT and not report.clean:
+            alarms.append((wanted, report.findings))
+        assert report.num_pickles or wanted.kind.startswith(("safetensors", "transformers", "fsdp2-hf"))
+    assert alarms == []
+
+
+def test_a_torchscript_archive_is_a_program(checkpoint: Checkpoint) -> None:
+    report = ckpt_tools.scan(checkpoint(TORCH_SCRIPT, "plain", 1).checkpoint)
+    assert report.unsafe
+    assert any("TorchScript program" in finding.what for finding in report.findings)
+
+
+def test_every_global_of_torchs_own_list_is_clean() -> None:
+    """Its own, and not what modules add when they are imported: that depends on the tests before."""
+    from torch._weights_only_unpickler import _get_allowed_globals
+
+    parts = [name.rpartition(".")[::2] for name in _get_allowed_globals()]
+    assert [part for part in parts if not may_be_named(*part)] == []
+
+
+def genuine() -> dict[str, Any]:
+    """What people keep beside weights."""
+    generator = np.random.default_rng(3)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "rng": [random.getstate(), np.random.get_state(), torch.get_rng_state(), generator, np.random.RandomState(1)],
+        "arrays": [np.arange(3), np.float32(2), np.array(["a"]), np.array([{"x": 1}], dtype=object), np.bool_(True)],
+        "args": argparse.Namespace(lr=0.1, path=Path("x"), dtype=torch.bfloat16, device=torch.device("cpu")),
+        "kept": [collections.Counter("aab"), collections.deque([1]), collections.defaultdict(list, x=[1])],
+        "times": [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(1), decimal.Decimal("1.5")],
+        "plain": [b"bytes", bytearray(b"x"), {1, 2}, frozenset({3}), 1 + 2j, range(3), slice(1), 2**70],
+        "id": uuid.UUID(int=5),
+        "buffer": io.BytesIO(b"state"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_what_python_and_numpy_pickle_is_clean(protocol: int, tmp_path: Path) -> None:
+    value = genuine()
+    if protocol < 2:
+        del value["plain"], value["buffer"]
+    (tmp_path / "state.pkl").write_bytes(pickle.dumps(value, protocol))
+    torch.save(value, tmp_path / "state.pt", pickle_protocol=max(protocol, 2))
+    torch.save(value, tmp_path / "legacy.pt", pickle_protocol=max(protocol, 2), _use_new_zipfile_serialization=False)
+    assert ckpt_tools.scan(tmp_path).findings == ()
+
+
+HARM = b"cos\nsystem\n(Vid\ntR."
+CALL = "os.system('id')"
+
+
+def found(data: bytes, tmp_path: Path, name: str = "model.pt") -> tuple[list[str], bool]:
+    """What a scan of a file says, and whether it is unsafe."""
+    folder = tmp_path / "found"
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_bytes(data)
+    report = ckpt_tools.scan(folder)
+    return [finding.what for finding in report.findings], report.unsafe
+
+
+def _saved(value: Any, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def _npy() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.array([None], dtype=object), allow_pickle=True)
+    return stream.getvalue()[:128]
+
+
+TENSOR = {"w": torch.arange(4.0)}
+PLACES = {
+    "after a pickle": pickle.dumps({"x": 1}) + HARM,
+    "after the storages of a legacy file": _saved(TENSOR, _use_new_zipfile_serialization=False) + HARM,
+    "after two legacy files": _saved(TENSOR, _use_new_zipfile_serialization=False) * 2 + HARM,
+    "before damage": HARM[:-1] + b"\xff\xff",
+    "cut off": HARM[:-1],
+    "compressed": zipped({"archive/data.pkl": HARM}, compress=True),
+    "with a wrong checksum": zipped({"archive/data.pkl": HARM.replace(b"id", b"ls")}).replace(b"Vls", b"Vid"),
+    "twice in a zip": zipped({"archive/data.pkl": b"N.", "archive/other.pkl": HARM}),
+    "without a name of a pickle": zipped({"archive/data.pkl": b"N.", "archive/notes": HARM}),
+    "in a zip in a zip": zipped({"archive/data.pkl": b"N.", "archive/inner.pt": zipped({"archive/data.pkl": HARM})}),
+    "in an array of objects": _npy() + HARM,
+    "named otherwise in its record": zipped({"archive/data.pkl": HARM}).replace(b"archive/data", b"archive/dota", 1),
+    "behind a prefix": b"\0" * 10 + zipped({"archive/data.pkl": HARM}),
+    "in bytes of bytes": pickle.dumps(b"x") + b"c_pickle\nloads\nC" + bytes([len(HARM)]) + HARM + b"\x85R.",
+    "beyond the first read": pickle.dumps(["x" * 100_000, b"y" * 300_000])[:-1] + b"0" + HARM,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_pickle_of_a_file_is_looked_at(place: str, tmp_path: Path) -> None:
+    findings, unsafe = found(PLACES[place], tmp_path)
+    assert CALL in findings
+    assert unsafe
+
+
+@pytest.mark.parametrize("name", ["config.json", ".hidden/model.pt", "a/b/rng_state_0.pth", "weights.safetensors"])
+def test_every_file_is_looked_at(name: str, tmp_path: Path) -> None:
+    assert found(pickle.dumps(1)[:2] + HARM, tmp_path, name) == ([CALL], True)
+
+
+def test_a_second_directory_is_said(tmp_path: Path) -> None:
+    """miniz takes the last end record that it finds, also in what another calls its comment."""
+    inner = zipped({"archive/data.pkl": HARM})
+    outer = bytearray(zipped({"archive/data.pkl": b"N."}))
+    outer[-2:] = struct.pack("<H", len(inner))
+    findings, _ = found(bytes(outer) + inner, tmp_path)
+    assert findings
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("cut.pt", _saved(TENSOR)[:300]),
+        ("noise.bin", bytes(range(256))),
+        ("text.pkl", b"no pickle at all"),
+        ("torn.metadata", pickle.dumps([1, 2, 3])[:-4]),
+        ("legacy.pt", _saved(TENSOR, _use_new_zipfile_serialization=False)[:-3]),
+        ("padded.pkl", pickle.dumps(1) + b"\0" * 64),
+    ],
+)
+def test_what_cannot_be_followed_is_a_finding_of_its_own(name: str, data: bytes, tmp_path: Path) -> None:
+    findings, unsafe = found(data, tmp_path, name)
+    assert findings
+    assert not unsafe
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("README.md", b"cos is a function\nand so is sin\nRead on.\n"),
+        ("model.safetensors", struct.pack("<Q", 2) + b"{}"),
+        ("pytorch_model.bin", struct.pack("<Q", 640) + b"{" + b" " * 638 + b"}"),
+        ("latest", b"global_step4"),
+        ("empty.pt", b""),
+        ("trainer_state.json", b'{"global_step": 4}'),
+        ("logo.png", b"\x89PNG\r\n\x1a\n" + bytes(50)),
+    ],
+)
+def test_what_is_no_pickle_is_no_finding(name: str, data: bytes, tmp_path: Path) -> None:
+    assert found(data, tmp_path, name) == ([], False)
+
+
+def test_names_that_lead_out_are_findings(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "model.pt").write_bytes(HARM)
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "linked").symlink_to(tmp_path / "outside")
+    (tmp_path / "inside" / "model.pt").symlink_to(tmp_path / "outside" / "model.pt")
+    metadata = Metadata({"x": BytesStorageMetadata()}, None, {MetadataIndex("x"): StorageInfo("../outside/x", 0, 1)})
+    (tmp_path / "inside" / ".metadata").write_bytes(dumps(metadata))
+    report = ckpt_tools.scan(tmp_path / "inside")
+    assert report.unsafe
+    assert {(finding.file, finding.danger) for finding in report.findings} == {
+        (name, "outside") for name in ("linked", "model.pt", ".metadata")
+    }
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    words = [sys.executable, "-m", "ckpt_tools", *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_says_what_and_where(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(zipped({"archive/data.pkl": HARM.replace(b"Vid", b"V[red]\x1b[0m")}))
+    code, out, error = command("scan", tmp_path)
+    assert code == 7
+    assert all(text in out for text in ("model.pt", "archive/data.pkl", "os.system('[red]\\x1b[0m')"))
+    assert error.startswith("Error: ") and "Traceback" not in error
+    code, out, _ = command("scan", tmp_path, "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert (code, finding["danger"]) == (7, "runs")
+
+
+@pytest.mark.parametrize(("data", "code"), [(pickle.dumps({"x": 1}), 0), (b"noise", 4)])
+def test_exit_codes(data: bytes, code: int, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(data)
+    assert command("scan", tmp_path, "--json")[0] == code
+    assert command("scan", tmp_path / "missing")[0] == 3
+
+
+@pytest.mark.parametrize("name", [*BOMBS, *DEEP])
+def test_bombs_cost_a_scan_by_their_size(name: str, tmp_path: Path) -> None:
+    data = {**BOMBS, **DEEP}[name]
+    tracemalloc.start()
+    try:
+        found(data, tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 * 2**20 + 64 * len(data), f"{name}: {peak:,} bytes out of {len(data):,}"
+
+
+REPEATED = {
+    "a long tuple as arguments": (b"(" + b"N" * 30_000 + b"tq\x000ca\nb\nq\x01", b"h\x01h\x00R0"),
+    "a large dict as a state": (b"(" + b"NN" * 15_000 + b"dq\x000ccollections\nOrderedDict\n)Rq\x01", b"h\x00b"),
+    "wide arguments to show": (b"(" + b"(NNNNNNNNtq\x01" * 8 + b"tq\x000ca\nb\nq\x02", b"h\x02h\x00R0"),
+    "a list that is rebuilt with": (
+        b"(" + b"N" * 30_000 + b"lq\x000ctorch._tensor\n_rebuild_from_type_v2\nq\x01ca\nb\nh\x00q\x020",
+        b"h\x01(NNh\x02NtR0",
+    ),
+    "nested bytes": (b"C\x40" + b"N" * 64 + b"q\x000cpickle\nloads\nq\x01", b"h\x01h\x00\x85R0"),
+    "pickles in a row": (b"", b"N."),
+    "names": (b"", b"ca\nb\n0"),
+}
+"""What comes first, and what is done with it again and again."""
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_time_grows_with_the_size_alone(name: str, tmp_path: Path) -> None:
+    first, again = REPEATED[name]
+
+    def seconds(times: int) -> float:
+        start = time.process_time()
+        found(first + again * times + b"N.", tmp_path)
+        return time.process_time() - start
+
+    small, large = (min(seconds(times) for _ in range(3)) for times in (4_000, 16_000))
+    assert large < 8 * small + 0.05, f"{name}: {small:.3f} s, {large:.3f} s for four times as much"

@@ -1,0 +1,151 @@
+"""Signatures: made and checked by model-signing, over every file, and over digests that hold in other formats."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from model_signing import verifying
+
+import ckpt_tools
+from ckpt_tools.cli.main import main
+from ckpt_tools.errors import DestinationExistsError, DifferenceError, SourceNotFoundError, UnsupportedError, UsageError
+
+
+def make_key(path: Path) -> None:
+    """A private key at ``path`` and its public one at ``path`` with the suffix ``.pub``."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    path.with_suffix(".pub").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    make_key(tmp_path / "key.pem")
+    return tmp_path / "key.pem"
+
+
+@pytest.fixture
+def dcp(tmp_path: Path) -> Path:
+    """A small DCP, which has a hidden file."""
+    torch.save({"w": torch.arange(6.0)}, tmp_path / "m.pt")
+    ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "dcp", to="dcp", world_size=2)
+    return tmp_path / "dcp"
+
+
+def test_a_signed_folder_is_whole_and_the_tool_itself_says_so(dcp: Path, key: Path) -> None:
+    report = ckpt_tools.sign(dcp, private_key=key)
+    assert report.signature == str(dcp / "model.sig")
+    assert ckpt_tools.verify(dcp, public_key=key.with_suffix(".pub")).equal
+    tool = verifying.Config().use_elliptic_key_verifier(public_key=key.with_suffix(".pub"))
+    tool.verify(dcp, dcp / "model.sig")
+
+
+def _other_bytes(dcp: Path) -> None:
+    file = dcp / ".metadata"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+def _one_more(dcp: Path) -> None:
+    (dcp / "sub").mkdir()
+    (dcp / "sub" / ".hidden").write_text("")
+
+
+def _one_less(dcp: Path) -> None:
+    (dcp / "__1_0.distcp").unlink()
+
+
+def _another_name(dcp: Path) -> None:
+    (dcp / "__1_0.distcp").rename(dcp / "__2_0.distcp")
+
+
+def _another_signature(dcp: Path) -> None:
+    (dcp / "model.sig").write_text("{}")
+
+
+@pytest.mark.parametrize("change", [_other_bytes, _one_more, _one_less, _another_name, _another_signature])
+def test_any_change_after_signing_is_found(change: Callable[[Path], None], dcp: Path, key: Path) -> None:
+    ckpt_tools.sign(dcp, private_key=key)
+    change(dcp)
+    with pytest.raises(DifferenceError, match="is not the signature of"):
+        ckpt_tools.verify(dcp, public_key=key.with_suffix(".pub"))
+
+
+def test_the_signature_of_somebody_else(dcp: Path, key: Path, tmp_path: Path) -> None:
+    ckpt_tools.sign(dcp, private_key=key)
+    make_key(tmp_path / "other.pem")
+    with pytest.raises(DifferenceError, match="Key mismatch"):
+        ckpt_tools.verify(dcp, public_key=tmp_path / "other.pub")
+
+
+def test_signed_digests_speak_of_the_tensors_in_every_format(dcp: Path, key: Path, tmp_path: Path) -> None:
+    ckpt_tools.checksum(dcp, output=tmp_path / "d.json")
+    ckpt_tools.sign(tmp_path / "d.json", private_key=key)
+    ckpt_tools.convert(dcp, tmp_path / "m.safetensors")
+    options: dict[str, Any] = {"digests": tmp_path / "d.json", "public_key": key.with_suffix(".pub")}
+    assert ckpt_tools.verify(tmp_path / "m.safetensors", **options).num_digests == 1
+    (tmp_path / "d.json").write_text((tmp_path / "d.json").read_text() + "\n")
+    with pytest.raises(DifferenceError, match=r"d\.json\.sig is not the signature"):
+        ckpt_tools.verify(tmp_path / "m.safetensors", **options)
+
+
+def test_usage(dcp: Path, key: Path, tmp_path: Path) -> None:
+    public = key.with_suffix(".pub")
+    with pytest.raises(SourceNotFoundError, match=r"model\.sig"):
+        ckpt_tools.verify(dcp, public_key=public)
+    with pytest.raises(UsageError, match="private key"):
+        ckpt_tools.sign(dcp, private_key=public)
+    with pytest.raises(UsageError, match="one checkpoint"):
+        ckpt_tools.verify(dcp, dcp, public_key=public)
+    ckpt_tools.sign(dcp, private_key=key, signature=tmp_path / "s.sig")
+    with pytest.raises(DestinationExistsError):
+        ckpt_tools.sign(dcp, private_key=key, signature=tmp_path / "s.sig")
+    ckpt_tools.sign(dcp, private_key=key, signature=tmp_path / "s.sig", overwrite=True)
+    assert ckpt_tools.verify(dcp, public_key=public, signature=tmp_path / "s.sig").equal
+    with pytest.raises(UsageError, match="public key"):
+        ckpt_tools.verify(dcp, public_key=key, signature=tmp_path / "s.sig")
+    with pytest.raises(UnsupportedError):
+        ckpt_tools.sign("s3://bucket/model", private_key=key)
+
+
+def test_without_the_package_one_sentence_says_what_to_install(dcp: Path, key: Path) -> None:
+    program = (
+        "import sys; sys.modules['model_signing'] = None\n"
+        "from ckpt_tools.cli import main\n"
+        f"main(['sign', {str(dcp)!r}, '--private-key', {str(key)!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'ckpt-tools[sign]'" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_commands(dcp: Path, key: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sign", str(dcp), "--private-key", str(key)])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"{dcp}/model.sig\n"
+    _other_bytes(dcp)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(dcp), "--public-key", str(key.with_suffix(".pub"))])
+    assert ended.value.code == 6 and "is not the signature of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "key.pem", "link", "folder"])
+def test_a_signature_replaces_signatures_alone(name: str, dcp: Path, key: Path) -> None:
+    """A link is no signature either: what it leads to would be written."""
+    ckpt_tools.sign(dcp, private_key=key)
+    (dcp / "link").symlink_to("model.sig")
+    (dcp / "folder").mkdir()
+    target = key if name == "key.pem" else dcp / name
+    before = {path: path.read_bytes() for path in [key, *dcp.iterdir()] if path.is_file()}
+    with pytest.raises(DestinationExistsError, match="is not a signature"):
+        ckpt_tools.sign(dcp, private_key=key, signature=target, overwrite=True)
+    assert {path: path.read_bytes() for path in [key, *dcp.iterdir()] if path.is_file()} == before
+    (dcp / "link").unlink()
+    ckpt_tools.sign(dcp, private_key=key, overwrite=True)
