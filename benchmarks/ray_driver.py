@@ -15,7 +15,7 @@ from contextlib import closing
 
 from ckpt_tools.planning.tasks import Task
 from ckpt_tools.transfer.crc_board import PartCrc
-from ckpt_tools.transfer.execute import Job, Receipt
+from ckpt_tools.transfer.execute import PlacedTask, Receipt
 from ckpt_tools.transfer.runners.ray import RayRunner
 from ckpt_tools.transfer.runners.ray_board import open_board
 from ckpt_tools.transfer.runners.ray_cluster import connected
@@ -24,7 +24,7 @@ NUM_TASKS = 4000
 NUM_QUESTIONS = 500
 
 
-def work(job: Job) -> Receipt:
+def work(job: PlacedTask) -> Receipt:
     """Nothing, and a receipt of it."""
     parts = (PartCrc((0, 1 << 30), job.task.start, job.task.stop, 1),)
     return Receipt(job.task, 1, parts, "0" * 34, bytes_read=job.task.num_bytes)
@@ -35,7 +35,9 @@ def nothing() -> None:
 
 
 def tasks(num_workers: int) -> None:
-    jobs = [Job(Task(0, n, n << 23, (n + 1) << 23), "upload-" + "x" * 60, is_noted=True) for n in range(NUM_TASKS)]
+    jobs = [
+        PlacedTask(Task(0, n, n << 23, (n + 1) << 23), "upload-" + "x" * 60, is_noted=True) for n in range(NUM_TASKS)
+    ]
     runner = RayRunner(num_workers, lambda job: job.task.num_bytes, 1 << 40, nothing)
     with closing(runner):
         list(runner.run(work, jobs[:200]))

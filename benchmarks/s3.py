@@ -265,10 +265,10 @@ def _bytes_copied(plan: Any, store: Any) -> int:
     from ckpt_tools.stores.s3.store import MIN_COPY_BYTES
     from ckpt_tools.transfer.crc_board import LocalBoard
     from ckpt_tools.transfer.execute import Worker
-    from ckpt_tools.transfer.tensor_reader import Assembler
+    from ckpt_tools.transfer.tensor_reader import TensorReader
 
     target, files = StoreDestination(MemoryStore({})), plan.layout.files
-    worker = Worker(plan, Assembler(store, plan.task_bytes), target, LocalBoard())
+    worker = Worker(plan, TensorReader(store, plan.task_bytes), target, LocalBoard())
     large = (task for task in plan.tasks() if task.num_bytes >= MIN_COPY_BYTES)
     return sum(task.num_bytes for task in large if worker._single(list(steps(files[task.file], task))) is not None)
 

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.conversion import SAME, ConvertReport, PlanReport, Prepared, described, prepare, run
+from ckpt_tools.conversion import SAME, ConvertReport, PlanReport, Prepared, plan_report, prepare, run
 from ckpt_tools.core.applicability import ARGUMENTS, Case, check
 from ckpt_tools.core.option_names import DEFAULT_MEMORY
 from ckpt_tools.core.options import ConvertOptions, parse_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.reading import check_reading, read_checkpoint
 from ckpt_tools.stores.urls import implied_format, is_remote, open_place, open_source, reaching_stores
-from ckpt_tools.transfer.workers import REMOTE_WORKERS, Crew, default_workers
+from ckpt_tools.transfer.workers import REMOTE_WORKERS, WorkerPool, default_workers
 
 # What few verbs need is imported by them: each of these rooms costs a conversion 5 to 15 ms of its start.
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def plan(src: str | Path, dst: str | Path, **options: Any) -> PlanReport:
     """What ``convert`` with the same arguments will read, write, cast, drop and, with ``overwrite``, remove; writes
     nothing, and refuses what ``convert`` refuses."""
     known = {name: options.pop(name) for name in list(options) if name not in _RUNNING}
-    return described(_prepared(src, dst, **known))
+    return plan_report(_prepared(src, dst, **known))
 
 
 @reaching_stores
@@ -159,10 +159,10 @@ def convert(
         overwrite=overwrite,
         checksum=checksum,
     )
-    crew = Crew(runner, address, workers)
+    pool = WorkerPool(runner, address, workers)
     return run(
         prepared,
-        crew=crew,
+        pool=pool,
         fsync=fsync,
         on_progress=on_progress,
         resume=resume,
@@ -206,7 +206,7 @@ def _prepared(
         options=ConvertOptions(**options),
         memory_bytes=parse_size(DEFAULT_MEMORY if memory is None else memory),
         memory_is_limit=memory is not None,
-        num_workers=Crew(runner, address, workers).workers_per_process,
+        num_workers=WorkerPool(runner, address, workers).workers_per_process,
         strict=strict,
         overwrite=overwrite,
         checksum=checksum,
@@ -328,9 +328,9 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
 
     A run under way is left alone: the error says that there is one.
     """
-    from ckpt_tools.stores.leftovers import removed
+    from ckpt_tools.stores.leftovers import clean as clean_place
 
-    return removed(open_place(dst), dry_run=dry_run)
+    return clean_place(open_place(dst), dry_run=dry_run)
 
 
 def sign(

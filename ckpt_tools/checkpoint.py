@@ -17,7 +17,7 @@ from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import to_numpy
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.stores.source import Store
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 
 SCRATCH_BYTES = 4 << 20
 """Blocks read to be placed strided; the result itself is the caller's memory."""
@@ -29,7 +29,7 @@ class LazyTensor:
 
     key: StateKey
     entry: TensorEntry = field(repr=False)
-    _assembler: Assembler = field(repr=False)
+    _assembler: TensorReader = field(repr=False)
 
     @property
     def shape(self) -> Shape:
@@ -115,11 +115,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
     """
 
     manifest: Manifest
-    _assembler: Assembler = field(repr=False)
+    _assembler: TensorReader = field(repr=False)
 
     @classmethod
     def of(cls, store: Store, manifest: Manifest) -> Checkpoint:
-        return cls(manifest, Assembler(store, SCRATCH_BYTES))
+        return cls(manifest, TensorReader(store, SCRATCH_BYTES))
 
     def __getitem__(self, name: str) -> LazyTensor:
         owner = self.manifest.aliases.get(name, name)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.applicability import WRITING, check
-from ckpt_tools.core.apply_options import case_of, reduced
+from ckpt_tools.core.apply_options import apply_options, case_of
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ConvertOptions, WriteOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
@@ -30,7 +30,7 @@ from ckpt_tools.stores.urls import check_ending, implied_format, open_place
 from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.journal import Journal
 from ckpt_tools.transfer.runners.threads import ThreadRunner
-from ckpt_tools.transfer.workers import Crew
+from ckpt_tools.transfer.workers import WorkerPool
 
 if TYPE_CHECKING:
     from ckpt_tools.core.progress import Progress
@@ -160,7 +160,7 @@ def prepare(
         WRITING, options.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
     )
     writing = _write_options(place.name, manifest, options)
-    made = reduced(manifest, options, whole=whole, holds_masters=writer.holds_masters)
+    made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters)
     manifest, notes = made.manifest, made.notes
     layout = writer.layout(manifest, writing)
     notes += layout.notes
@@ -233,12 +233,12 @@ def _write_options(name: str, manifest: Manifest, options: ConvertOptions) -> Wr
 
 
 def _refuse_losses(notes: tuple[Note, ...]) -> None:
-    lost = [note.what for note in notes if note.fate is Fate.DROPPED and not note.asked]
+    lost = [note.what for note in notes if note.outcome is Outcome.DROPPED and not note.asked]
     if lost:
         raise LossError(f"with --strict nothing may be left behind, and this would drop {listed(lost)}")
 
 
-def described(prepared: Prepared) -> PlanReport:
+def plan_report(prepared: Prepared) -> PlanReport:
     """The plan in figures."""
     plan, figures = prepared.plan, prepared.plan.figures()
     return PlanReport(
@@ -259,7 +259,7 @@ def described(prepared: Prepared) -> PlanReport:
 def run(
     prepared: Prepared,
     *,
-    crew: Crew,
+    pool: WorkerPool,
     fsync: bool,
     on_progress: Progress,
     resume: bool = False,
@@ -270,17 +270,17 @@ def run(
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
     """
     started = time.perf_counter()
-    plan, report, checksum = prepared.plan, described(prepared), prepared.checksum
+    plan, report, checksum = prepared.plan, plan_report(prepared), prepared.checksum
     taking = prepared.place.claim(is_file=prepared.is_file, overwrite=prepared.overwrite, resume=resume, fsync=fsync)
     with (
         taking as claim,
-        crew.at_work(plan, prepared.store, claim.destination) as (runner, board),
+        pool.start(plan, prepared.store, claim.destination) as (runner, board),
     ):
         meter = _Meter(on_progress, report.bytes_written)
         begin = Journal.resume if resume else Journal.begin
         journal = begin(claim.log, plan, prepared.store, claim.destination, ThreadRunner(plan.num_workers))
         with _noting(journal, kept=resume):
-            outcome = execute(
+            result = execute(
                 plan,
                 prepared.store,
                 claim.destination,
@@ -296,10 +296,10 @@ def run(
     return ConvertReport(
         report,
         prepared.place.url,
-        outcome.bytes_read,
-        outcome.bytes_written,
+        result.bytes_read,
+        result.bytes_written,
         journal.bytes_recovered,
-        outcome.bytes_copied,
+        result.bytes_copied,
         time.perf_counter() - started,
         _digests_url(prepared, listed, on_progress) if checksum else None,
     )

@@ -23,7 +23,7 @@ QUIET_LINE_SECONDS = 5.0
 """Where stderr is no terminal, a line of progress this often: enough to see that it lives, few enough for a log."""
 
 MAX_NOTES = 20
-"""How many things of one fate and reason a line lists; ``--json`` has them all."""
+"""How many things of one outcome and reason a line lists; ``--json`` has them all."""
 
 Progress = Callable[[int, int], None]
 
@@ -63,12 +63,12 @@ def show(drawn: Table) -> None:
 
 
 def show_notes(notes: Iterable[Note]) -> None:
-    """The ledger, a line for each fate and reason."""
+    """The ledger, a line for each outcome and reason."""
     lines: dict[tuple[str, str], list[str]] = {}
     for note in notes:
-        lines.setdefault((note.fate.value, note.why), []).append(note.what)
-    for (fate, why), what in lines.items():
-        say(printable(f"{fate}: {listed(what, MAX_NOTES)} ({why})"))
+        lines.setdefault((note.outcome.value, note.why), []).append(note.what)
+    for (outcome, why), what in lines.items():
+        say(printable(f"{outcome}: {listed(what, MAX_NOTES)} ({why})"))
 
 
 @contextmanager

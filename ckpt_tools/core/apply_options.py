@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class Applied:
     """A manifest as it is to be written, with notes on what was cast or left behind; ``renamed`` has the new names by
     the old ones."""
 
@@ -26,7 +26,7 @@ class Reduced:
     renamed: Mapping[str, str]
 
 
-def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool) -> Reduced:
+def apply_options(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool) -> Applied:
     """The manifest as ``options`` make it.
 
     ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
@@ -43,7 +43,7 @@ def reduced(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_m
     if renamed:
         manifest, _ = transforms.rename(manifest, new_name)
     manifest, more = transforms.cast(manifest, options.target_dtype)
-    return Reduced(manifest, notes + more, renamed)
+    return Applied(manifest, notes + more, renamed)
 
 
 def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:

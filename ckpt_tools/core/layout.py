@@ -103,8 +103,7 @@ class FileLayout:
     def size_bytes(self) -> int:
         return self.offsets[-1]
 
-    @property
-    def made(self) -> FileLayout:
+    def load(self) -> FileLayout:
         """The file with its segments at hand, for who looks at many of them."""
         return self
 
@@ -114,7 +113,7 @@ FILES_KEPT = 16
 to 5 MB."""
 
 
-class Workshop:
+class FileCache:
     """Makes the files of an output by number when they are asked for, and keeps the latest of them."""
 
     def __init__(self, make: Callable[[int], FileLayout]) -> None:
@@ -131,40 +130,39 @@ class Workshop:
             return found
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Workshop, (self._make,)
+        return FileCache, (self._make,)
 
 
 class LazyFile(FileLayout):
-    """A file of a known name and size whose segments a workshop makes when they are asked for."""
+    """A file of a known name and size whose segments a cache makes when they are asked for."""
 
-    __slots__ = ("_number", "_size_bytes", "_workshop")
-    _workshop: Workshop
+    __slots__ = ("_cache", "_number", "_size_bytes")
+    _cache: FileCache
     _number: int
     _size_bytes: int
 
-    def __init__(self, workshop: Workshop, number: int, path: str, size_bytes: int) -> None:
-        values = {"path": path, "_workshop": workshop, "_number": number, "_size_bytes": size_bytes}
+    def __init__(self, cache: FileCache, number: int, path: str, size_bytes: int) -> None:
+        values = {"path": path, "_cache": cache, "_number": number, "_size_bytes": size_bytes}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def made(self) -> FileLayout:
-        return self._workshop.file(self._number)
+    def load(self) -> FileLayout:
+        return self._cache.file(self._number)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        return self.made.segments
+        return self.load().segments
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        return self.made.offsets
+        return self.load().offsets
 
     @property
     def size_bytes(self) -> int:
         return self._size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return LazyFile, (self._workshop, self._number, self.path, self._size_bytes)
+        return LazyFile, (self._cache, self._number, self.path, self._size_bytes)
 
 
 def _check_checksums(placed: Sequence[tuple[int, Crc32]]) -> None:

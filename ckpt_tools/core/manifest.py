@@ -105,7 +105,7 @@ class TensorRef:
     key: StateKey
 
 
-Path = tuple[str | int, ...]
+TreePath = tuple[str | int, ...]
 """From the root of a tree of state to one of its leaves: keys of dicts, and positions in lists as int."""
 
 
@@ -118,10 +118,10 @@ class StateTree:
     ``Manifest.extra`` to their paths.
     """
 
-    model: Path
-    optim: Path | None
+    model: TreePath
+    optim: TreePath | None
     is_flattened: bool = False
-    extras: Mapping[str, Path] = field(default_factory=dict)
+    extras: Mapping[str, TreePath] = field(default_factory=dict)
 
 
 def _check_text(names: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 
-class Fate(Enum):
+class Outcome(Enum):
     """What happened to an item on its way."""
 
     CAST = "cast"
@@ -24,7 +24,7 @@ class Fate(Enum):
 class Note:
     """One line of the ledger. ``asked`` tells what the user chose from what the target forced."""
 
-    fate: Fate
+    outcome: Outcome
     what: str
     why: str
     count: int = 1
@@ -33,7 +33,7 @@ class Note:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "fate": self.fate.value,
+            "outcome": self.outcome.value,
             "what": self.what,
             "why": self.why,
             "count": self.count,

@@ -14,7 +14,7 @@ from ckpt_tools.core import matching
 from ckpt_tools.core.casts import check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError, UsageError
 
@@ -79,14 +79,14 @@ def _dropped_state(manifest: Manifest, kept: Mapping[StateKey, TensorEntry]) -> 
         if slot != MASTER:
             notes.append(_dropped(f"{slot} of {count(len(entries), 'tensor')}", entries))
     if manifest.groups:
-        notes.append(Note(Fate.DROPPED, "parameter groups", "only the model is written", len(manifest.groups)))
-    notes += [Note(Fate.DROPPED, name, "only the model is written") for name in manifest.extra]
+        notes.append(Note(Outcome.DROPPED, "parameter groups", "only the model is written", len(manifest.groups)))
+    notes += [Note(Outcome.DROPPED, name, "only the model is written") for name in manifest.extra]
     return tuple(notes)
 
 
 def _dropped(what: str, entries: list[TensorEntry]) -> Note:
     size = sum(entry.shards.num_bytes for entry in entries)
-    return Note(Fate.DROPPED, what, "only the model is written", len(entries), size)
+    return Note(Outcome.DROPPED, what, "only the model is written", len(entries), size)
 
 
 def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, ...]) -> Transformed:
@@ -118,7 +118,7 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
         replace(group, params=tuple(name for name in group.params if is_chosen(name, include, exclude)))
         for group in manifest.groups
     )
-    notes = (Note(Fate.DROPPED, count(left, "tensor"), "not selected", left, asked=True),) if left else ()
+    notes = (Note(Outcome.DROPPED, count(left, "tensor"), "not selected", left, asked=True),) if left else ()
     return replace(manifest, tensors=kept, aliases=aliases, groups=groups), notes
 
 
@@ -251,7 +251,7 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
     changed = {key: entry for key, entry in manifest.tensors.items() if tensors[key].dtype is not entry.dtype}
     notes = [
         Note(
-            Fate.CAST,
+            Outcome.CAST,
             count(sum(entry.dtype is source for entry in changed.values()), "tensor"),
             f"{source.value} to {dtype.value}",
             sum(entry.dtype is source for entry in changed.values()),
@@ -264,7 +264,7 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
         names = sorted(key.fqn for key in scales)
         what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
         why = "not cast: scales and the like of quantized weights, which mean nothing in another type"
-        notes.append(Note(Fate.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in scales)))
+        notes.append(Note(Outcome.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in scales)))
     return replace(manifest, tensors=tensors), tuple(notes)
 
 

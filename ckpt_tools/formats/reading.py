@@ -9,7 +9,7 @@ from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.formats.trainer_files import with_companions
+from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_source
@@ -29,7 +29,7 @@ def read_checkpoint(
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
     """As ``read_checkpoint``, of a source that is open."""
     reader = reader_for(source, format_name)
-    manifest = with_companions(reader.read_manifest(source, options), source)
+    manifest = with_trainer_files(reader.read_manifest(source, options), source)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 

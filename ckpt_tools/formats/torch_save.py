@@ -22,7 +22,7 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Unsupp
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
-from ckpt_tools.formats.state_dict.parse import Leaves, Path, TensorLeaf, manifest_of
+from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
 from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 
@@ -124,7 +124,7 @@ def _read_file(source: Source, file: str) -> _Tree:
     archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
     refuse_pieces(archive.value, file)
     refuse_deepspeed(archive.value, file)
-    paths: dict[str, Path] = {}
+    paths: dict[str, TreePath] = {}
     tensors: dict[str, TensorLeaf] = {}
     objects: dict[str, Any] = {}
     inner: dict[StateKey, TensorLeaf] = {}
@@ -164,7 +164,7 @@ def _with_references(value: Any, archive: TorchArchive, file: str, name: str, in
     return extracted(value, refer)
 
 
-def _leaves(value: Any, path: Path, file: str) -> Iterator[tuple[Path, Any]]:
+def _leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
     """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole."""
     if len(path) > MAX_TREE_DEPTH:
         raise MalformedError("its dicts are nested too deeply", path=file)
@@ -188,7 +188,7 @@ def _leaf(archive: TorchArchive, tensor: StoredTensor, file: str, name: str) -> 
 
 
 def _merged(trees: Mapping[str, _Tree]) -> Leaves:
-    paths: dict[str, Path] = {}
+    paths: dict[str, TreePath] = {}
     tensors: dict[str, TensorLeaf] = {}
     objects: dict[str, Any] = {}
     inner: dict[StateKey, TensorLeaf] = {}
@@ -255,7 +255,7 @@ def _tree_layout(path: str, manifest: Manifest, entries: Entries) -> FileLayout:
     return FileLayout(path, tuple(archive_segments(_as_lists(root), storages.segments)))
 
 
-def _put(root: dict[str | int, Any], path: Path, value: Any) -> None:
+def _put(root: dict[str | int, Any], path: TreePath, value: Any) -> None:
     for part in path[:-1]:
         root = root.setdefault(part, _Branch())
     root[path[-1]] = value

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import FormatError, IncompleteError
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source
@@ -32,7 +32,7 @@ _UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinish
 """Markers that savers lay down first and take away last."""
 
 
-def with_companions(manifest: Manifest, source: Source) -> Manifest:
+def with_trainer_files(manifest: Manifest, source: Source) -> Manifest:
     """``manifest`` with what the companions of the checkpoint say; what it says itself wins."""
     extra, notes, step = dict(manifest.extra), [], manifest.step
     used = manifest.files
@@ -48,7 +48,7 @@ def with_companions(manifest: Manifest, source: Source) -> Manifest:
             extra = {**found, **extra}
             notes += note
         elif any(fnmatchcase(name, pattern) for pattern in UNREAD) or _is_foreign_part(name, manifest):
-            notes.append(Note(Fate.DROPPED, path, "it lies beside the checkpoint and is not read"))
+            notes.append(Note(Outcome.DROPPED, path, "it lies beside the checkpoint and is not read"))
     if step is None and type(extra.get("global_step")) is int:
         step = extra["global_step"]
     return replace(manifest, extra=extra, notes=(*manifest.notes, *notes), step=step)
@@ -75,7 +75,7 @@ def _read(
         return meaning(_content(source, path)), []
     except (FormatError, ValueError, RecursionError) as error:
         reason = error.message if isinstance(error, FormatError) else str(error)
-        return {}, [Note(Fate.DROPPED, path, f"it lies beside the checkpoint and cannot be read: {reason}")]
+        return {}, [Note(Outcome.DROPPED, path, f"it lies beside the checkpoint and cannot be read: {reason}")]
 
 
 def _content(source: Source, path: str) -> Any:

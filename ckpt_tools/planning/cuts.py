@@ -27,7 +27,7 @@ def smallest_limit(least: int) -> int:
     return 2 * (least + SPARE_BYTES)
 
 
-def ends_at_runs(size: int, runs: Iterable[Run], *, least: int, most: int, whole: Whole) -> list[int]:
+def cut_at_stored_ranges(size: int, runs: Iterable[Run], *, least: int, most: int, whole: Whole) -> list[int]:
     """Where each part of a file of ``size`` bytes ends, most of its bytes in parts that lie within one run.
 
     ``runs`` do not overlap, are in order, and begin and end where the file may be cut. Every part has at most ``most``
@@ -50,20 +50,20 @@ def _cut(start: int, stop: int, least: int, most: int, whole: Whole) -> Iterator
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _RunSelection:
     """Runs to be copied, shortened so that nothing between two of them is too small; the last one first."""
 
     copied: int
     last: Run
-    before: _Chain | None = None
+    before: _RunSelection | None = None
 
     def runs(self) -> Iterator[Run]:
-        chain: _Chain | None = self
+        chain: _RunSelection | None = self
         while chain is not None:
             yield chain.last
             chain = chain.before
 
-    def joined(self, run: Run, least: int, whole: Whole) -> _Chain | None:
+    def joined(self, run: Run, least: int, whole: Whole) -> _RunSelection | None:
         """With one more run, where what lies between can be made large enough: first of what this chain's last can
         spare, since no later one may have it."""
         stop, (first, end) = self.last[1], run
@@ -74,10 +74,10 @@ class _Chain:
         shortened = self._ending_at(whole(stop - given)) if given else self
         if lacking > given:
             first = whole(first + lacking - given + SPARE_BYTES)
-        return _Chain(shortened.copied + end - first, (first, end), shortened)
+        return _RunSelection(shortened.copied + end - first, (first, end), shortened)
 
-    def _ending_at(self, stop: int) -> _Chain:
-        return _Chain(self.copied - (self.last[1] - stop), (self.last[0], stop), self.before)
+    def _ending_at(self, stop: int) -> _RunSelection:
+        return _RunSelection(self.copied - (self.last[1] - stop), (self.last[0], stop), self.before)
 
 
 def _room(run: Run, least: int) -> int:
@@ -86,10 +86,10 @@ def _room(run: Run, least: int) -> int:
 
 
 def _kept(runs: Iterable[Run], least: int, whole: Whole) -> list[Run]:
-    """The runs to be copied, as ``_Chain`` has them: for each that is taken and for each that is given up, the better
+    """The runs to be copied, as ``_RunSelection`` has them: for each that is taken or given up, the better
     way to come there."""
-    best = without = _Chain(0, (0, 0))
-    taken: _Chain | None = None
+    best = without = _RunSelection(0, (0, 0))
+    taken: _RunSelection | None = None
     for run in runs:
         ways = (chain.joined(run, least, whole) for chain in (without, taken) if chain is not None)
         without, taken = best, max(filter(None, ways), key=_copied, default=None)
@@ -97,5 +97,5 @@ def _kept(runs: Iterable[Run], least: int, whole: Whole) -> list[Run]:
     return list(best.runs())
 
 
-def _copied(chain: _Chain) -> int:
+def _copied(chain: _RunSelection) -> int:
     return chain.copied

@@ -20,7 +20,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.core.wording import count, size
 from ckpt_tools.errors import MemoryBudgetError
-from ckpt_tools.planning.cuts import ends_at_runs, smallest_limit
+from ckpt_tools.planning.cuts import cut_at_stored_ranges, smallest_limit
 from ckpt_tools.planning.hits import FlatHit, Hit, hits
 from ckpt_tools.planning.tasks import Task
 
@@ -98,11 +98,13 @@ class Plan:
     def tasks(self) -> Iterator[Task]:
         """Every task, files in order, each file from its start."""
         for number, file in enumerate(self.layout.files):
-            yield from _cut(number, self._ends(file.made))
+            yield from _cut(number, self._ends(file.load()))
 
     def _ends(self, file: FileLayout) -> Iterable[int]:
         """Where each task of a file ends."""
-        found = None if self.copies is None else _ends_at_runs(self.manifest, file, self.task_bytes, self.copies)
+        found = (
+            None if self.copies is None else _ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copies)
+        )
         return found or _ends(file, self.task_bytes)
 
     def figures(self) -> Figures:
@@ -111,7 +113,7 @@ class Plan:
         files: dict[str, int] = {}
         num_tasks = bytes_read = 0
         for file in self.layout.files:
-            made = file.made
+            made = file.load()
             files[file.path] = made.size_bytes
             num_tasks += sum(1 for _ in self._ends(made))
             bytes_read += sum(
@@ -191,7 +193,7 @@ def _layout_bytes(layout: Layout) -> int:
     """Files that are there, and as many of those made on demand as are kept; the first and the last are typical."""
     lazy = [file for file in layout.files if isinstance(file, LazyFile)]
     there = sum(_file_bytes(file) for file in layout.files if not isinstance(file, LazyFile))
-    largest = max((_file_bytes(file.made) for file in (*lazy[:1], *lazy[-1:])), default=0)
+    largest = max((_file_bytes(file.load()) for file in (*lazy[:1], *lazy[-1:])), default=0)
     return there + min(FILES_KEPT, len(lazy)) * largest
 
 
@@ -219,14 +221,16 @@ def _ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
             return
 
 
-def _ends_at_runs(manifest: Manifest, file: FileLayout, task_bytes: int, copies: CopyRules) -> list[int] | None:
+def _ends_at_stored_ranges(
+    manifest: Manifest, file: FileLayout, task_bytes: int, copies: CopyRules
+) -> list[int] | None:
     """The same, where as much as can be lies in tasks that the destination copies; None where that is nothing, or they
     would be too many."""
     runs = list(_stored_runs(manifest, file, copies.min_bytes))
     if not runs:
         return None
     whole = partial(_whole_elements, file)
-    found = ends_at_runs(file.size_bytes, runs, least=copies.min_bytes, most=task_bytes, whole=whole)
+    found = cut_at_stored_ranges(file.size_bytes, runs, least=copies.min_bytes, most=task_bytes, whole=whole)
     return found if len(found) <= copies.max_parts else None
 
 

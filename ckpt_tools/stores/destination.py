@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
 from ckpt_tools.stores.present import NOTHING, Present
-from ckpt_tools.stores.source import Buffer, Location, Store
+from ckpt_tools.stores.source import Buffer, ServiceFile, Store
 
 
 class FileWriter(Protocol):
@@ -73,13 +73,13 @@ class Destination(Protocol):
         """Make a new file of exactly ``size_bytes``; its handle. Raises StoreError."""
 
     def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
-        """Write part ``number``, all of ``data`` at ``offset``; a proof of it. Raises StoreError."""
+        """Write part ``number``, all of ``data`` at ``offset``; a part tag for it. Raises StoreError."""
 
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, proof: str) -> bool:
-        """Whether that part is there, whole, as the process that wrote it said: its CRC-32 and its proof."""
+    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
+        """Whether that part is there, whole, as the process that wrote it said: its CRC-32 and its part tag."""
 
-    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
-        """All parts were written, with these proofs. Raises StoreError."""
+    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+        """All parts were written, with these part tags. Raises StoreError."""
 
     def abandon(self) -> None:
         """Let go of what is open; nothing is removed, nothing is raised."""
@@ -89,10 +89,10 @@ class Destination(Protocol):
 class Copying(Protocol):
     """A destination in a service that copies within itself, so that bytes need not come here and go back."""
 
-    def can_copy(self, source: Location, num_bytes: int) -> bool:
+    def can_copy(self, source: ServiceFile, num_bytes: int) -> bool:
         """Whether ``copy`` takes so many bytes from there as a part."""
 
-    def copy(self, path: str, handle: str, number: int, source: Location, start: int, stop: int) -> str:
+    def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
         """As ``write``, with bytes ``[start, stop)`` of ``source``. Raises StoreError."""
 
 

@@ -43,7 +43,7 @@ class StoreDestination:
                 self._writers[path] = self.store.reopen(path)
             return self._writers[path]
 
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, proof: str) -> bool:
+    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
         found = 0
         try:
             for start in range(offset, offset + num_bytes, CHECK_BYTES) or (offset,):
@@ -54,7 +54,7 @@ class StoreDestination:
             return False
         return found == crc
 
-    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
+    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
         writer = self._writer(path)
         with self._lock:
             del self._writers[path]

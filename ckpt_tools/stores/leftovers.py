@@ -30,7 +30,7 @@ class CleanReport:
         }
 
 
-def removed(place: Place, *, dry_run: bool) -> CleanReport:
+def clean(place: Place, *, dry_run: bool) -> CleanReport:
     """What was found there, and removed unless ``dry_run``.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Expecting, Located, Location, Store, Versioned
+from ckpt_tools.stores.source import Located, Prefetching, ServiceFile, Store, Versioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +15,10 @@ class Overlay:
 
     store: Store
     literals: Mapping[str, bytes] = field(repr=False)
-    _expecting: Expecting | None = field(init=False, repr=False, compare=False)
+    _prefetching: Prefetching | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_expecting", self.store if isinstance(self.store, Expecting) else None)
+        object.__setattr__(self, "_prefetching", self.store if isinstance(self.store, Prefetching) else None)
 
     @property
     def url(self) -> str:
@@ -42,12 +42,12 @@ class Overlay:
             return ""
         return self.store.version(path)
 
-    def expect(self, path: str, start: int, stop: int) -> None:
+    def prefetch(self, path: str, start: int, stop: int) -> None:
         """Of the store's own files."""
-        if self._expecting is not None and path not in self.literals:
-            self._expecting.expect(path, start, stop)
+        if self._prefetching is not None and path not in self.literals:
+            self._prefetching.prefetch(path, start, stop)
 
-    def locate(self, path: str) -> Location | None:
+    def locate(self, path: str) -> ServiceFile | None:
         """Where the store's file is; nowhere where it is one of ours."""
         if path in self.literals or not isinstance(self.store, Located):
             return None

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Located, Location, Store, Versioned
+from ckpt_tools.stores.source import Located, ServiceFile, Store, Versioned
 
 BLOCK_BYTES = 64 << 10
 """Between two headers that are far from each other, little else is read."""
@@ -56,7 +56,7 @@ class BlockCache:
     def list(self) -> Mapping[str, int]:
         return self.store.list()
 
-    def expect(self, path: str, start: int, stop: int) -> None:
+    def prefetch(self, path: str, start: int, stop: int) -> None:
         """Most of ``[start, stop)`` is about to be read by this thread, in an order of its own: read it at once."""
         self._mine.piece = None
         if MAX_SMALL_BYTES < stop - start <= MAX_PIECE_BYTES:
@@ -74,7 +74,7 @@ class BlockCache:
     def version(self, path: str) -> str:
         return self.store.version(path) if isinstance(self.store, Versioned) else ""
 
-    def locate(self, path: str) -> Location | None:
+    def locate(self, path: str) -> ServiceFile | None:
         return self.store.locate(path) if isinstance(self.store, Located) else None
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:

@@ -45,7 +45,7 @@ class Versioned(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
+class ServiceFile:
     """A file in terms of the service that keeps it, which can itself copy between files of its own.
 
     ``service`` says which one, and is equal for two files of one service; ``version`` tells the file from one written
@@ -61,15 +61,15 @@ class Location:
 class Located(Protocol):
     """A store that is a part of a service."""
 
-    def locate(self, path: str) -> Location | None:
+    def locate(self, path: str) -> ServiceFile | None:
         """Where the file is, if it is in the service."""
 
 
 @runtime_checkable
-class Expecting(Protocol):
+class Prefetching(Protocol):
     """A distant store, for which many small reads cost more than one of all."""
 
-    def expect(self, path: str, start: int, stop: int) -> None:
+    def prefetch(self, path: str, start: int, stop: int) -> None:
         """Most of these bytes are about to be read by this thread. Raises as ``read_into``."""
 
 

@@ -16,7 +16,7 @@ from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ NUM_READERS = 4
 """Threads of a rank. One alone waits for the disk, or spends as long on copying from the page cache."""
 
 SCRATCH_BYTES = 4 << 20
-"""Each of an assembler's buffers, for elements that are cast or that lie strided in their files."""
+"""Each of an tensor_reader's buffers, for elements that are cast or that lie strided in their files."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -42,7 +42,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class TensorFill:
     """``target``, of the shape of ``box``, is to hold the elements of ``box`` of a tensor; ``name`` is for messages."""
 
     target: torch.Tensor
@@ -51,36 +51,36 @@ class Filling:
     name: str
 
 
-def fill_all(fillings: Iterable[Filling], assembler: Assembler) -> None:
+def fill_all(fillings: Iterable[TensorFill], tensor_reader: TensorReader) -> None:
     """Fill every target, several at a time.
 
     Raises:
         UnsupportedError: a stored dtype cannot become that of its target. StoreError, FormatError: reading failed.
     """
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        for _ in pool.map(lambda filling: fill(filling, assembler), fillings):
+        for _ in pool.map(lambda filling: fill(filling, tensor_reader), fillings):
             pass
 
 
-def fill(filling: Filling, assembler: Assembler) -> None:
+def fill(filling: TensorFill, tensor_reader: TensorReader) -> None:
     """Write the elements into the target, cast to its dtype. Raises as ``fill_all`` does."""
     import torch
 
     dtype = _read_dtype(filling)
     with torch.no_grad():
-        _fill(filling.target.detach(), assembler, filling.entry.cast(dtype), filling.box)
+        _fill(filling.target.detach(), tensor_reader, filling.entry.cast(dtype), filling.box)
 
 
-def read_whole(entry: TensorEntry, assembler: Assembler, *, name: str) -> torch.Tensor:
+def read_whole(entry: TensorEntry, tensor_reader: TensorReader, *, name: str) -> torch.Tensor:
     """A whole tensor in the host's memory, in its own dtype."""
     import torch
 
     tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-    fill(Filling(tensor, entry, Box.whole(entry.shape), name), assembler)
+    fill(TensorFill(tensor, entry, Box.whole(entry.shape), name), tensor_reader)
     return tensor
 
 
-def _read_dtype(filling: Filling) -> DType:
+def _read_dtype(filling: TensorFill) -> DType:
     """The type to read: the wanted one where we cast to it, else the stored one if torch casts without loss of kind."""
     import torch
 
@@ -93,21 +93,21 @@ def _read_dtype(filling: Filling) -> DType:
     raise UnsupportedError(f"it is stored as {stored.value}, which does not become {wanted}", key=filling.name)
 
 
-def _fill(target: torch.Tensor, assembler: Assembler, entry: TensorEntry, box: Box) -> None:
+def _fill(target: torch.Tensor, tensor_reader: TensorReader, entry: TensorEntry, box: Box) -> None:
     import torch
 
     dtype = torch_dtype(entry.dtype)
     if not box.numel:
         return
     if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
-        assembler.read(entry, box, entry.shape, 0, box.numel, _bytes_of(target))
+        tensor_reader.read(entry, box, entry.shape, 0, box.numel, _bytes_of(target))
     elif box.numel * entry.dtype.item_bytes > BLOCK_BYTES:
         for part in _halves(box):
             origin = part.relative_to(box.start)
-            _fill(target[tuple(map(slice, origin.start, origin.stop))], assembler, entry, part)
+            _fill(target[tuple(map(slice, origin.start, origin.stop))], tensor_reader, entry, part)
     else:
         block = torch.empty(box.shape, dtype=dtype)
-        assembler.read(entry, box, entry.shape, 0, box.numel, _bytes_of(block))
+        tensor_reader.read(entry, box, entry.shape, 0, box.numel, _bytes_of(block))
         target.copy_(block)
 
 

@@ -19,11 +19,11 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.reading import check_reading, read_checkpoint
-from ckpt_tools.formats.state_dict.build import beside
+from ckpt_tools.formats.state_dict.build import user_entries
 from ckpt_tools.torch.dtensors import local_parts
-from ckpt_tools.torch.fill import SCRATCH_BYTES, Filling, fill_all, read_whole
-from ckpt_tools.torch.revive import live
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole
+from ckpt_tools.torch.revive import revive
+from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
     import torch
@@ -66,14 +66,14 @@ def load_into(
     check_reading(manifest, options)
     manifest, _ = transforms.one_copy(manifest, weights=weights)
     manifest, _ = transforms.without_wrappers(manifest)
-    loader = _Loader(manifest, Assembler(source.store, SCRATCH_BYTES), _Problems())
+    loader = _Loader(manifest, TensorReader(source.store, SCRATCH_BYTES), _Problems())
     targets = list(loader.model_targets(model))
     loader.problems.check()
     if optimizer is not None:
         _OptimizerLoader(loader, optimizer, _parameter_names(model)).load(model)
     loader.fill(targets)
-    extras, _ = beside(manifest)
-    return {name: live(value, tensor=loader.whole, unknown=lambda inert: inert) for name, value in extras.items()}
+    extras, _ = user_entries(manifest)
+    return {name: revive(value, tensor=loader.whole, unknown=lambda inert: inert) for name, value in extras.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class _Target:
 @dataclass(frozen=True, slots=True)
 class _Loader:
     manifest: Manifest
-    assembler: Assembler
+    tensor_reader: TensorReader
     problems: _Problems
 
     def model_targets(self, model: torch.nn.Module) -> Iterator[_Target]:
@@ -138,15 +138,15 @@ class _Loader:
 
     def fill(self, targets: Iterable[_Target]) -> None:
         fillings = (
-            Filling(part, self.manifest.tensors[target.key], box, target.name)
+            TensorFill(part, self.manifest.tensors[target.key], box, target.name)
             for target in targets
             for part, box in local_parts(target.tensor)
         )
-        fill_all(fillings, self.assembler)
+        fill_all(fillings, self.tensor_reader)
 
     def whole(self, ref: TensorRef) -> torch.Tensor:
         """A tensor of the checkpoint in the host's memory."""
-        return read_whole(self.manifest.tensors[ref.key], self.assembler, name=str(ref.key))
+        return read_whole(self.manifest.tensors[ref.key], self.tensor_reader, name=str(ref.key))
 
 
 def _saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
@@ -276,7 +276,7 @@ class _OptimizerLoader:
         import torch
 
         for name, value in options.items():
-            found = live(value, tensor=self.loader.whole, unknown=_refuse)
+            found = revive(value, tensor=self.loader.whole, unknown=_refuse)
             current = group.get(name)
             if name in KEPT_OPTIONS or (name in DEEPSPEED_OPTIONS and name not in group):
                 continue

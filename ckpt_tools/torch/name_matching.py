@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_tools.core.manifest import Manifest, Path, StateTree
+from ckpt_tools.core.manifest import Manifest, StateTree, TreePath
 from ckpt_tools.core.transforms import WRAPPER_PARTS
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.state_dict.build import Entries
@@ -82,7 +82,7 @@ class JobNames:
                     raise UsageError(f"the checkpoint has no entry {name!r}; leave it out of the state dict")
 
 
-def _own_name(path: Path, tree: StateTree) -> tuple[str, str]:
+def _own_name(path: TreePath, tree: StateTree) -> tuple[str, str]:
     """The part that an entry is of, and its name in it."""
     for part, prefix in ((OPTIM, tree.optim), (MODEL, tree.model)):
         if (
@@ -96,7 +96,7 @@ def _own_name(path: Path, tree: StateTree) -> tuple[str, str]:
     return EXTRA, _dotted(path[len(root) :] if path[: len(root)] == root else path)
 
 
-def _is_of(part: str, path: Path, tree: StateTree) -> bool:
+def _is_of(part: str, path: TreePath, tree: StateTree) -> bool:
     """A model without a prefix owns the paths of one name."""
     return part == OPTIM or bool(tree.model) or len(path) == 1
 
@@ -127,5 +127,5 @@ def _parent(prefix: str) -> str:
     return prefix[: prefix.rstrip(".").rfind(".") + 1]
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: TreePath) -> str:
     return ".".join(map(str, path))

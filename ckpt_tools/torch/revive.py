@@ -23,7 +23,7 @@ _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, li
 _ARRAY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
-def live(value: Value, *, tensor: Callable[[TensorRef], Any], unknown: Callable[[Value], Any]) -> Any:
+def revive(value: Value, *, tensor: Callable[[TensorRef], Any], unknown: Callable[[Value], Any]) -> Any:
     """``value`` as live objects: ``tensor`` gives those of references, ``unknown`` what stands for other objects.
 
     What was shared stays shared. Raises what the two functions raise.

@@ -2,7 +2,7 @@
 
 An FSDP2, HSDP or 2-D job of N ranks loads a ZeRO, universal, safetensors, torch or DCP checkpoint without converting
 it first: torch's planner asks for boxes of tensors, and each rank reads those of its own. Every tensor is shown to the
-planner as one chunk, since the assembler finds the pieces. Objects are made live by us, so that nothing that a
+planner as one chunk, since the tensor_reader finds the pieces. Objects are made live by us, so that nothing that a
 checkpoint names is ever called.
 """
 
@@ -22,10 +22,10 @@ from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
 from ckpt_tools.formats.reading import check_reading, read_checkpoint
 from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
-from ckpt_tools.torch.fill import SCRATCH_BYTES, Filling, fill_all, read_whole, torch_dtype
+from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole, torch_dtype
 from ckpt_tools.torch.name_matching import JobNames
-from ckpt_tools.torch.revive import live
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.torch.revive import revive
+from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,9 @@ def storage_reader(
     tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False)
     entries = entries_of(manifest, tree)
     names = JobNames.of(manifest, entries, tree, model_key=job_model_key, optim_key=job_optim_key)
-    reader: StorageReader = _reader_class()(_Served(manifest, entries, names, Assembler(source.store, SCRATCH_BYTES)))
+    reader: StorageReader = _reader_class()(
+        _Served(manifest, entries, names, TensorReader(source.store, SCRATCH_BYTES))
+    )
     return reader
 
 
@@ -74,7 +76,7 @@ class _Served:
     manifest: Manifest
     entries: Entries
     names: JobNames
-    assembler: Assembler
+    tensor_reader: TensorReader
 
     def metadata(self) -> Metadata:
         from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -100,7 +102,7 @@ class _Served:
 
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item) for item in tensors]
-        fill_all(map(self._filling, tensors, targets), self.assembler)
+        fill_all(map(self._filling, tensors, targets), self.tensor_reader)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:
@@ -112,12 +114,12 @@ class _Served:
         assert match is not None, "the planner asks for what the metadata has"
         return match.entry
 
-    def _filling(self, item: ReadItem, target: torch.Tensor) -> Filling:
+    def _filling(self, item: ReadItem, target: torch.Tensor) -> TensorFill:
         name = self._entry_name(item)
         key = self.entries.tensors[self.entries.aliases.get(name, name)]
         start = tuple(item.storage_offsets)
         box = Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
-        return Filling(target, self.manifest.tensors[key], box, item.storage_index.fqn)
+        return TensorFill(target, self.manifest.tensors[key], box, item.storage_index.fqn)
 
     def _stream(self, name: str) -> io.BytesIO:
         """An object as ``torch.save`` would write it."""
@@ -131,12 +133,12 @@ class _Served:
             )
 
         stream = io.BytesIO()
-        torch.save(live(self.entries.objects[name], tensor=self._whole, unknown=unknown), stream)
+        torch.save(revive(self.entries.objects[name], tensor=self._whole, unknown=unknown), stream)
         stream.seek(0)
         return stream
 
     def _whole(self, ref: TensorRef) -> torch.Tensor:
-        return read_whole(self.manifest.tensors[ref.key], self.assembler, name=str(ref.key))
+        return read_whole(self.manifest.tensors[ref.key], self.tensor_reader, name=str(ref.key))
 
 
 def _kind(value: Any) -> str:

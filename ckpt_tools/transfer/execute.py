@@ -27,11 +27,11 @@ from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.crc_board import Board, LocalBoard, PartCrc
 from ckpt_tools.transfer.runners.base import Runner
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlacedTask:
     """A task, and the file that it fills a part of. ``is_noted`` says that its receipt will be, with a checksum."""
 
     task: Task
@@ -42,19 +42,19 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """A task that is done: the CRC-32 of its bytes, if it is to be noted, and of their parts in longer ranges, and the
-    destination's proof."""
+    destination's part tag."""
 
     task: Task
     crc: int | None
     parts: tuple[PartCrc, ...]
-    proof: str
+    part_tag: str
     bytes_read: int
     bytes_copied: int = 0
     """Moved by the destination itself, and never seen here: then ``crc`` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TransferResult:
     """What a run moved, in bytes; what an earlier run had written already is not in ``bytes_written``."""
 
     bytes_read: int
@@ -75,7 +75,7 @@ class History(Protocol):
         """Tasks that are done, checked."""
 
     @property
-    def is_noting(self) -> bool:
+    def is_journaling(self) -> bool:
         """Whether tasks that are handed out now will be noted."""
 
     def begun(self, file: int, handle: str) -> None:
@@ -91,7 +91,7 @@ class NoHistory:
 
     handles: Mapping[int, str] = field(default_factory=dict)
     receipts: tuple[Receipt, ...] = ()
-    is_noting: bool = False
+    is_journaling: bool = False
 
     def begun(self, file: int, handle: str) -> None:
         """Nobody asks."""
@@ -109,7 +109,7 @@ def execute(
     on_bytes: Callable[[int], None],
     history: History | None = None,
     board: Board | None = None,
-) -> Outcome:
+) -> TransferResult:
     """Fill every file of the plan's layout in ``target``; ``on_bytes`` hears of each task's bytes when they are
     written, or found to have been.
 
@@ -120,7 +120,7 @@ def execute(
     """
     board, history = board or LocalBoard(), history or NoHistory()
     files = _Files(plan, target, board, history)
-    work = Worker(plan, Assembler(source, plan.task_bytes), target, board)
+    work = Worker(plan, TensorReader(source, plan.task_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
     try:
         for receipt in history.receipts:
@@ -137,7 +137,7 @@ def execute(
         assert files.num_finished == len(plan.layout.files), "every task was run"
     finally:
         target.abandon()
-    return Outcome(bytes_read, bytes_written, bytes_copied)
+    return TransferResult(bytes_read, bytes_written, bytes_copied)
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class Worker:
     """What is done with a task. It may be sent to another process, where it starts with no buffer and no open file."""
 
     plan: Plan
-    assembler: Assembler
+    tensor_reader: TensorReader
     target: Destination
     board: Board
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
@@ -155,7 +155,7 @@ class Worker:
     def __post_init__(self) -> None:
         self._copying = self.target if isinstance(self.target, Copying) else None
 
-    def __call__(self, job: Job) -> Receipt:
+    def __call__(self, job: PlacedTask) -> Receipt:
         try:
             return self._done(job)
         except BaseException as error:
@@ -164,41 +164,41 @@ class Worker:
                 self.target.fail(error)
             raise
 
-    def _done(self, job: Job) -> Receipt:
+    def _done(self, job: PlacedTask) -> Receipt:
         return self._copied(job) or self._assembled(job)
 
-    def _copied(self, job: Job) -> Receipt | None:
+    def _copied(self, job: PlacedTask) -> Receipt | None:
         """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
         has to be known of them."""
         task, file, target = job.task, self.plan.layout.files[job.task.file], self._copying
         if target is None or any(_overlaps(self._ranges(task.file, file), task)):
             return None
-        before = self.assembler.bytes_read_here
+        before = self.tensor_reader.bytes_read_here
         found = self._single(list(steps(file, task)))
-        source = self.assembler.locate(found.file) if found is not None else None
+        source = self.tensor_reader.locate(found.file) if found is not None else None
         if found is None or source is None or not target.can_copy(source, task.num_bytes):
             return None
-        proof = target.copy(file.path, job.handle, task.number, source, found.start, found.stop)
-        bytes_read = self.assembler.bytes_read_here - before
-        return Receipt(task, 0 if job.is_noted else None, (), proof, bytes_read, task.num_bytes)
+        part_tag = target.copy(file.path, job.handle, task.number, source, found.start, found.stop)
+        bytes_read = self.tensor_reader.bytes_read_here - before
+        return Receipt(task, 0 if job.is_noted else None, (), part_tag, bytes_read, task.num_bytes)
 
     def _single(self, found: list[Step]) -> ByteRange | None:
         match found:
             case [Gather(_, payload, start, stop)]:
                 entry = self.plan.manifest.tensors[payload.key].cast(payload.dtype)
-                return self.assembler.single_range(entry, payload.box, payload.shape, start, stop)
+                return self.tensor_reader.as_stored_range(entry, payload.box, payload.shape, start, stop)
         return None
 
-    def _assembled(self, job: Job) -> Receipt:
-        task, file, before = job.task, self.plan.layout.files[job.task.file], self.assembler.bytes_read_here
+    def _assembled(self, job: PlacedTask) -> Receipt:
+        task, file, before = job.task, self.plan.layout.files[job.task.file], self.tensor_reader.bytes_read_here
         buffer = self._buffer()[: task.num_bytes]
         for step in steps(file, task):
             self._fill(step, buffer)
         parts = tuple(_part_crcs(self._ranges(task.file, file), task, buffer))
         self._seal(file, task, parts, buffer)
-        proof = self.target.write(file.path, job.handle, task.number, task.start, buffer.data)
+        part_tag = self.target.write(file.path, job.handle, task.number, task.start, buffer.data)
         crc = _crc(parts, task, buffer) if job.is_noted else None
-        return Receipt(task, crc, parts, proof, self.assembler.bytes_read_here - before)
+        return Receipt(task, crc, parts, part_tag, self.tensor_reader.bytes_read_here - before)
 
     def _fill(self, step: Step, buffer: NDArray[np.uint8]) -> None:
         match step:
@@ -209,7 +209,7 @@ class Worker:
             case Gather(offset, payload, start, stop):
                 entry = self.plan.manifest.tensors[payload.key].cast(payload.dtype)
                 room = buffer[offset : offset + (stop - start) * payload.dtype.item_bytes]
-                self.assembler.read(entry, payload.box, payload.shape, start, stop, room.data)
+                self.tensor_reader.read(entry, payload.box, payload.shape, start, stop, room.data)
 
     def _seal(self, file: FileLayout, task: Task, parts: tuple[PartCrc, ...], buffer: NDArray[np.uint8]) -> None:
         """Fill in the checksums that lie in the task; those that others need are told first."""
@@ -235,7 +235,7 @@ class Worker:
         return output
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Worker, (self.plan, self.assembler, self.target, self.board)
+        return Worker, (self.plan, self.tensor_reader, self.target, self.board)
 
 
 @dataclass(slots=True)
@@ -249,18 +249,18 @@ class _Files:
     num_finished: int = 0
     _handles: dict[int, str] = field(default_factory=dict)
     _missing: dict[int, int] = field(default_factory=dict)
-    _proofs: dict[int, dict[int, str]] = field(default_factory=dict)
+    _part_tags: dict[int, dict[int, str]] = field(default_factory=dict)
     _recovered: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def _layout(self) -> Layout:
         return self.plan.layout
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[PlacedTask]:
         """What is left to do, in order; runners take one at a time."""
         for task in self.plan.tasks():
             if (task.file, task.number) not in self._recovered:
-                yield Job(task, self._handle(task.file), self.history.is_noting)
+                yield PlacedTask(task, self._handle(task.file), self.history.is_journaling)
 
     def _handle(self, number: int) -> str:
         if number not in self._handles:
@@ -288,16 +288,16 @@ class _Files:
     def _count(self, receipt: Receipt) -> None:
         """The last task of a file finishes it."""
         number = receipt.task.file
-        proofs = self._proofs.setdefault(number, {})
-        proofs[receipt.task.number] = receipt.proof
+        part_tags = self._part_tags.setdefault(number, {})
+        part_tags[receipt.task.number] = receipt.part_tag
         missing = self._missing.get(number, self._layout.files[number].size_bytes) - receipt.task.num_bytes
         self._missing[number] = missing
         if missing == 0:
             self._finish(number)
 
     def _finish(self, number: int) -> None:
-        proofs = self._proofs.pop(number)
-        in_order = [proofs[part] for part in sorted(proofs)]
+        part_tags = self._part_tags.pop(number)
+        in_order = [part_tags[part] for part in sorted(part_tags)]
         self.target.finish(self._layout.files[number].path, self._handle(number), in_order)
         self.board.forget(number)
         del self._missing[number]

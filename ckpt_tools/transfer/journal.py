@@ -130,16 +130,18 @@ class Journal:
         self._left = b""
 
     def _noted(self) -> Iterator[Receipt]:
-        for _, number, part, start, stop, crc, proof, parts in _lines(self._left, _PART):
+        for _, number, part, start, stop, crc, part_tag, parts in _lines(self._left, _PART):
             if number in self._handles:
                 covered = tuple(PartCrc((lower, upper), at, end, value) for lower, upper, at, end, value in parts)
-                yield Receipt(Task(number, part, start, stop), crc, covered, proof, bytes_read=0)
+                yield Receipt(Task(number, part, start, stop), crc, covered, part_tag, bytes_read=0)
 
     def _checked(self, receipt: Receipt) -> tuple[Receipt, bool]:
         assert receipt.crc is not None, "no task without a checksum is noted"
         task = receipt.task
         path, handle = self.plan.layout.files[task.file].path, self._handles[task.file]
-        held = self.destination.holds(path, handle, task.number, task.start, task.num_bytes, receipt.crc, receipt.proof)
+        held = self.destination.holds(
+            path, handle, task.number, task.start, task.num_bytes, receipt.crc, receipt.part_tag
+        )
         return receipt, held
 
     def begun(self, file: int, handle: str) -> None:
@@ -147,7 +149,7 @@ class Journal:
         self._note([_FILE, file, handle, contents(self.plan.layout.files[file])])
 
     @property
-    def is_noting(self) -> bool:
+    def is_journaling(self) -> bool:
         return time.monotonic() >= self._quiet_until
 
     def done(self, receipt: Receipt) -> None:
@@ -185,7 +187,7 @@ def _encoded(what: list[Any] | Receipt) -> bytes:
 def _part(receipt: Receipt) -> list[Any]:
     task = receipt.task
     parts = [[*part.covers, part.start, part.stop, part.value] for part in receipt.parts]
-    return [_PART, task.file, task.number, task.start, task.stop, receipt.crc, receipt.proof, parts]
+    return [_PART, task.file, task.number, task.start, task.stop, receipt.crc, receipt.part_tag, parts]
 
 
 def _lines(data: bytes, kind: str) -> Iterator[list[Any]]:
@@ -263,7 +265,7 @@ def _version(source: Store, name: str) -> str:
 def contents(file: FileLayout) -> str:
     """A digest of what is to be in a file: known bytes, and regions of tensors."""
     digest = _Digest()
-    for segment in file.made.segments:
+    for segment in file.load().segments:
         _add_segment(digest, segment)
     return digest.text()
 

@@ -25,7 +25,7 @@ from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, hits
 from ckpt_tools.serialization.torch_zip import ItemLocation, locate_item
-from ckpt_tools.stores.source import Expecting, Located, Location, Store
+from ckpt_tools.stores.source import Located, Prefetching, ServiceFile, Store
 from ckpt_tools.transfer.buffers import page_aligned
 
 MAX_READ_AMPLIFICATION = 2
@@ -42,7 +42,7 @@ MAX_KNOWN_ITEMS = 4096
 
 
 @dataclass(slots=True)
-class Assembler:
+class TensorReader:
     """Reads elements from ``store``; safe to share between threads, each of which has buffers of its own.
 
     ``scratch_bytes`` bounds each of the two buffers that a thread has beside the caller's.
@@ -54,11 +54,11 @@ class Assembler:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _items: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
-    _expecting: Expecting | None = field(init=False, repr=False)
+    _prefetching: Prefetching | None = field(init=False, repr=False)
     """The store, where it is one: to ask it each time costs 10 microseconds."""
 
     def __post_init__(self) -> None:
-        self._expecting = self.store if isinstance(self.store, Expecting) else None
+        self._prefetching = self.store if isinstance(self.store, Prefetching) else None
 
     @property
     def bytes_read(self) -> int:
@@ -87,7 +87,7 @@ class Assembler:
             last = min(first + step, stop)
             self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])
 
-    def single_range(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> ByteRange | None:
+    def as_stored_range(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> ByteRange | None:
         """The bytes that ``read`` with the same arguments would give, where they are one range of one stored file.
 
         Raises:
@@ -109,7 +109,7 @@ class Assembler:
         first += item * (hit.start if isinstance(hit, FlatHit) else flat_interval(hit.source, hit.shape)[0])
         return ByteRange(hit.at.file, first, first + item * (stop - start))
 
-    def locate(self, file: str) -> Location | None:
+    def locate(self, file: str) -> ServiceFile | None:
         """Where a file is in terms of a service that could copy of it."""
         return self.store.locate(file) if isinstance(self.store, Located) else None
 
@@ -144,8 +144,8 @@ class Assembler:
         return location
 
     def _locate(self, hit: Hit) -> ItemLocation:
-        if self._expecting is not None:
-            self._expecting.expect(hit.at.file, hit.at.start, hit.at.stop)
+        if self._prefetching is not None:
+            self._prefetching.prefetch(hit.at.file, hit.at.start, hit.at.stop)
         location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
         if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:
             raise MalformedError(
@@ -210,7 +210,7 @@ class Assembler:
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process: the same store, nothing read yet."""
-        return Assembler, (self.store, self.scratch_bytes)
+        return TensorReader, (self.store, self.scratch_bytes)
 
     def _buffer(self, use: str, num_bytes: int) -> NDArray[np.uint8]:
         """``num_bytes`` of this thread's buffer for ``use``, which the next call overwrites."""

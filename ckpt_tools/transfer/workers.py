@@ -13,13 +13,13 @@ from ckpt_tools.planning.plan import Plan
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.crc_board import Board
-from ckpt_tools.transfer.execute import Job, Receipt
+from ckpt_tools.transfer.execute import PlacedTask, Receipt
 from ckpt_tools.transfer.runners.base import Runner
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class WorkerPool:
     """``runner`` is ``threads`` or ``ray``, the latter on the cluster at ``address``; ``num_workers`` None: one for
     each processor that there is.
 
@@ -45,7 +45,7 @@ class Crew:
         return 1 if self.runner == "ray" else self.num_workers or default_workers()
 
     @contextmanager
-    def at_work(self, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board | None]]:
+    def start(self, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board | None]]:
         """A runner for the plan's tasks, and the board that its workers share where they are other processes.
 
         Raises:
@@ -76,7 +76,7 @@ def _on_ray(asked: int | None, plan: Plan, source: Store, target: Destination) -
             yield runner, board
 
 
-def _num_bytes(item: Job | Receipt) -> int:
+def _num_bytes(item: PlacedTask | Receipt) -> int:
     return item.task.num_bytes
 
 

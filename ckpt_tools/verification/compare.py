@@ -12,7 +12,7 @@ from ckpt_tools.core.progress import Progress
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.deviation import Deviation, measure
 from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
 
@@ -140,14 +140,14 @@ def _blocks(ours: Side, theirs: Side, keys: list[StateKey]) -> Iterator[_Block]:
 
 def _compare_on(ours: Side, theirs: Side) -> Callable[[_Block], tuple[_Block, Deviation]]:
     """What a worker does with a block."""
-    readers = [(side, Assembler(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
+    readers = [(side, TensorReader(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
 
     def deviation(block: _Block) -> tuple[_Block, Deviation]:
         entries = [side.tensors[block.key] for side, _ in readers]
         pair = []
-        for (_, assembler), entry in zip(readers, entries, strict=True):
+        for (_, tensor_reader), entry in zip(readers, entries, strict=True):
             elements = page_aligned((block.stop - block.start) * entry.dtype.item_bytes)
-            assembler.read(entry, Box.whole(entry.shape), entry.shape, block.start, block.stop, elements.data)
+            tensor_reader.read(entry, Box.whole(entry.shape), entry.shape, block.start, block.stop, elements.data)
             pair.append(elements)
         return block, measure(pair[0], pair[1], entries[0].dtype, entries[1].dtype)
 

@@ -31,7 +31,7 @@ from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.compare import named_tensors
 from ckpt_tools.verification.report import Aspect, Difference
 
@@ -95,19 +95,19 @@ def num_bytes(manifest: Manifest) -> int:
 
 
 def _digest_in(store: Store, manifest: Manifest) -> Callable[[StateKey], tuple[StateKey, Digest]]:
-    assembler = Assembler(store, BLOCK_BYTES)
-    return lambda key: (key, _digest(assembler, manifest.tensors[key]))
+    tensor_reader = TensorReader(store, BLOCK_BYTES)
+    return lambda key: (key, _digest(tensor_reader, manifest.tensors[key]))
 
 
-def _digest(assembler: Assembler, entry: TensorEntry) -> Digest:
+def _digest(tensor_reader: TensorReader, entry: TensorEntry) -> Digest:
     fast, strong = xxh3_128(), blake3()
-    for block in _blocks(assembler, entry):
+    for block in _blocks(tensor_reader, entry):
         fast.update(block)
         strong.update(block)
     return Digest(entry.dtype, entry.shape, fast.hexdigest(), strong.hexdigest())
 
 
-def _blocks(assembler: Assembler, entry: TensorEntry) -> Iterator[memoryview]:
+def _blocks(tensor_reader: TensorReader, entry: TensorEntry) -> Iterator[memoryview]:
     """The elements in order. A block is overwritten by the next."""
     item = entry.dtype.item_bytes
     step = BLOCK_BYTES // item
@@ -115,7 +115,7 @@ def _blocks(assembler: Assembler, entry: TensorEntry) -> Iterator[memoryview]:
     for start in range(0, entry.numel, step):
         stop = min(start + step, entry.numel)
         block = buffer[: (stop - start) * item]
-        assembler.read(entry, Box.whole(entry.shape), entry.shape, start, stop, block)
+        tensor_reader.read(entry, Box.whole(entry.shape), entry.shape, start, stop, block)
         yield block
 
 

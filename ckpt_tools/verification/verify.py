@@ -8,9 +8,9 @@ from typing import Any
 
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
-from ckpt_tools.core.apply_options import case_of, reduced
+from ckpt_tools.core.apply_options import apply_options, case_of
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.wording import count
@@ -95,7 +95,7 @@ def verify_pair(
     holds_masters = target is None or target.holds_masters
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
     check(COMPARING, options.given, case)
-    expected = reduced(manifest, options, whole=whole, holds_masters=holds_masters).manifest
+    expected = apply_options(manifest, options, whole=whole, holds_masters=holds_masters).manifest
     theirs = Side.of("the destination", other_source.store, other)
     ours = Side.of("the source", source.store, expected).with_masters_like(theirs)
     return compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
@@ -152,7 +152,9 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
     if all(counts) or not any(counts):
         return manifests, ()
     left_out = "model copies" if options.weight_copy == "master" else "fp32 masters"
-    note = Note(Fate.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "one side alone has them", max(counts))
+    note = Note(
+        Outcome.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "one side alone has them", max(counts)
+    )
     return [transforms.one_copy(each, weights=options.weight_copy)[0] for each in manifests], (note,)
 
 

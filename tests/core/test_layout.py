@@ -9,6 +9,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import (
     FILES_KEPT,
     Crc32,
+    FileCache,
     FileLayout,
     Layout,
     LazyFile,
@@ -16,7 +17,6 @@ from ckpt_tools.core.layout import (
     Padding,
     Payload,
     Segment,
-    Workshop,
     merged,
 )
 from ckpt_tools.core.manifest import StateKey
@@ -86,12 +86,12 @@ def test_files_are_made_when_asked_for_and_few_are_kept() -> None:
         asked.append(number)
         return FileLayout(f"f{number}", (Padding(number),))
 
-    workshop = Workshop(make)
-    layout = Layout([LazyFile(workshop, number, f"f{number}", number) for number in range(100)])
+    cache = FileCache(make)
+    layout = Layout([LazyFile(cache, number, f"f{number}", number) for number in range(100)])
     assert layout.size_bytes == sum(range(100)) and not asked
     assert [file.offsets for file in layout.files] == [(0, number) for number in range(100)]
     assert layout.files[99].segments == (Padding(99),) and asked == list(range(100))
-    assert layout.files[99 - FILES_KEPT].made.path == f"f{99 - FILES_KEPT}" and len(asked) == 101
+    assert layout.files[99 - FILES_KEPT].load().path == f"f{99 - FILES_KEPT}" and len(asked) == 101
 
 
 def test_two_files_of_one_name_are_our_own_mistake() -> None:

@@ -27,7 +27,7 @@ import ckpt_tools
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef
-from ckpt_tools.core.notes import Fate
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import LossError, UnsupportedError
@@ -223,7 +223,7 @@ def test_what_is_left_behind_is_said() -> None:
     }
     tensors = {**manifest().tensors, StateKey("stray", "extra"): stored((1,), Kind.EXTRA)}
     entries = entries_of(manifest(extra=extra, tensors=tensors), StateTree(("app", "model"), ("app", "optim")))
-    dropped = {note.what for note in entries.notes if note.fate is Fate.DROPPED}
+    dropped = {note.what for note in entries.notes if note.outcome is Outcome.DROPPED}
     assert dropped == {
         "DeepSpeed's own a",
         "model",
@@ -506,7 +506,7 @@ def test_empty_parameters_get_the_state_that_torch_asks_for(
 ) -> None:
     made = checkpoint("zero2-fp32", "empty", 2)
     report = ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=3)
-    assert [note.what for note in report.plan.notes if note.fate is Fate.DEFAULTED] == [
+    assert [note.what for note in report.plan.notes if note.outcome is Outcome.DEFAULTED] == [
         "optimizer state of 1 empty parameter"
     ]
     truth, resumed = Truth.load(made.root), resume("fsdp2", "empty", tmp_path / "out", 3)

@@ -21,7 +21,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture
 from tests.support.truth import Truth, assert_same_bits, dtype_of
@@ -44,7 +44,7 @@ def read(folder: Path, tag: str | None = None) -> Manifest:
 
 def elements(store: Store, entry: TensorEntry) -> np.ndarray:
     out = bytearray(entry.num_bytes)
-    reader = Assembler(store, scratch_bytes=1 << 20)
+    reader = TensorReader(store, scratch_bytes=1 << 20)
     reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
     return np.frombuffer(bytes(out), dtype_of(entry.dtype.value)).reshape(entry.shape)
 

@@ -32,7 +32,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 from tests.formats.zero_files import MODEL, TAG, Files, build, moments_of, optim, own, rank_model, store_of, values_of
 
 GROUPS = [{"a.weight": (5, 3), "a.bias": (5,)}, {"b": (1,)}]
@@ -51,7 +51,7 @@ def value(store: MemoryStore, manifest: Manifest, entry: TensorEntry) -> np.ndar
     """The elements of a tensor; bf16 as fp32."""
     out = bytearray(entry.numel * DType.FLOAT32.item_bytes if entry.dtype is DType.BFLOAT16 else entry.num_bytes)
     entry = entry.cast(DType.FLOAT32) if entry.dtype is DType.BFLOAT16 else entry
-    reader = Assembler(Overlay(store, manifest.literals), scratch_bytes=1 << 16)
+    reader = TensorReader(Overlay(store, manifest.literals), scratch_bytes=1 << 16)
     reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
     return np.frombuffer(bytes(out), entry.dtype.value).reshape(entry.shape)
 

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt_tools
-from ckpt_tools.core.notes import Fate
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from fixtures import foreign, launch
 from tests.formats import zero_files
@@ -87,7 +87,7 @@ class TestRanks:
         folder = shutil.copytree(saved(foreign.save_ranks), tmp_path / "actor")
         safetensors.torch.save_file({"w": torch.ones(2)}, folder / "model.safetensors")
         notes = ckpt_tools.convert(folder, tmp_path / "out.safetensors").plan.notes
-        assert {note.what for note in notes if note.fate is Fate.DROPPED} == {
+        assert {note.what for note in notes if note.outcome is Outcome.DROPPED} == {
             f"{name}_world_size_2_rank_{rank}.pt" for name in ("model", "optim", "extra_state") for rank in (0, 1)
         }
 
@@ -267,7 +267,7 @@ def test_scales_are_not_cast(kind: str, tmp_path: Path) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].view(-1), tensor.view(-1)), name
     assert {found[name].dtype for name in plain} == {torch.bfloat16}
     scales = [name for name, tensor in quantized.items() if tensor.dtype is torch.float32]
-    assert [note.count for note in notes if note.fate is Fate.KEPT] == ([len(scales)] if scales else [])
+    assert [note.count for note in notes if note.outcome is Outcome.KEPT] == ([len(scales)] if scales else [])
 
 
 def test_without_quantized_weights_scales_are_weights(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import ckpt_tools
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree
-from ckpt_tools.core.notes import Fate
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.reading import read_checkpoint
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures.store import Fixture
 from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits, dtype_of
 
@@ -50,7 +50,7 @@ def gathered(folder: Path) -> dict[Key, np.ndarray]:
     source, manifest = read_checkpoint(folder, ReadOptions())
     entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
     entries |= {StateKey(alias): entries[StateKey(owner)] for alias, owner in manifest.aliases.items()}
-    reader = Assembler(source.store, scratch_bytes=1 << 20)
+    reader = TensorReader(source.store, scratch_bytes=1 << 20)
     found = {}
     for (fqn, slot), entry in entries.items():
         out = bytearray(entry.num_bytes)
@@ -172,7 +172,7 @@ def test_numbers_of_an_optimizer_that_could_mean_several(checkpoint: Checkpoint,
     made = checkpoint("torch-ids", "scalar", 1)
     manifest = manifest_of(made.checkpoint)
     assert not manifest.groups and not manifest.of_kind(Kind.STATE)
-    assert [(note.fate, note.what) for note in manifest.notes] == [(Fate.KEPT, "optimizer")]
+    assert [(note.outcome, note.what) for note in manifest.notes] == [(Outcome.KEPT, "optimizer")]
     ckpt_tools.convert(made.checkpoint, tmp_path / "all.pt", state="all")
     kept, wanted = (torch.load(path) for path in (tmp_path / "all.pt", made.checkpoint / "model.pt"))
     assert_same_tree(wanted["optimizer"], kept["optimizer"])

@@ -16,7 +16,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.notes import Fate
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.transforms import cast
@@ -288,8 +288,8 @@ def loaded(out: Path, name: str, tag: str = "global_step0") -> Any:
     return torch.load(out / tag / name, weights_only=False)
 
 
-def whys(layout: Layout) -> dict[str, tuple[Fate, str]]:
-    return {note.what: (note.fate, note.why) for note in layout.notes}
+def whys(layout: Layout) -> dict[str, tuple[Outcome, str]]:
+    return {note.what: (note.outcome, note.why) for note in layout.notes}
 
 
 def test_the_folder_is_published_by_its_last_file(made: Made) -> None:
@@ -337,8 +337,8 @@ def test_each_stage_finds_its_own_part_of_the_optimizer(made: Made) -> None:
     assert nested["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "foreach": False, "params": [0]}]
     assert nested["state"][0]["step"].item() == 4.0
     assert state["ds_version"] == "0.19.8"
-    fate, why = whys(layout)["2 parameter groups in stage 3"]
-    assert fate is Fate.DEFAULTED and "fused, weight_decay stay" in why
+    outcome, why = whys(layout)["2 parameter groups in stage 3"]
+    assert outcome is Outcome.DEFAULTED and "fused, weight_decay stay" in why
 
 
 def test_model_files_hold_what_only_they_can(made: Made) -> None:
@@ -362,8 +362,8 @@ def test_model_files_hold_what_only_they_can(made: Made) -> None:
     assert (stage3.pop("module"), model.pop("module") is module) == ({}, True)
     assert stage3 == model
     for what in ("1 parameters without optimizer state (frozen, or tied to others)", "1 buffers"):
-        fate, why = whys(layout)[what]
-        assert fate is Fate.DROPPED and "zero1, zero2 and zero3 restore them" in why
+        outcome, why = whys(layout)[what]
+        assert outcome is Outcome.DROPPED and "zero1, zero2 and zero3 restore them" in why
 
 
 def test_what_is_no_tensor_is_in_both_model_files(made: Made) -> None:
@@ -447,8 +447,8 @@ def test_a_group_keeps_all_of_its_state_or_nothing(case: str, made: Made) -> Non
     out, layout = made.written(made.manifest(ParamGroup(("a",), {}), ParamGroup(("b",), {})))
     assert [path.name for path in (out / "global_step0/zero/a").iterdir()] == ["fp32.pt"]
     assert len(list((out / "global_step0/zero/b").iterdir())) == 4
-    fate, why = whys(layout)["optimizer state of parameter group 0"]
-    assert fate is Fate.DROPPED and FOREIGN[case][0] in why
+    outcome, why = whys(layout)["optimizer state of parameter group 0"]
+    assert outcome is Outcome.DROPPED and FOREIGN[case][0] in why
 
 
 SCALER = {"cur_scale": 64.0, "dynamic": True, "cur_iter": 7, "dtype": None}
@@ -481,7 +481,7 @@ def test_a_loss_scaler_that_does_not_fit_is_left_to_the_job(
     assert ("loss_scaler" in whys(layout)) == (kind is None and (dtype == "float16" or scaler is not None))
 
 
-def noted(made: Made, manifest: Manifest) -> dict[str, tuple[Fate, str]]:
+def noted(made: Made, manifest: Manifest) -> dict[str, tuple[Outcome, str]]:
     return whys(UniversalWriter().layout(manifest, WriteOptions()))
 
 

@@ -22,7 +22,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Layout, LazyFile
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.transforms import cast
@@ -36,7 +36,7 @@ from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.runners.threads import ThreadRunner
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 
 DTYPES = {
     np.dtype(np.float32): DType.FLOAT32,
@@ -276,14 +276,14 @@ def test_a_fresh_parameter_beside_others_gets_zeros_and_a_note(stage: int) -> No
     assert numbers(state["momentum_buffer"])[9:12] == [150, 0, 0]
     assert numbers((own.get("single_partition_of_fp32_groups") or own["fp32_flat_groups"])[0])[9:12] == [50, 30, 31]
     (note,) = notes_about(layout.notes, "momentum_buffer of head")
-    assert note.fate is Fate.DEFAULTED and note.num_bytes == 8
+    assert note.outcome is Outcome.DEFAULTED and note.num_bytes == 8
 
 
 def test_0d_slots_of_several_parameters_are_noted_unless_they_are_one() -> None:
     one = np.float32([4]).reshape(())
     made = small().add("a.weight", "step", one).add("a.bias", "step", one)
     (note,) = notes_about(layout_of(made.manifest(PARAMS), stage=1).notes, "step of parameter group 0")
-    assert (note.fate, note.count) == (Fate.DEFAULTED, 2) and "that of a.weight" in note.why
+    assert (note.outcome, note.count) == (Outcome.DEFAULTED, 2) and "that of a.weight" in note.why
     shared = StateKey("a.weight", "step")
     made.tensors[StateKey("a.bias", "step")] = made.tensors[shared]
     assert not notes_about(layout_of(made.manifest(PARAMS), stage=1).notes, "step of")
@@ -294,7 +294,7 @@ def test_a_group_without_state_has_none_and_a_note() -> None:
     layout = layout_of(manifest := made.manifest(PARAMS, ["head"]), stage=1)
     optimizer = optim(opened(write(made, manifest, layout)), 0)["base_optimizer_state"]
     assert list(optimizer["state"]) == [0] and len(optimizer["param_groups"]) == 2
-    assert notes_about(layout.notes, "optimizer state of parameter group 1")[0].fate is Fate.DEFAULTED
+    assert notes_about(layout.notes, "optimizer state of parameter group 1")[0].outcome is Outcome.DEFAULTED
 
 
 def test_a_slot_of_another_shape_starts_its_group_afresh() -> None:
@@ -304,7 +304,7 @@ def test_a_slot_of_another_shape_starts_its_group_afresh() -> None:
     optimizer = optim(opened(write(made, manifest, layout)), 0)["optimizer_state_dict"]
     assert list(optimizer["state"]) == [1]
     (note,) = notes_about(layout.notes, "optimizer state of parameter group 0")
-    assert note.fate is Fate.DROPPED and "row_var" in note.why
+    assert note.outcome is Outcome.DROPPED and "row_var" in note.why
     assert (note.count, note.num_bytes) == (3, 36 + 4 + 12)
 
 
@@ -318,12 +318,12 @@ def test_16_bit_moments_become_fp32_and_integers_stay() -> None:
 def test_float64_moments_are_noted_as_cast() -> None:
     made = Checkpoint().weight("a", floats(3)).add("a", "exp_avg", floats(3).astype(np.float64))
     (note,) = layout_of(made.manifest(["a"], extra={"lr_scheduler": {}, "global_step": 1}), stage=1).notes
-    assert (note.fate, note.what, note.why) == (Fate.CAST, "exp_avg of 1 tensor", "float64 to float32")
+    assert (note.outcome, note.what, note.why) == (Outcome.CAST, "exp_avg of 1 tensor", "float64 to float32")
 
 
 def test_state_of_parameters_in_no_group_is_dropped_with_a_note() -> None:
     layout = layout_of(small().manifest(["a.weight"]), stage=1)
-    assert notes_about(layout.notes, "optimizer state of a.bias")[0].fate is Fate.DROPPED
+    assert notes_about(layout.notes, "optimizer state of a.bias")[0].outcome is Outcome.DROPPED
 
 
 def test_torchs_adam_gets_the_option_that_deepspeeds_needs() -> None:
@@ -334,7 +334,7 @@ def test_torchs_adam_gets_the_option_that_deepspeeds_needs() -> None:
     layout = layout_of(foreign, stage=3)
     optimizer = optim(opened(write(made, foreign, layout)), 0)["optimizer_state_dict"]
     assert optimizer["param_groups"][0] == {**options, "bias_correction": True, "params": [0]}
-    assert notes_about(layout.notes, "bias_correction")[0].fate is Fate.DEFAULTED
+    assert notes_about(layout.notes, "bias_correction")[0].outcome is Outcome.DEFAULTED
     native = replace(foreign, format="zero1")
     assert "bias_correction" not in optim(written(made, native, stage=3), 0)["optimizer_state_dict"]["param_groups"][0]
 
@@ -357,7 +357,7 @@ def test_masters_come_from_the_weights_as_they_are_stored() -> None:
 
 def test_masters_widened_from_16_bits_are_noted() -> None:
     layout = layout_of(Checkpoint().weight("a", floats(3).astype(BF16)).manifest(["a"]), stage=2)
-    assert notes_about(layout.notes, "fp32 masters of 1 parameter")[0].fate is Fate.DEFAULTED
+    assert notes_about(layout.notes, "fp32 masters of 1 parameter")[0].outcome is Outcome.DEFAULTED
 
 
 def test_in_fp32_the_weights_are_the_masters() -> None:
@@ -396,7 +396,7 @@ def test_a_parameter_without_elements_is_listed_with_the_frozen_ones() -> None:
     content = model(opened(write(made, manifest, layout)))
     assert list(content["param_shapes"][0]) == list(PARAMS)
     assert content["frozen_param_shapes"] == {"none": torch.Size([0, 4])}
-    assert notes_about(layout.notes, "optimizer state of none")[0].fate is Fate.DROPPED
+    assert notes_about(layout.notes, "optimizer state of none")[0].outcome is Outcome.DROPPED
 
 
 def test_a_group_of_empty_parameters_alone_is_left_out() -> None:
@@ -404,7 +404,7 @@ def test_a_group_of_empty_parameters_alone_is_left_out() -> None:
     layout = layout_of(manifest := made.manifest(["none"], PARAMS), stage=1)
     optimizer = optim(opened(write(made, manifest, layout)), 0)["base_optimizer_state"]
     assert [group["params"] for group in optimizer["param_groups"]] == [[0]] and list(optimizer["state"]) == [0]
-    assert notes_about(layout.notes, "hyperparameters of parameter group 0")[0].fate is Fate.DROPPED
+    assert notes_about(layout.notes, "hyperparameters of parameter group 0")[0].outcome is Outcome.DROPPED
 
 
 def test_weights_alone_are_one_group_without_hyperparameters() -> None:
@@ -447,7 +447,7 @@ def test_names_and_places_decide_where_nothing_else_does() -> None:
     assert frozen == ["bn.gain", "bn.weight", "alone.table"]
     assert buffers == ["bn.running_mean", "bn.count", "bn.late"]
     assert [note.count for note in notes] == [3, 2]
-    assert all(note.fate is Fate.DEFAULTED for note in notes)
+    assert all(note.outcome is Outcome.DEFAULTED for note in notes)
 
 
 def test_a_buffer_is_not_cast_with_the_weights() -> None:
@@ -493,7 +493,7 @@ def test_client_state_does_not_replace_deepspeeds_own_entries() -> None:
     made = small()
     layout = layout_of(manifest := made.manifest(PARAMS, extra={"module": 5, "global_step": 1}), stage=1)
     assert set(model(opened(write(made, manifest, layout)))["module"]) == set(PARAMS)
-    assert notes_about(layout.notes, "module")[0].fate is Fate.DROPPED
+    assert notes_about(layout.notes, "module")[0].outcome is Outcome.DROPPED
 
 
 SCALER = {"cur_scale": 64.0, "dynamic": True, "scale_window": 3}
@@ -512,10 +512,10 @@ def test_a_loss_scaler_is_made_up_in_fp16_and_dropped_elsewhere() -> None:
     made = Checkpoint().weight("a", floats(3).astype(np.float16)).weight("b", floats(3))
     fp16 = layout_of(half := made.manifest(["a"]), stage=2)
     assert optim(opened(write(made, half, fp16)), 0)["loss_scaler"].cur_scale == 2**16
-    assert notes_about(fp16.notes, "loss_scaler")[0].fate is Fate.DEFAULTED
+    assert notes_about(fp16.notes, "loss_scaler")[0].outcome is Outcome.DEFAULTED
     fp32 = layout_of(full := made.manifest(["b"], extra={"loss_scaler": SCALER}), stage=2)
     assert vars(optim(opened(write(made, full, fp32)), 0)["loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
-    assert notes_about(fp32.notes, "loss_scaler")[0].fate is Fate.DROPPED
+    assert notes_about(fp32.notes, "loss_scaler")[0].outcome is Outcome.DROPPED
 
 
 def test_a_static_loss_scaler_stays_static() -> None:
@@ -601,7 +601,7 @@ def checkpoints(draw: st.DrawFn) -> tuple[Checkpoint, Manifest]:
 
 def elements(made: MemoryStore, manifest: Manifest) -> dict[StateKey, tuple[tuple[int, ...], DType, bytes]]:
     """Shape, type and bytes of every tensor."""
-    reader = Assembler(Overlay(made, manifest.literals), scratch_bytes=1 << 16)
+    reader = TensorReader(Overlay(made, manifest.literals), scratch_bytes=1 << 16)
     found = {}
     for key, entry in manifest.tensors.items():
         out = bytearray(entry.num_bytes)

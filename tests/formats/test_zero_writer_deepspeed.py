@@ -17,7 +17,7 @@ import torch
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.transforms import cast
 from ckpt_tools.formats.deepspeed.zero_writer.writer import ZeroWriter
@@ -123,7 +123,7 @@ def test_deepspeed_goes_on_as_if_nothing_had_happened(
     assert_same_bits(with_masters(truth), resumed.tensors)
     assert_same_facts(truth, resumed)
     np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=1e-6, atol=0)
-    assert not [note for note in notes if note.fate is Fate.DROPPED]
+    assert not [note for note in notes if note.outcome is Outcome.DROPPED]
 
 
 def with_masters(truth: Truth) -> Mapping[tuple[str, str], np.ndarray]:

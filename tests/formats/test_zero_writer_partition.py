@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.formats.deepspeed.common.partition import Cut, GroupCut, ParamCut, Vector, dealt, sub_groups
+from ckpt_tools.formats.deepspeed.common.partition import Cut, GroupCut, ParamCut, Vector, round_robin_order, sub_groups
 
 NUMELS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 WORLD_SIZES = st.integers(1, 9)
@@ -72,8 +72,8 @@ def test_a_sub_group_ends_with_the_parameter_that_reaches_its_size() -> None:
 
 
 def test_round_robin_deals_parameters_out_to_the_ranks() -> None:
-    assert dealt(5, 2) == [0, 2, 4, 1, 3]
-    assert dealt(2, 4) == [0, 1]
+    assert round_robin_order(5, 2) == [0, 2, 4, 1, 3]
+    assert round_robin_order(2, 4) == [0, 1]
 
 
 @given(NUMELS, WORLD_SIZES)
@@ -105,7 +105,7 @@ def test_sub_groups_are_all_parameters_in_order(numels: list[int], world_size: i
 
 @given(st.integers(1, 20), WORLD_SIZES)
 def test_dealing_out_is_a_permutation(num_params: int, world_size: int) -> None:
-    assert sorted(dealt(num_params, world_size)) == list(range(num_params))
+    assert sorted(round_robin_order(num_params, world_size)) == list(range(num_params))
 
 
 def test_both_cuts_are_cuts() -> None:

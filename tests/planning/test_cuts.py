@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
-from ckpt_tools.planning.cuts import Run, ends_at_runs, smallest_limit
+from ckpt_tools.planning.cuts import Run, cut_at_stored_ranges, smallest_limit
 
 LEAST = 500
 MOST = smallest_limit(LEAST)
@@ -19,7 +19,7 @@ many = settings(max_examples=300, deadline=None)
 
 
 def ends(size: int, *runs: Run, least: int = LEAST, most: int = MOST) -> list[int]:
-    return ends_at_runs(size, runs, least=least, most=most, whole=lambda position: position)
+    return cut_at_stored_ranges(size, runs, least=least, most=most, whole=lambda position: position)
 
 
 def copied(size: int, runs: list[Run], found: list[int]) -> int:
@@ -94,7 +94,7 @@ def test_parts_cover_the_file_and_are_neither_too_small_nor_too_large(file: tupl
 @given(files(), st.sampled_from([1, 2, 3, 8, 16]))
 def test_no_element_is_split(file: tuple[int, list[Run]], item: int) -> None:
     size, runs = file[0] * item, [(a * item, b * item) for a, b in file[1]]
-    found = ends_at_runs(size, runs, least=LEAST, most=MOST, whole=lambda position: position - position % item)
+    found = cut_at_stored_ranges(size, runs, least=LEAST, most=MOST, whole=lambda position: position - position % item)
     assert all(end % item == 0 for end in found)
     assert all(LEAST <= b - a <= MOST for a, b in pairwise([0, *found[:-1]]))
 

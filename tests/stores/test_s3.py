@@ -19,7 +19,7 @@ from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYT
 from ckpt_tools.stores.s3 import lock as s3_lock
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 from ckpt_tools.stores.s3.store import S3Claim, S3Place, S3Store, open_s3_store
-from ckpt_tools.stores.source import Location, Source, Store
+from ckpt_tools.stores.source import ServiceFile, Source, Store
 from ckpt_tools.testing.stores import StoreTests
 from tests.support.s3_server import BUCKET, S3Server
 
@@ -70,10 +70,10 @@ def write(claim: S3Claim, files: Mapping[str, bytes], *, publish: bool = True) -
         handle = claim.destination.begin(path, len(data))
         starts = range(0, len(data), len(PART)) or range(1)
         numbered = [*enumerate(starts)]
-        proofs = {
+        part_tags = {
             n: claim.destination.write(path, handle, n, at, data[at : at + len(PART)]) for n, at in numbered[::-1]
         }
-        claim.destination.finish(path, handle, [proofs[number] for number, _ in numbered])
+        claim.destination.finish(path, handle, [part_tags[number] for number, _ in numbered])
     if publish:
         claim.publish(list(files))
 
@@ -126,16 +126,16 @@ def test_a_later_run_finishes_what_another_process_began(place: S3Place, runs: s
     with place.claim(is_file=False, overwrite=False, resume=True) as claim:
         handle = claim.destination.begin("f", 2 * len(PART))
         elsewhere = pickle.loads(pickle.dumps(claim.destination))
-        proof = elsewhere.write("f", handle, 1, len(PART), memoryview(PART))
+        part_tag = elsewhere.write("f", handle, 1, len(PART), memoryview(PART))
     with place.claim(is_file=False, overwrite=False, resume=True) as claim:
         holds = claim.destination.holds
-        assert holds("f", handle, 1, len(PART), len(PART), 0, proof)
-        assert not holds("f", handle, 1, len(PART), len(PART) - 1, 0, proof)
-        assert not holds("f", handle, 1, len(PART), len(PART), 0, f'{proof[:-2]}x"')
-        assert not holds("f", handle, 0, 0, len(PART), 0, proof)
-        assert not holds("g", handle, 1, len(PART), len(PART), 0, proof)
+        assert holds("f", handle, 1, len(PART), len(PART), 0, part_tag)
+        assert not holds("f", handle, 1, len(PART), len(PART) - 1, 0, part_tag)
+        assert not holds("f", handle, 1, len(PART), len(PART), 0, f'{part_tag[:-2]}x"')
+        assert not holds("f", handle, 0, 0, len(PART), 0, part_tag)
+        assert not holds("g", handle, 1, len(PART), len(PART), 0, part_tag)
         first = claim.destination.write("f", handle, 0, 0, PART)
-        claim.destination.finish("f", handle, [first, proof])
+        claim.destination.finish("f", handle, [first, part_tag])
         claim.publish(["f"])
     assert s3.files(runs) == {"out/f": PART + PART}
 
@@ -143,8 +143,8 @@ def test_a_later_run_finishes_what_another_process_began(place: S3Place, runs: s
 def test_a_part_sent_twice_counts_once(place: S3Place, runs: str, s3: S3Server) -> None:
     with place.claim(is_file=False, overwrite=False, resume=False) as claim:
         handle = claim.destination.begin("f", len(PART) + 1)
-        proofs = [claim.destination.write("f", handle, n, 0, data) for n, data in [(0, PART), (1, b"x"), (0, PART)]]
-        claim.destination.finish("f", handle, [proofs[2], proofs[1]])
+        part_tags = [claim.destination.write("f", handle, n, 0, data) for n, data in [(0, PART), (1, b"x"), (0, PART)]]
+        claim.destination.finish("f", handle, [part_tags[2], part_tags[1]])
         claim.publish(["f"])
     assert s3.files(runs) == {"out/f": PART + b"x"}
 
@@ -264,7 +264,7 @@ def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place: S3Place, 
     """A service may keep what came of a request whose sender was killed."""
     claim = place.new_claim(is_file=False, overwrite=False)
     place.bucket.put(claim.lock.key, content)
-    place.bucket.put(f"{claim.destination.traces.prefix}publishing", content)
+    place.bucket.put(f"{claim.destination.notes.prefix}publishing", content)
     with place.claim(is_file=False, overwrite=False, resume=False) as taken:
         write(taken, {"a": b"data", "z": b"index"})
     assert S3Store(place.bucket, place.inside).list() == {"a": 4, "z": 5}
@@ -301,19 +301,19 @@ def test_the_service_copies_within_itself(place: S3Place, runs: str, s3: S3Serve
     with place.claim(is_file=False, overwrite=False, resume=False) as claim:
         target = claim.destination
         assert target.can_copy(source, len(PART)) and not target.can_copy(source, len(PART) - 1)
-        assert not target.can_copy(Location("elsewhere", source.name, source.version), len(PART))
+        assert not target.can_copy(ServiceFile("elsewhere", source.name, source.version), len(PART))
         handle = target.begin("f", len(PART) + 3)
         with pytest.raises(StoreError):
-            target.copy("f", handle, 0, Location(source.service, source.name, '"another"'), 5, 5 + len(PART))
-        proofs = [
+            target.copy("f", handle, 0, ServiceFile(source.service, source.name, '"another"'), 5, 5 + len(PART))
+        part_tags = [
             target.copy("f", handle, 0, source, 5, 5 + len(PART)),
             target.write("f", handle, 1, len(PART), b"abc"),
         ]
-        assert target.holds("f", handle, 0, 0, len(PART), 0, proofs[0])
-        wrong = proofs[0].replace(str(len(PART)), str(len(PART) + 1))
+        assert target.holds("f", handle, 0, 0, len(PART), 0, part_tags[0])
+        wrong = part_tags[0].replace(str(len(PART)), str(len(PART) + 1))
         with pytest.raises(StoreError, match="copied part 1 wrongly"):
-            target.finish("f", handle, [wrong, proofs[1]])
-        target.finish("f", handle, proofs)
+            target.finish("f", handle, [wrong, part_tags[1]])
+        target.finish("f", handle, part_tags)
         claim.publish(["f"])
     assert s3.files(runs)["out/f"] == PART[1:] + PART[:1] + b"abc"
 
@@ -389,7 +389,7 @@ def test_small_reads_share_requests(bucket: Bucket, runs: str, s3: S3Server, mon
     check(AHEAD_BYTES, MAX_SMALL_BYTES + 1)
     assert [len(given[3]) for given in requests] == [MAX_SMALL_BYTES + 1]
     requests.clear()
-    cached.expect("f", 77, 77 + 3 * AHEAD_BYTES)
+    cached.prefetch("f", 77, 77 + 3 * AHEAD_BYTES)
     for start, size in [(77, 1), (76 + 3 * AHEAD_BYTES, 1), (100, 2 * AHEAD_BYTES), (77, 3 * AHEAD_BYTES)]:
         check(start, size)
     assert [len(given[3]) for given in requests] == [3 * AHEAD_BYTES]

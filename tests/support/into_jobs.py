@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_tools import load_into, storage_reader
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures import fsdp2, recipe
 
 
@@ -55,16 +55,16 @@ def bytes_read(kind: str, case: str, url: str) -> int:
     """Bytes of elements that this rank reads to load a run in place."""
     run = fsdp2.Run(recipe.CASES[case], fsdp2.FLAVOURS[kind], seed=2)
     counted = 0
-    read = Assembler.read
+    read = TensorReader.read
 
     def counting(
-        assembler: Assembler, entry: Any, box: Any, shape: Any, start: int, stop: int, out: memoryview
+        tensor_reader: TensorReader, entry: Any, box: Any, shape: Any, start: int, stop: int, out: memoryview
     ) -> None:
         nonlocal counted
         counted += len(out)
-        read(assembler, entry, box, shape, start, stop, out)
+        read(tensor_reader, entry, box, shape, start, stop, out)
 
-    with patch.object(Assembler, "read", counting):
+    with patch.object(TensorReader, "read", counting):
         load_into(run.model, run.optimizer, url)
     return counted
 

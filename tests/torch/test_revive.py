@@ -16,13 +16,13 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import StateKey, TensorRef
 from ckpt_tools.core.values import Opaque, StoredTensor
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.torch.revive import live
+from ckpt_tools.torch.revive import revive
 
 
 def revived(value: Any, protocol: int = 2) -> Any:
     """``value`` through a pickle and back; objects that are not known come as ``("unknown", inert)``."""
     inert = loads(pickle.dumps(value, protocol), path="value.pkl")
-    return live(inert, tensor=lambda ref: ref, unknown=lambda found: ("unknown", found))
+    return revive(inert, tensor=lambda ref: ref, unknown=lambda found: ("unknown", found))
 
 
 KNOWN: dict[str, Any] = {
@@ -92,7 +92,7 @@ def test_damaged_arrays_stay_inert() -> None:
     inert = loads(pickle.dumps(np.arange(3)), path="value.pkl")
     assert isinstance(inert, Opaque)
     inert.state = (*inert.state[:-1], b"short")
-    assert live(inert, tensor=lambda ref: ref, unknown=lambda found: "unknown") == "unknown"
+    assert revive(inert, tensor=lambda ref: ref, unknown=lambda found: "unknown") == "unknown"
 
 
 def test_what_was_shared_stays_shared() -> None:
@@ -103,7 +103,7 @@ def test_what_was_shared_stays_shared() -> None:
 
 def test_tensors_are_asked_for_by_reference() -> None:
     ref = TensorRef(StateKey("rng", "extra"))
-    found = live({"rng": (ref,)}, tensor=lambda wanted: wanted.key.fqn, unknown=lambda inert: inert)
+    found = revive({"rng": (ref,)}, tensor=lambda wanted: wanted.key.fqn, unknown=lambda inert: inert)
     assert found == {"rng": ("rng",)}
 
 
@@ -114,5 +114,5 @@ def test_attributes_of_an_ordered_dict() -> None:
 
 
 def test_a_tensor_without_elements_is_on_the_meta_device() -> None:
-    found = live(StoredTensor(None, DType.FLOAT16, 0, (2, 3), (3, 1)), tensor=lambda ref: ref, unknown=lambda v: v)
+    found = revive(StoredTensor(None, DType.FLOAT16, 0, (2, 3), (3, 1)), tensor=lambda ref: ref, unknown=lambda v: v)
     assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float16, (2, 3))

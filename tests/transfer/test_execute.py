@@ -35,7 +35,7 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer, Store
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
-from ckpt_tools.transfer.execute import NoHistory, Outcome, Receipt, execute
+from ckpt_tools.transfer.execute import NoHistory, Receipt, TransferResult, execute
 from ckpt_tools.transfer.runners.base import Item, Result
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
@@ -46,7 +46,7 @@ KIB = 1 << 10
 class Noted(NoHistory):
     """Keeps what was done."""
 
-    is_noting: bool = True
+    is_journaling: bool = True
     noted: list[Receipt] = field(default_factory=list)
 
     def done(self, receipt: Receipt) -> None:
@@ -60,7 +60,7 @@ def run(
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
     history: NoHistory | None = None,
-) -> Outcome:
+) -> TransferResult:
     runner = ThreadRunner(plan.num_workers)
     return execute(plan, source, StoreDestination(target), runner=runner, on_bytes=on_bytes, history=history)
 
@@ -104,7 +104,7 @@ class TestBytes:
             ),
         )
         target = MemoryStore()
-        outcome = run(plan_of({W: entry}, file), MemoryStore({"source": bytearray(DATA)}), target)
+        result = run(plan_of({W: entry}, file), MemoryStore({"source": bytearray(DATA)}), target)
         crc = zlib.crc32(DATA[100:700]).to_bytes(4, "little")
         expected = (
             b"head\0\0\0"
@@ -117,7 +117,7 @@ class TestBytes:
             + bytes(4)
         )
         assert bytes(target.files["sub/out"]) == expected
-        assert outcome == Outcome(bytes_read=600, bytes_written=len(expected))
+        assert result == TransferResult(bytes_read=600, bytes_written=len(expected))
 
     def test_files_of_no_bytes_and_of_a_few(self, tmp_path: Path) -> None:
         files = [FileLayout(f"{n % 7}/{n}", (Literal(b"x" * (n % 3)), Padding(0))) for n in range(300)]
@@ -128,7 +128,7 @@ class TestBytes:
         assert found == {file.path: b"x" * file.size_bytes for file in files}
 
     def test_an_output_of_no_files(self) -> None:
-        assert run(plan_of({}), MemoryStore(), MemoryStore()) == Outcome(0, 0)
+        assert run(plan_of({}), MemoryStore(), MemoryStore()) == TransferResult(0, 0)
 
     @pytest.mark.parametrize("fsync", [False, True])
     def test_a_local_file_holds_what_one_in_memory_holds(self, tmp_path: Path, fsync: bool) -> None:
@@ -147,9 +147,9 @@ class TestBytes:
         entry = vector(data, DType.FLOAT32)
         file = FileLayout("out", (Literal(b"odd"), whole(W, entry, DType.BFLOAT16), Crc32(3, 10_003)))
         target = MemoryStore()
-        outcome = run(plan_of({W: entry}, file, task_bytes=999), MemoryStore({"source": bytearray(data)}), target)
+        result = run(plan_of({W: entry}, file, task_bytes=999), MemoryStore({"source": bytearray(data)}), target)
         assert bytes(target.files["out"]) == b"odd" + cast + zlib.crc32(cast).to_bytes(4, "little")
-        assert outcome == Outcome(bytes_read=20_000, bytes_written=10_007)
+        assert result == TransferResult(bytes_read=20_000, bytes_written=10_007)
 
     def test_progress_is_told_of_every_byte_once(self) -> None:
         entry, told = vector(DATA), []

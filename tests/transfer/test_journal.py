@@ -30,7 +30,7 @@ from ckpt_tools.stores.local_staging import LocalPlace
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer
 from ckpt_tools.transfer import journal as journal_module
-from ckpt_tools.transfer.execute import Outcome, Receipt, execute
+from ckpt_tools.transfer.execute import Receipt, TransferResult, execute
 from ckpt_tools.transfer.journal import Journal, fingerprint
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
@@ -106,7 +106,7 @@ def _told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(
     log: MemoryLog, target: MemoryStore, plan: Plan = PLAN, *, resume: bool = True, room: float = math.inf
-) -> tuple[Outcome, Journal]:
+) -> tuple[TransferResult, Journal]:
     destination, runner = Breaking(target, room=room), ThreadRunner(1)
     begin = Journal.resume if resume else Journal.begin
     journal = begin(log, plan, SOURCE, destination, runner)
@@ -163,7 +163,7 @@ def test_a_run_that_fails_early_leaves_no_note(monkeypatch: pytest.MonkeyPatch) 
 def test_what_was_done_early_is_done_again_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = count()
     with monkeypatch.context() as early:
-        early.setattr(Journal, "is_noting", property(lambda journal: next(asked) >= 5))
+        early.setattr(Journal, "is_journaling", property(lambda journal: next(asked) >= 5))
         log, target = broken(20)
     _, journal = run(log, target)
     assert TASK_BYTES * 10 < journal.bytes_recovered <= TASK_BYTES * 15

@@ -23,7 +23,7 @@ from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, Stor
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, arbitrary_elements, stored_tensors
-from ckpt_tools.transfer.tensor_reader import MAX_GAP_BYTES, Assembler
+from ckpt_tools.transfer.tensor_reader import MAX_GAP_BYTES, TensorReader
 
 MIB = 1 << 20
 
@@ -32,17 +32,17 @@ def store_of(files: dict[str, bytes]) -> MemoryStore:
     return MemoryStore({name: bytearray(data) for name, data in files.items()})
 
 
-def read(assembler: Assembler, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> bytes:
+def read(tensor_reader: TensorReader, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> bytes:
     """The elements, read into the middle of a larger buffer, of which nothing else may change."""
     size = (stop - start) * entry.dtype.item_bytes
     buffer = bytearray(b"\xee" * (size + 6))
-    assembler.read(entry, box, shape, start, stop, memoryview(buffer)[3 : 3 + size])
+    tensor_reader.read(entry, box, shape, start, stop, memoryview(buffer)[3 : 3 + size])
     assert buffer[:3] == buffer[3 + size :] == b"\xee\xee\xee"
     return bytes(buffer[3 : 3 + size])
 
 
-def read_all(assembler: Assembler, entry: TensorEntry) -> bytes:
-    return read(assembler, entry, Box.whole(entry.shape), entry.shape, 0, entry.numel)
+def read_all(tensor_reader: TensorReader, entry: TensorEntry) -> bytes:
+    return read(tensor_reader, entry, Box.whole(entry.shape), entry.shape, 0, entry.numel)
 
 
 def index(box: Box) -> tuple[slice, ...]:
@@ -62,9 +62,9 @@ def wishes(draw: st.DrawFn, shape: Shape) -> tuple[Shape, Box, int, int]:
 def test_any_interval_of_any_box_of_any_sharding(stored: StoredTensor, data: st.DataObject, scratch_bytes: int) -> None:
     geometry, box, start, stop = data.draw(wishes(stored.entry.shape))
     expected = stored.elements.reshape(geometry)[index(box)].reshape(-1)[start:stop].tobytes()
-    assembler = Assembler(store_of(stored.files), scratch_bytes)
-    assert read(assembler, stored.entry, box, geometry, start, stop) == expected
-    assert assembler.bytes_read >= (0 if stored.entry.shards.strides is not None else len(expected))
+    tensor_reader = TensorReader(store_of(stored.files), scratch_bytes)
+    assert read(tensor_reader, stored.entry, box, geometry, start, stop) == expected
+    assert tensor_reader.bytes_read >= (0 if stored.entry.shards.strides is not None else len(expected))
 
 
 def entry_of(array: NDArray[Any], dtype: DType, boxes: list[Box]) -> tuple[TensorEntry, dict[str, bytes]]:
@@ -96,10 +96,10 @@ class TestReads:
         array = arbitrary_elements(shape, DType.FLOAT32, 0)
         entry, pieces = entry_of(array, DType.FLOAT32, boxes)
         store = Recording({name: bytearray(data) for name, data in pieces.items()})
-        assembler = Assembler(store, scratch_bytes)
-        assert read(assembler, entry, wish, shape, 0, wish.numel) == array[index(wish)].tobytes()
-        assert assembler.bytes_read == sum(size for _, _, size in store.reads)
-        return store.reads, assembler.bytes_read
+        tensor_reader = TensorReader(store, scratch_bytes)
+        assert read(tensor_reader, entry, wish, shape, 0, wish.numel) == array[index(wish)].tobytes()
+        assert tensor_reader.bytes_read == sum(size for _, _, size in store.reads)
+        return store.reads, tensor_reader.bytes_read
 
     def test_rows_of_rows_are_one_read_however_large(self) -> None:
         shape = (512, 1024)
@@ -149,7 +149,7 @@ class TestReads:
         shard = Shard(Box.whole((300, 4)), ByteRange("f", 0, 4), (0, 1))
         entry = TensorEntry((300, 4), DType.UINT8, Kind.BUFFER, ShardTable.build((300, 4), DType.UINT8, [shard]))
         store = Recording({"f": bytearray(b"abcd")})
-        assert read_all(Assembler(store, 1 << 16), entry) == b"abcd" * 300
+        assert read_all(TensorReader(store, 1 << 16), entry) == b"abcd" * 300
         assert store.reads == [("f", 0, 4)]
 
 
@@ -177,8 +177,8 @@ class Items:
         table = ShardTable.build(shape, dtype, shards, framing=Framing.TORCH_ITEM)
         return TensorEntry(shape, dtype, Kind.PARAMETER, table)
 
-    def assembler(self, scratch_bytes: int = MIB) -> Assembler:
-        return Assembler(store_of({"f": self.data}), scratch_bytes)
+    def tensor_reader(self, scratch_bytes: int = MIB) -> TensorReader:
+        return TensorReader(store_of({"f": self.data}), scratch_bytes)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -203,27 +203,27 @@ class TestItems:
         bits = expected.reshape(-1).view(torch.uint8).numpy().tobytes()
         item = dtype.item_bytes
         for scratch_bytes in (16, MIB):
-            assembler = items.assembler(scratch_bytes)
-            assert read_all(assembler, entry) == bits
-            assert read(assembler, entry, Box((7,), (60,)), (60,), 1, 50) == bits[8 * item : 57 * item]
+            tensor_reader = items.tensor_reader(scratch_bytes)
+            assert read_all(tensor_reader, entry) == bits
+            assert read(tensor_reader, entry, Box((7,), (60,)), (60,), 1, 50) == bits[8 * item : 57 * item]
             columns = tensor[1:, :, 1:4].contiguous().reshape(-1)
             assert (
-                read(assembler, entry, Box((1, 0, 1), (4, 3, 4)), shape, 0, 27)
+                read(tensor_reader, entry, Box((1, 0, 1), (4, 3, 4)), shape, 0, 27)
                 == columns.view(torch.uint8).numpy().tobytes()
             )
 
     def test_the_header_of_an_item_is_read_once(self) -> None:
         items = Items.of(torch.arange(100.0))
-        entry, assembler = items.entry((100,), DType.FLOAT32, [Box((0,), (100,))]), items.assembler()
-        read_all(assembler, entry)
-        before = assembler.bytes_read
-        read_all(assembler, entry)
-        assert assembler.bytes_read - before == 400
+        entry, tensor_reader = items.entry((100,), DType.FLOAT32, [Box((0,), (100,))]), items.tensor_reader()
+        read_all(tensor_reader, entry)
+        before = tensor_reader.bytes_read
+        read_all(tensor_reader, entry)
+        assert tensor_reader.bytes_read - before == 400
 
     def test_a_scalar(self) -> None:
         items = Items.of(torch.tensor(7, dtype=torch.int64))
         entry = items.entry((), DType.INT64, [Box((), ())])
-        assert read_all(items.assembler(), entry) == (7).to_bytes(8, "little")
+        assert read_all(items.tensor_reader(), entry) == (7).to_bytes(8, "little")
 
     @pytest.mark.parametrize(
         ("tensor", "message"),
@@ -236,18 +236,18 @@ class TestItems:
     def test_an_item_that_is_not_what_its_index_says_is_malformed(self, tensor: torch.Tensor, message: str) -> None:
         items = Items.of(tensor)
         with pytest.raises(MalformedError, match=message):
-            read_all(items.assembler(), items.entry((5,), DType.FLOAT32, [Box((0,), (5,))]))
+            read_all(items.tensor_reader(), items.entry((5,), DType.FLOAT32, [Box((0,), (5,))]))
 
     def test_a_strided_item_of_another_shape_is_malformed(self) -> None:
         items = Items.of(torch.zeros(4, 3).t(), torch.zeros(4, 3).t())
         entry = items.entry((2, 12), DType.FLOAT32, [Box((0, 0), (2, 6)), Box((0, 6), (2, 12))])
         with pytest.raises(MalformedError, match=r"holds \[3, 4\] where its index promises \[2, 6\]"):
-            read_all(items.assembler(), entry)
+            read_all(items.tensor_reader(), entry)
 
     def test_what_is_no_item_is_malformed(self) -> None:
         items = Items(b"x" * 500, [(0, 500)])
         with pytest.raises(FormatError):
-            read_all(items.assembler(), items.entry((5,), DType.FLOAT32, [Box((0,), (5,))]))
+            read_all(items.tensor_reader(), items.entry((5,), DType.FLOAT32, [Box((0,), (5,))]))
 
 
 FLOATS = {
@@ -266,10 +266,10 @@ def test_a_cast_of_any_interval_is_torchs(stored: DType, wanted: DType, data: st
     array = values.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.item_bytes}").reshape(shape)
     entry, pieces = entry_of(array, stored, data.draw(strategies.box_shardings(shape)))
     geometry, box, start, stop = data.draw(wishes(shape))
-    assembler = Assembler(store_of(pieces), data.draw(st.integers(16, 100)))
+    tensor_reader = TensorReader(store_of(pieces), data.draw(st.integers(16, 100)))
     cast = values.reshape(geometry)[index(box)].reshape(-1)[start:stop].to(FLOATS[wanted])
     expected = cast.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
-    assert read(assembler, entry.cast(wanted), box, geometry, start, stop) == expected
+    assert read(tensor_reader, entry.cast(wanted), box, geometry, start, stop) == expected
 
 
 class TestTogether:
@@ -277,17 +277,17 @@ class TestTogether:
         shape = (64, 96)
         array = arbitrary_elements(shape, DType.FLOAT32, 0)
         entry, pieces = entry_of(array, DType.FLOAT32, [Box((0, 0), (64, 40)), Box((0, 40), (64, 96))])
-        assembler, cast = Assembler(store_of(pieces), 1 << 12), entry.cast(DType.BFLOAT16)
-        alone = Assembler(store_of(pieces), 1 << 12)
+        tensor_reader, cast = TensorReader(store_of(pieces), 1 << 12), entry.cast(DType.BFLOAT16)
+        alone = TensorReader(store_of(pieces), 1 << 12)
         expected, expected_cast = read_all(alone, entry), read_all(alone, cast)
 
         def work(number: int) -> bool:
-            found = read_all(assembler, cast if number % 2 else entry)
+            found = read_all(tensor_reader, cast if number % 2 else entry)
             return found == (expected_cast if number % 2 else expected)
 
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(work, range(200)))
-        assert assembler.bytes_read == 100 * alone.bytes_read
+        assert tensor_reader.bytes_read == 100 * alone.bytes_read
 
 
 class TestFailures:
@@ -295,13 +295,13 @@ class TestFailures:
 
     def test_a_missing_file(self) -> None:
         with pytest.raises(IncompleteError, match="missing"):
-            read_all(Assembler(MemoryStore(), 64), self.entry)
+            read_all(TensorReader(MemoryStore(), 64), self.entry)
 
     @pytest.mark.parametrize("wish", [Box((0, 0), (4, 6)), Box((0, 5), (4, 6))])
     def test_a_short_file(self, wish: Box) -> None:
         store = store_of({"0": self.pieces["0"][:-1]})
         with pytest.raises(IncompleteError, match="it ends at byte 95"):
-            read(Assembler(store, 64), self.entry, wish, (4, 6), 0, wish.numel)
+            read(TensorReader(store, 64), self.entry, wish, (4, 6), 0, wish.numel)
 
     def test_a_failing_disk(self) -> None:
         class Failing(MemoryStore):
@@ -309,4 +309,4 @@ class TestFailures:
                 raise StoreError("reading failed", path=path)
 
         with pytest.raises(StoreError, match="reading failed"):
-            read_all(Assembler(Failing(), 64), self.entry)
+            read_all(TensorReader(Failing(), 64), self.entry)

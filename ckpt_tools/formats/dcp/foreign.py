@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.index import Index
 from ckpt_tools.stores.source import Source
@@ -82,7 +82,7 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
             f"the checkpoint has two halves, which are not joined: {', '.join(metadata)} describes optimizer state "
             f"alone, and the model lies in {listed}; name the model's files by themselves for the weights"
         )
-    note = Note(Fate.DROPPED, listed, "it lies beside the checkpoint and is not read", len(others))
+    note = Note(Outcome.DROPPED, listed, "it lies beside the checkpoint and is not read", len(others))
     return replace(manifest, notes=(*manifest.notes, note))
 
 

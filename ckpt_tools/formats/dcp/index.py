@@ -20,7 +20,7 @@ from ckpt_tools.core.shards import ByteRange, Framing, Ints, ShardTable
 from ckpt_tools.core.values import Size
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Path, TensorLeaf
+from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TensorLeaf, TreePath
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import Source, checked_name
@@ -40,7 +40,7 @@ class Index:
 
     tensors: Mapping[str, TensorLeaf]
     objects: Mapping[str, ByteRange]
-    paths: Mapping[str, Path]
+    paths: Mapping[str, TreePath]
     is_megatrons: bool = False
     """Whether Megatron-Core left its own data in it."""
 
@@ -188,7 +188,7 @@ def _check_room(fqn: str, table: ShardTable) -> None:
         raise MalformedError(f"its piece {table.box(row)} is larger than the item that holds it", key=fqn)
 
 
-def _paths(metadata: Metadata) -> dict[str, Path]:
+def _paths(metadata: Metadata) -> dict[str, TreePath]:
     """Each entry's path in the tree that was saved; files of before torch 2.4 may have none, and names stand alone."""
     planned = {} if metadata.planner_data is None else metadata.planner_data
     if not isinstance(planned, dict):
@@ -196,7 +196,7 @@ def _paths(metadata: Metadata) -> dict[str, Path]:
     return {fqn: _path(planned.get(fqn, (fqn,))) for fqn in metadata.state_dict_metadata}
 
 
-def _path(found: Any) -> Path:
+def _path(found: Any) -> TreePath:
     is_tuple = isinstance(found, tuple) and 0 < len(found) <= MAX_PATH_PARTS
     if not is_tuple or not all(type(part) is str or (type(part) is int and 0 <= part < MAX_ITEMS) for part in found):
         raise MalformedError("the planner's data holds a path of the wrong kind")

@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileLayout, Layout, LazyFile, Literal, Payload, Segment, Workshop
+from ckpt_tools.core.layout import FileCache, FileLayout, Layout, LazyFile, Literal, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import Ints
@@ -184,9 +184,9 @@ class _RankFiles:
             self._whole[piece.rank].append(piece)
 
     def files(self) -> list[FileLayout]:
-        workshop = Workshop(self.file)
+        cache = FileCache(self.file)
         sizes = enumerate(self._placed.sizes.tolist())
-        return [LazyFile(workshop, rank, file_name(rank), size) for rank, size in sizes if size]
+        return [LazyFile(cache, rank, file_name(rank), size) for rank, size in sizes if size]
 
     def file(self, rank: int) -> FileLayout:
         return FileLayout(file_name(rank), tuple(chain.from_iterable(self._items(rank))))

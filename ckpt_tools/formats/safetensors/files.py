@@ -23,7 +23,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.value_refs import references
@@ -312,7 +312,7 @@ def _packed(entries: Entries) -> tuple[dict[str, str], tuple[Note, ...]]:
     lost = [name for name, value in entries.objects.items() if next(references(value), None) is not None]
     objects = {name: value for name, value in entries.objects.items() if name not in lost}
     data = dumps({"paths": dict(entries.paths), "objects": objects})
-    notes = (Note(Fate.DROPPED, ", ".join(lost), "it holds tensors inside; torch and dcp keep it", len(lost)),)
+    notes = (Note(Outcome.DROPPED, ", ".join(lost), "it holds tensors inside; torch and dcp keep it", len(lost)),)
     return {STATE_KEY: base64.b64encode(data).decode()}, notes if lost else ()
 
 

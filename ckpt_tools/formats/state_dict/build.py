@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, Path, StateKey, StateTree, TensorRef
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
@@ -52,11 +52,11 @@ def is_model_only(manifest: Manifest) -> bool:
     return not manifest.groups and not manifest.extra and not manifest.of_kind(Kind.STATE)
 
 
-def _path(key: str) -> Path:
+def _path(key: str) -> TreePath:
     return tuple(key.split(".")) if key else ()
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: TreePath) -> str:
     return ".".join(map(str, path))
 
 
@@ -67,7 +67,7 @@ class Entries:
     ``tensors`` names tensors of the manifest, ``aliases`` maps the names of ties to the names that own the bytes.
     """
 
-    paths: Mapping[str, Path]
+    paths: Mapping[str, TreePath]
     tensors: Mapping[str, StateKey]
     aliases: Mapping[str, str]
     objects: Mapping[str, Any]
@@ -91,7 +91,7 @@ def entries_of(manifest: Manifest, tree: StateTree) -> Entries:
 class _Found:
     manifest: Manifest
     tree: StateTree
-    paths: dict[str, Path] = field(default_factory=dict)
+    paths: dict[str, TreePath] = field(default_factory=dict)
     tensors: dict[str, StateKey] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class _Found:
             for path, value in self._options(number, group):
                 self._add_leaves(path, value)
 
-    def _state_path(self, key: StateKey) -> Path:
+    def _state_path(self, key: StateKey) -> TreePath:
         assert self.tree.optim is not None, "a tree with optimizer state has a place for it"
         if self.tree.is_flattened:
             return (*self.tree.optim, f"state.{key.fqn}.{key.slot}")
@@ -143,9 +143,9 @@ class _Found:
                 self._add_tensor(path, key if state[slot].shape else slot)
         if empty:
             what = f"optimizer state of {count(len(empty), 'empty parameter')}"
-            self.notes.append(Note(Fate.DEFAULTED, what, "the source keeps none", len(empty)))
+            self.notes.append(Note(Outcome.DEFAULTED, what, "the source keeps none", len(empty)))
 
-    def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[Path, Any]]:
+    def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[TreePath, Any]]:
         assert self.tree.optim is not None, "a tree with groups has a place for them"
         if self.tree.is_flattened:
             for fqn in group.params:
@@ -160,28 +160,28 @@ class _Found:
     def add_extras(self) -> None:
         root = self.tree.model[:-1]
         reserved = (self.tree.model, self.tree.optim)
-        extras, notes = beside(self.manifest)
+        extras, notes = user_entries(self.manifest)
         self.notes += notes
         for name, value in extras.items():
             path = self.tree.extras.get(name, (*root, name))
             if path in reserved and name not in self.tree.extras:
-                self.notes.append(Note(Fate.DROPPED, name, "model or optimizer have this name in the tree"))
+                self.notes.append(Note(Outcome.DROPPED, name, "model or optimizer have this name in the tree"))
             else:
                 self._add_leaves(path, value)
 
-    def _add_leaves(self, path: Path, value: Any) -> None:
+    def _add_leaves(self, path: TreePath, value: Any) -> None:
         for leaf, item in leaves(path, value):
             missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
             if missing:
-                self.notes.append(Note(Fate.DROPPED, _dotted(leaf), "its tensor was not selected", asked=True))
+                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "its tensor was not selected", asked=True))
             elif isinstance(item, TensorRef):
                 self._add_tensor(leaf, item.key)
             elif isinstance(item, _Nothing):
-                self.notes.append(Note(Fate.DROPPED, _dotted(leaf), "a DCP keeps no empty dict"))
+                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "a DCP keeps no empty dict"))
             else:
                 self.objects[self._new(leaf)] = item
 
-    def _add_state(self, path: Path, key: StateKey) -> None:
+    def _add_state(self, path: TreePath, key: StateKey) -> None:
         """State that a tree kept as a plain number is a plain number again."""
         number = _number(self.manifest, key) if self.manifest.tree is not None else None
         if number is None:
@@ -189,12 +189,12 @@ class _Found:
         else:
             self.objects[self._new(path)] = number
 
-    def _add_tensor(self, path: Path, key: StateKey) -> str:
+    def _add_tensor(self, path: TreePath, key: StateKey) -> str:
         name = self._new(path)
         self.tensors[name] = key
         return name
 
-    def _new(self, path: Path) -> str:
+    def _new(self, path: TreePath) -> str:
         name = _dotted(path)
         if name in self.paths:
             raise UnsupportedError(
@@ -210,7 +210,7 @@ class _Found:
         used = {*self.tensors.values(), *(ref.key for value in self.objects.values() for ref in references(value))}
         for key in self.manifest.of_kind(Kind.EXTRA):
             if key not in used:
-                yield Note(Fate.DROPPED, str(key), "no entry of the checkpoint refers to it")
+                yield Note(Outcome.DROPPED, str(key), "no entry of the checkpoint refers to it")
 
 
 ADAM_OPTIONS: Mapping[str, Any] = {
@@ -233,13 +233,15 @@ def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tu
     found = dict(options)
     notes = []
     if found.pop("bias_correction", True) is not True:
-        notes.append(Note(Fate.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
+        notes.append(Note(Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
     if {"betas", "eps"} <= found.keys():
         missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
         missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
         if missing:
             what = f"{', '.join(missing)} of parameter group {number}"
-            notes.append(Note(Fate.DEFAULTED, what, "torch's Adam keeps them and DeepSpeed's does not", len(missing)))
+            notes.append(
+                Note(Outcome.DEFAULTED, what, "torch's Adam keeps them and DeepSpeed's does not", len(missing))
+            )
         found |= missing
     return found, notes
 
@@ -262,7 +264,7 @@ def _number(manifest: Manifest, key: StateKey) -> Any:
     return np.frombuffer(data, to_numpy(entry.dtype))[0].item()
 
 
-def beside(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
+def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
     """The entries beside model and optimizer: in a tree the user's own; else DeepSpeed's client state among the
     neutral ones, without what only DeepSpeed can use."""
     extra = dict(manifest.extra)
@@ -271,11 +273,13 @@ def beside(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
     client_state = extra.pop("client_state", {})
     internals = extra.pop("deepspeed", {})
     notes = (
-        [Note(Fate.DROPPED, f"DeepSpeed's own {', '.join(internals)}", "only DeepSpeed uses it")] if internals else []
+        [Note(Outcome.DROPPED, f"DeepSpeed's own {', '.join(internals)}", "only DeepSpeed uses it")]
+        if internals
+        else []
     )
     for name, value in client_state.items():
         if str(name) in extra:
-            notes.append(Note(Fate.DROPPED, f"client_state.{name}", "an entry of the checkpoint has its name"))
+            notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "an entry of the checkpoint has its name"))
         else:
             extra[str(name)] = value
     if extra.get("global_step", 0) is None:
@@ -287,7 +291,7 @@ class _Nothing:
     """Stands for an empty dict among leaves."""
 
 
-def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def leaves(path: TreePath, value: Any) -> Iterator[tuple[TreePath, Any]]:
     """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_Nothing``."""
     if isinstance(value, dict):
         if not value:

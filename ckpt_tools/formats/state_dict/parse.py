@@ -18,8 +18,8 @@ from typing import Any
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef
-from ckpt_tools.core.manifest import Path as Path
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.manifest import TreePath as TreePath
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import Distinct, StoredTensor
 from ckpt_tools.core.wording import listed
@@ -65,22 +65,22 @@ class Option:
 class Extra:
     """The user's own entry."""
 
-    path: Path
+    path: TreePath
 
 
-Place = Weight | State | Option | Extra
+LeafRole = Weight | State | Option | Extra
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The prefixes under which model and optimizer live; ``optim`` is None where there is no optimizer."""
 
-    model: Path
-    optim: Path | None
+    model: TreePath
+    optim: TreePath | None
 
 
 def find_tree(
-    paths: Mapping[str, Path], numels: Mapping[str, int], *, model_key: str | None, optim_key: str | None
+    paths: Mapping[str, TreePath], numels: Mapping[str, int], *, model_key: str | None, optim_key: str | None
 ) -> Tree:
     """The tree of a checkpoint whose leaves lie at ``paths``, those with ``numels`` being tensors.
 
@@ -94,7 +94,7 @@ def find_tree(
     return Tree(_model_prefix(paths, numels, optim, known), optim)
 
 
-def _given(key: str, paths: Mapping[str, Path], option: str) -> Path:
+def _given(key: str, paths: Mapping[str, TreePath], option: str) -> TreePath:
     prefixes = {path[:length] for path in paths.values() for length in range(len(path) + 1)}
     for prefix in prefixes:
         if ".".join(map(str, prefix)) == key:
@@ -102,7 +102,7 @@ def _given(key: str, paths: Mapping[str, Path], option: str) -> Path:
     raise UsageError(f"{option} {key!r} names nothing in this checkpoint")
 
 
-def _optim_prefix(paths: Iterable[Path]) -> Path | None:
+def _optim_prefix(paths: Iterable[TreePath]) -> TreePath | None:
     found = Counter(prefix for path in paths if (prefix := _optim_part(path)) is not None)
     if len(found) > 1:
         names = listed([".".join(map(str, prefix)) for prefix in found])
@@ -110,7 +110,7 @@ def _optim_prefix(paths: Iterable[Path]) -> Path | None:
     return next(iter(found), None)
 
 
-def _optim_part(path: Path) -> Path | None:
+def _optim_part(path: TreePath) -> TreePath | None:
     """What stands before the first sign of an optimizer, or None."""
     for position, part in enumerate(path):
         if part == "param_groups" and position + 1 < len(path) and isinstance(path[position + 1], int):
@@ -120,10 +120,12 @@ def _optim_part(path: Path) -> Path | None:
     return None
 
 
-def _model_prefix(paths: Mapping[str, Path], numels: Mapping[str, int], optim: Path | None, known: set[str]) -> Path:
+def _model_prefix(
+    paths: Mapping[str, TreePath], numels: Mapping[str, int], optim: TreePath | None, known: set[str]
+) -> TreePath:
     """The parent of the names that the optimizer knows best, then by name, then by size."""
-    sizes: Counter[Path] = Counter()
-    hits: Counter[Path] = Counter()
+    sizes: Counter[TreePath] = Counter()
+    hits: Counter[TreePath] = Counter()
     for name, numel in numels.items():
         path = paths[name]
         if path and _in_optim(path, optim) is None:
@@ -134,7 +136,7 @@ def _model_prefix(paths: Mapping[str, Path], numels: Mapping[str, int], optim: P
     return max(sizes, key=lambda prefix: (hits[prefix], bool(prefix) and prefix[-1] in MODEL_NAMES, sizes[prefix]))
 
 
-def place(path: Path, tree: Tree, *, is_tensor: bool) -> Place:
+def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> LeafRole:
     """What the leaf at ``path`` is."""
     in_optim = _in_optim(path, tree.optim)
     if in_optim is not None:
@@ -144,7 +146,7 @@ def place(path: Path, tree: Tree, *, is_tensor: bool) -> Place:
     return Weight(".".join(map(str, path[depth:]))) if in_model and is_tensor else Extra(path)
 
 
-def _in_optim(path: Path, optim: Path | None) -> State | Option | None:
+def _in_optim(path: TreePath, optim: TreePath | None) -> State | Option | None:
     if optim is None or path[: len(optim)] != optim:
         return None
     match path[len(optim) :]:
@@ -191,7 +193,7 @@ class Leaves:
     ``inner`` are tensors to which objects refer.
     """
 
-    paths: Mapping[str, Path]
+    paths: Mapping[str, TreePath]
     tensors: Mapping[str, TensorLeaf]
     objects: Mapping[str, Any]
     inner: Mapping[StateKey, TensorLeaf] = field(default_factory=dict)
@@ -220,18 +222,18 @@ def manifest_of(
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
     tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
     leaves, tree, notes = _by_name(leaves, tree)
-    places = {name: _place(name, leaves, tree) for name in leaves.paths}
-    refuse_weights(_dotted(leaves.paths[name]) for name, where in places.items() if isinstance(where, Weight))
-    aliases, twins = _aliases(ties or {}, places)
-    numbers = {name: leaves.objects[name] for name in leaves.objects if isinstance(places[name], State)}
+    roles = {name: _role(name, leaves, tree) for name in leaves.paths}
+    refuse_weights(_dotted(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
+    aliases, twins = _aliases(ties or {}, roles)
+    numbers = {name: leaves.objects[name] for name in leaves.objects if isinstance(roles[name], State)}
     tensors = {**leaves.tensors, **{name: leaves.tensors[owner] for name, owner in twins.items()}}
     leaves = replace(leaves, tensors=tensors | {name: _number_leaf(name, number) for name, number in numbers.items()})
-    extra, homes = _extras(leaves, places, tree)
+    extra, homes = _extras(leaves, roles, tree)
     return Manifest(
         format_name,
-        _entries(leaves, places),
+        _entries(leaves, roles),
         aliases=aliases,
-        groups=_groups(_options(leaves, places)),
+        groups=_groups(_options(leaves, roles)),
         literals={_literal(name): _number_bytes(number)[1] for name, number in numbers.items()},
         extra=extra,
         step=_step(extra),
@@ -249,11 +251,11 @@ def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]
     names = match_numbers(list(groups.values()), _state_shapes(leaves, tree.optim), _parameter_shapes(leaves, tree))
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
         why = "it numbers its parameters, and their order and shapes do not prove which they are; carried as it is"
-        return leaves, replace(tree, optim=None), (Note(Fate.KEPT, _dotted(tree.optim) or "the optimizer", why),)
+        return leaves, replace(tree, optim=None), (Note(Outcome.KEPT, _dotted(tree.optim) or "the optimizer", why),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
 
 
-def _numbered_groups(leaves: Leaves, optim: Path) -> dict[str, NumberedGroup]:
+def _numbered_groups(leaves: Leaves, optim: TreePath) -> dict[str, NumberedGroup]:
     """Groups of numbers, by the names of the leaves that list these."""
     found: dict[int, tuple[str, NumberedGroup]] = {}
     objects = {leaves.paths[name]: (name, value) for name, value in leaves.objects.items()}
@@ -274,7 +276,7 @@ def _param_names(names: Any) -> tuple[str, ...] | None:
     return tuple(names) if isinstance(names, list) and all(type(name) is str for name in names) else None
 
 
-def _state_number(path: Path, optim: Path) -> int | None:
+def _state_number(path: TreePath, optim: TreePath) -> int | None:
     """The number of the parameter whose state lies at ``path``; DCP makes text of the numbers."""
     match path[len(optim) :] if path[: len(optim)] == optim else ():
         case ("state", int(number) | str(number), _, *_) if str(number)[: MAX_NUMBER_DIGITS + 1].isdecimal():
@@ -282,12 +284,12 @@ def _state_number(path: Path, optim: Path) -> int | None:
     return None
 
 
-def _state_numbers(leaves: Leaves, optim: Path) -> set[int]:
+def _state_numbers(leaves: Leaves, optim: TreePath) -> set[int]:
     found = (_state_number(path, optim) for path in leaves.paths.values())
     return {number for number in found if number is not None}
 
 
-def _state_shapes(leaves: Leaves, optim: Path) -> dict[int, Shape]:
+def _state_shapes(leaves: Leaves, optim: TreePath) -> dict[int, Shape]:
     """The one shape that all state of a parameter has but its step."""
     found: defaultdict[int, set[Shape]] = defaultdict(set)
     for name, tensor in leaves.tensors.items():
@@ -302,13 +304,13 @@ def _parameter_shapes(leaves: Leaves, tree: Tree) -> dict[str, Shape]:
     """The model's tensors that could be parameters, in order."""
     found = {}
     for name, tensor in leaves.tensors.items():
-        where = place(leaves.paths[name], tree, is_tensor=True)
+        where = role_of(leaves.paths[name], tree, is_tensor=True)
         if isinstance(where, Weight) and tensor.dtype.is_floating:
             found[where.fqn] = tensor.shape
     return found
 
 
-def _renamed(leaves: Leaves, optim: Path, groups: Mapping[str, NumberedGroup], names: Mapping[int, str]) -> Leaves:
+def _renamed(leaves: Leaves, optim: TreePath, groups: Mapping[str, NumberedGroup], names: Mapping[int, str]) -> Leaves:
     paths = dict(leaves.paths)
     for name, path in leaves.paths.items():
         number = _state_number(path, optim)
@@ -318,14 +320,14 @@ def _renamed(leaves: Leaves, optim: Path, groups: Mapping[str, NumberedGroup], n
     return replace(leaves, paths=paths, objects={**leaves.objects, **params})
 
 
-def _place(name: str, leaves: Leaves, tree: Tree) -> Place:
+def _role(name: str, leaves: Leaves, tree: Tree) -> LeafRole:
     """What a leaf is. Optimizer state that is neither a tensor nor a number has no slot, and stays the user's own.
 
     Raises UnsupportedError for a weight that is a tensor of a class that is not understood.
     """
-    if name in leaves.objects and isinstance(place(leaves.paths[name], tree, is_tensor=True), Weight | State):
+    if name in leaves.objects and isinstance(role_of(leaves.paths[name], tree, is_tensor=True), Weight | State):
         refuse_tensor_object(leaves.objects[name], name)
-    where = place(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
+    where = role_of(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
     is_value = isinstance(where, State) and name in leaves.objects and not _is_number(leaves.objects[name])
     return Extra(leaves.paths[name]) if is_value else where
 
@@ -356,24 +358,24 @@ def _number_bytes(number: float) -> tuple[DType, bytes]:
     )
 
 
-def _options(leaves: Leaves, places: Mapping[str, Place]) -> dict[Option, Any]:
+def _options(leaves: Leaves, roles: Mapping[str, LeafRole]) -> dict[Option, Any]:
     """The hyperparameters; one that is a tensor, such as the ``lr`` of a captured graph, as a reference to it."""
     return {
         where: leaves.objects[name] if name in leaves.objects else TensorRef(_key(where, leaves.tensors[name])[0])
-        for name, where in places.items()
+        for name, where in roles.items()
         if isinstance(where, Option)
     }
 
 
-def _is_flattened(paths: Iterable[Path], optim: Path | None) -> bool:
+def _is_flattened(paths: Iterable[TreePath], optim: TreePath | None) -> bool:
     return optim is not None and any(path[:-1] == optim and _flattened(str(path[-1])) for path in paths if path)
 
 
-def _entries(leaves: Leaves, places: Mapping[str, Place]) -> dict[StateKey, TensorEntry]:
+def _entries(leaves: Leaves, roles: Mapping[str, LeafRole]) -> dict[StateKey, TensorEntry]:
     found = {}
     for name, tensor in leaves.tensors.items():
         try:
-            key, kind = _key(places[name], tensor)
+            key, kind = _key(roles[name], tensor)
             if key in found:
                 raise MalformedError("another entry of the tree means the same tensor")
             found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
@@ -386,7 +388,7 @@ def _entries(leaves: Leaves, places: Mapping[str, Place]) -> dict[StateKey, Tens
     return found
 
 
-def _key(where: Place, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
+def _key(where: LeafRole, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
     match where:
         case Weight(fqn):
             return StateKey(fqn), Kind.PARAMETER if tensor.dtype.is_floating else Kind.BUFFER
@@ -398,15 +400,15 @@ def _key(where: Place, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
             return StateKey(_dotted(path), "extra"), Kind.EXTRA
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: TreePath) -> str:
     return ".".join(map(str, path))
 
 
-def _aliases(ties: Mapping[str, str], places: Mapping[str, Place]) -> tuple[dict[str, str], dict[str, str]]:
+def _aliases(ties: Mapping[str, str], roles: Mapping[str, LeafRole]) -> tuple[dict[str, str], dict[str, str]]:
     """Ties between weights, by fqn, and the others, by leaf: what is no weight has no aliases and stands for itself."""
     aliases, twins = {}, {}
     for alias, owner in ties.items():
-        ends = places[alias], places[owner]
+        ends = roles[alias], roles[owner]
         if isinstance(ends[0], Weight) and isinstance(ends[1], Weight):
             aliases[ends[0].fqn] = ends[1].fqn
         else:
@@ -438,14 +440,14 @@ def _gathered_groups(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGr
     return tuple(ParamGroup(tuple(names), dict(by_param[names[0]])) for names in members.values())
 
 
-def _extras(leaves: Leaves, places: Mapping[str, Place], tree: Tree) -> tuple[dict[str, Any], dict[str, Path]]:
+def _extras(leaves: Leaves, roles: Mapping[str, LeafRole], tree: Tree) -> tuple[dict[str, Any], dict[str, TreePath]]:
     """The user's own entries as the tree they were, without the levels that model and optimizer share with them; and
     the path of each name at its top."""
     shared = tree.model[:-1] if tree.optim is None else _common(tree.model, tree.optim)
     extra: dict[str, Any] = {}
-    homes: dict[str, Path] = {}
+    homes: dict[str, TreePath] = {}
     uses: Counter[str] = Counter()
-    for name, where in places.items():
+    for name, where in roles.items():
         if isinstance(where, Extra):
             depth = len(shared) if where.path[: len(shared)] == shared and len(where.path) > len(shared) else 0
             home = where.path[: depth + 1]
@@ -458,7 +460,7 @@ def _extras(leaves: Leaves, places: Mapping[str, Place], tree: Tree) -> tuple[di
     return {str(name): _with_lists(value) for name, value in extra.items()}, homes
 
 
-def _unused(name: str, names: Mapping[str, Path], uses: Counter[str]) -> str:
+def _unused(name: str, names: Mapping[str, TreePath], uses: Counter[str]) -> str:
     """``name``, or with a number behind it; ``uses`` counts the numbers given, so that none is tried twice."""
     found = name
     while found in names:
@@ -467,7 +469,7 @@ def _unused(name: str, names: Mapping[str, Path], uses: Counter[str]) -> str:
     return found
 
 
-def _common(first: Path, second: Path) -> Path:
+def _common(first: TreePath, second: TreePath) -> TreePath:
     different = (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return first[: next(different, min(len(first), len(second)))]
 
@@ -476,7 +478,7 @@ class _Node(dict[str | int, Any]):
     """A level of a tree under construction, apart from the dicts that are values of leaves."""
 
 
-def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:
+def _set(tree: dict[Any, Any], path: TreePath, value: Any) -> None:
     """Put ``value`` at ``path``; where an object stands in the way, the rest of the path is its name."""
     *parents, leaf = path
     for depth, part in enumerate(parents):

@@ -238,11 +238,11 @@ class FsspecDestination:
             with stream.turn:
                 stream.turn.notify_all()
 
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, proof: str) -> bool:
+    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
         """Never: a stream ends with the process that wrote it."""
         return False
 
-    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
+    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
         _failing(path, self._streams.pop(path).file.close)
 
     def abandon(self) -> None:

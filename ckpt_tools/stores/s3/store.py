@@ -2,7 +2,7 @@
 
 Every output file is a multipart upload, of which nobody sees anything until it is completed; a task is one part of it.
 Publishing completes the uploads, the last file last. Beside unfinished output, below ``.ckpt-tools-partial/``, lie
-small objects of ours: the lock of the process that writes, the log of what it did, and its traces. They are gone when
+small objects of ours: the lock of the process that writes, the log of what it did, and its notes. They are gone when
 the output is published.
 
 S3 renames nothing, so that an existing checkpoint cannot be swapped for another in one step. Its last file goes first,
@@ -28,8 +28,8 @@ from ckpt_tools.stores.marker_files import PARTIAL, is_marker, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, check_only, folders_of
 from ckpt_tools.stores.s3.client import Bucket, Copied, Found, Part, RefusedError, S3Options
 from ckpt_tools.stores.s3.lock import ObjectLock, is_held
-from ckpt_tools.stores.s3.upload_notes import TOKEN, TOKEN_FORM, Traces, in_parallel
-from ckpt_tools.stores.source import Buffer, Location, checked_name
+from ckpt_tools.stores.s3.upload_notes import TOKEN, TOKEN_FORM, UploadNotes, in_parallel
+from ckpt_tools.stores.source import Buffer, ServiceFile, checked_name
 
 PART_BYTES = 8 << 20
 """Of a file that is uploaded: 8 MiB are what S3's own tools use."""
@@ -88,45 +88,45 @@ class S3Store:
     def version(self, path: str) -> str:
         return self._etags.get(path) or self._found(path).etag
 
-    def locate(self, path: str) -> Location | None:
-        return Location(self.bucket.options, f"{self.bucket.name}/{self.prefix}{path}", self.version(path))
+    def locate(self, path: str) -> ServiceFile | None:
+        return ServiceFile(self.bucket.options, f"{self.bucket.name}/{self.prefix}{path}", self.version(path))
 
 
 @dataclass(slots=True)
 class S3Destination:
     """Uploads of files below ``prefix``. In another process it writes parts of uploads that were begun here.
 
-    A handle is a token, which the finished object carries, and the upload's id. A proof is a part's ETag, after a ``+``
+    A handle is a token, which the finished object carries, and the upload's id. A part tag is its ETag, after a ``+``
     where the service copied the part itself, so that its size has to be looked at.
     """
 
     bucket: Bucket
     prefix: str
-    traces: Traces
+    notes: UploadNotes
     finished: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
     """By path: the handle and the parts' ETags, joined, as a large output has millions of them."""
     _held: dict[tuple[str, str], Mapping[int, Part] | None] = field(default_factory=dict, repr=False)
 
     def begin(self, path: str, size_bytes: int) -> str:
         key = self.prefix + checked_name(path)
-        token = self.traces.begin(key)
+        token = self.notes.begin(key)
         return f"{token}/{self.bucket.create_upload(key, {TOKEN: token})}"
 
     def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
         return self.bucket.upload_part(self.prefix + path, _upload(handle), number + 1, data)
 
-    def can_copy(self, source: Location, num_bytes: int) -> bool:
+    def can_copy(self, source: ServiceFile, num_bytes: int) -> bool:
         return source.service == self.bucket.options and num_bytes >= MIN_COPY_BYTES
 
-    def copy(self, path: str, handle: str, number: int, source: Location, start: int, stop: int) -> str:
+    def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
         bucket, _, key = source.name.partition("/")
         copied = Copied(bucket, key, start, stop, source.version)
         etag = self.bucket.copy_part(self.prefix + path, _upload(handle), number + 1, copied)
         return f"{stop - start}+{etag}"
 
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, proof: str) -> bool:
+    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
         found = self._parts(path, handle)
-        return found is None or found.get(number + 1) == Part(_etag(proof), num_bytes)
+        return found is None or found.get(number + 1) == Part(_etag(part_tag), num_bytes)
 
     def _parts(self, path: str, handle: str) -> Mapping[int, Part] | None:
         """What an upload of an earlier run holds; None where it was completed, nothing where it is gone."""
@@ -139,17 +139,17 @@ class S3Destination:
                 self._held[path, handle] = None if is_complete else {}
         return self._held[path, handle]
 
-    def finish(self, path: str, handle: str, proofs: Sequence[str]) -> None:
-        if any("+" in proof for proof in proofs):
-            self._check_copied(path, handle, proofs)
-        self.finished[path] = (handle, "\n".join(map(_etag, proofs)))
+    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+        if any("+" in part_tag for part_tag in part_tags):
+            self._check_copied(path, handle, part_tags)
+        self.finished[path] = (handle, "\n".join(map(_etag, part_tags)))
         self._held.pop((path, handle), None)
 
-    def _check_copied(self, path: str, handle: str, proofs: Sequence[str]) -> None:
+    def _check_copied(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
         """Raises StoreError where a copied part has another size than it should."""
         found = self.bucket.parts(self.prefix + path, _upload(handle))
-        for number, proof in enumerate(proofs, 1):
-            size, mark, etag = proof.rpartition("+")
+        for number, part_tag in enumerate(part_tags, 1):
+            size, mark, etag = part_tag.rpartition("+")
             if mark and found.get(number) != Part(etag, int(size)):
                 raise StoreError(
                     f"the service copied part {number} wrongly: {found.get(number)} in the place of {size} bytes",
@@ -170,15 +170,15 @@ class S3Destination:
         """Nothing is open on this side."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return S3Destination, (self.bucket, self.prefix, self.traces)
+        return S3Destination, (self.bucket, self.prefix, self.notes)
 
 
 def _upload(handle: str) -> str:
     return handle.partition("/")[2]
 
 
-def _etag(proof: str) -> str:
-    return proof.rpartition("+")[2]
+def _etag(part_tag: str) -> str:
+    return part_tag.rpartition("+")[2]
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class S3Claim:
         *data, last = paths
         self._remove_debris(paths)
         old = self._old([self.destination.prefix + path for path in paths], replaced)
-        self.destination.traces.publish(*self.destination.mark(last), old)
+        self.destination.notes.publish(*self.destination.mark(last), old)
         self._remove(old)
         in_parallel(self.destination.complete, data)
         self.destination.complete(last)
@@ -244,11 +244,11 @@ class S3Claim:
 
     def _remove_debris(self, paths: Sequence[str]) -> None:
         """What a killed run left half made, but for the files that it completed for us."""
-        traces = self.destination.traces
-        if debris := traces.debris():
+        notes = self.destination.notes
+        if partial_objects := notes.partial_objects():
             marks = dict(map(self.destination.mark, paths))
-            kept = {key for key in debris if key in marks and traces.token(key) == marks[key]}
-            self.place.bucket.delete([key for key in debris if key not in kept])
+            kept = {key for key in partial_objects if key in marks and notes.token(key) == marks[key]}
+            self.place.bucket.delete([key for key in partial_objects if key not in kept])
 
     def _old(self, new: Sequence[str], replaced: Mapping[str, int]) -> list[Found]:
         """What has to go; but a single file is replaced as it is, in one step."""
@@ -265,7 +265,7 @@ class S3Claim:
     def _tidy(self) -> None:
         """Uploads that were begun twice, as an answer was lost, and the notes."""
         self.log.clear()
-        self.destination.traces.remove()
+        self.destination.notes.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,16 +303,16 @@ class S3Place:
     def objects(self) -> list[Found]:
         """What is in the folder, but for what is ours alone."""
         partial = self._partial(is_file=False)
-        debris = set(self._traces(is_file=False).debris())
+        partial_objects = set(self._traces(is_file=False).partial_objects())
         found = self.bucket.objects(self.inside)
-        return [each for each in found if each.key not in debris and not each.key.startswith(partial)]
+        return [each for each in found if each.key not in partial_objects and not each.key.startswith(partial)]
 
     def _root(self, *, is_file: bool) -> str:
         """The prefix of the names that an output's files have in its layout."""
         return self.beside if is_file else self.inside
 
-    def _traces(self, *, is_file: bool) -> Traces:
-        return Traces(self.bucket, f"{self._partial(is_file=is_file)}traces/", self._root(is_file=is_file))
+    def _traces(self, *, is_file: bool) -> UploadNotes:
+        return UploadNotes(self.bucket, f"{self._partial(is_file=is_file)}notes/", self._root(is_file=is_file))
 
     def _lock(self, *, is_file: bool) -> ObjectLock:
         return ObjectLock(self.bucket, f"{self._partial(is_file=is_file)}lock", self.url)
@@ -375,13 +375,15 @@ class S3Place:
         return found
 
     def _left(self, *, is_file: bool) -> Iterator[Leftover]:
-        traces, partial = self._traces(is_file=is_file), self._partial(is_file=is_file)
-        for key, upload in traces.open_uploads():
+        notes, partial = self._traces(is_file=is_file), self._partial(is_file=is_file)
+        for key, upload in notes.open_uploads():
             num_bytes = sum(part.size for part in self.bucket.parts(key, upload).values())
             yield Leftover("open upload", self.bucket.url(key), num_bytes)
-        for key in traces.debris():
-            debris = self.bucket.head(key)
-            yield Leftover("half an output", self.bucket.url(key), 0 if debris is None else debris.size)
+        for key in notes.partial_objects():
+            partial_objects = self.bucket.head(key)
+            yield Leftover(
+                "half an output", self.bucket.url(key), 0 if partial_objects is None else partial_objects.size
+            )
         for each in self.bucket.objects(partial):
             kind = next((kind for kind, form in _KINDS.items() if form.fullmatch(each.key.removeprefix(partial))), None)
             if kind is not None:
@@ -407,7 +409,7 @@ class S3Place:
 _KINDS = {
     "log": re.compile(rf"log/{_LOG_NUMBER.pattern}"),
     "lock": re.compile("lock"),
-    "note": re.compile(rf"traces/(begun/{TOKEN_FORM.pattern}/.+|publishing)", re.DOTALL),
+    "note": re.compile(rf"notes/(begun/{TOKEN_FORM.pattern}/.+|publishing)", re.DOTALL),
 }
 """The objects below ``.ckpt-tools-partial/`` that are ours."""
 
@@ -436,7 +438,7 @@ def claimed(place: S3Place, *, is_file: bool, overwrite: bool, resume: bool) -> 
 
 
 def _remove_earlier(claim: S3Claim) -> None:
-    claim.destination.traces.remove()
+    claim.destination.notes.remove()
     claim.log.clear()
 
 

@@ -46,7 +46,7 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[R
 
 
 @dataclass(frozen=True, slots=True)
-class Traces:
+class UploadNotes:
     """The notes below ``prefix``, of what is made below ``root``; both end with a slash, unless the root is the bucket
     itself. Every method raises StoreError.
 
@@ -84,7 +84,7 @@ class Traces:
         keys = set(self.begun().values())
         return [(key, upload) for key, upload in self.bucket.uploads(self.root) if key in keys] if keys else []
 
-    def debris(self) -> list[str]:
+    def partial_objects(self) -> list[str]:
         """Keys of objects that are visible and of no use: of an output that was not published in full, or of the one
         that had begun to make room for it."""
         content = self.bucket.get(f"{self.prefix}publishing")
@@ -115,10 +115,10 @@ class Traces:
     def remove(self) -> None:
         """Remove all that they lead to, and the notes themselves."""
         in_parallel(lambda upload: self.bucket.abort(*upload), self.open_uploads())
-        self.bucket.delete(self.debris())
+        self.bucket.delete(self.partial_objects())
         self.forget()
 
     def forget(self) -> None:
-        """Remove the notes; the one that says what is debris last."""
+        """Remove the notes; the one that says what is partial_objects last."""
         self.bucket.delete(self._notes())
         self.bucket.delete([f"{self.prefix}publishing"])

@@ -89,7 +89,7 @@ class RayRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[Result]):
+class TaskResult(Generic[Result]):
     """What became of an item: a result or an error, which crosses between processes as a value so as to stay itself."""
 
     result: tuple[Result, ...]
@@ -99,24 +99,24 @@ class Outcome(Generic[Result]):
 class Process:
     """One worker. An error is part of what it returns; what Ray raises is then about Ray alone."""
 
-    def start(self, work: Callable[[Any], Any], check: Callable[[], None]) -> Outcome[None]:
+    def start(self, work: Callable[[Any], Any], check: Callable[[], None]) -> TaskResult[None]:
         self._work, self._has_failed = work, False
-        return _outcome(check)
+        return _task_result(check)
 
-    def do(self, item: Any) -> Outcome[Any]:
+    def do(self, item: Any) -> TaskResult[Any]:
         """The item at hand behind one that failed is not begun."""
         if self._has_failed:
-            return Outcome((), PostponedError())
-        outcome = _outcome(self._work, item)
-        self._has_failed = not outcome.result and not isinstance(outcome.error, PostponedError)
-        return outcome
+            return TaskResult((), PostponedError())
+        result = _task_result(self._work, item)
+        self._has_failed = not result.result and not isinstance(result.error, PostponedError)
+        return result
 
 
-def _outcome(work: Callable[..., Result], *arguments: Any) -> Outcome[Result]:
+def _task_result(work: Callable[..., Result], *arguments: Any) -> TaskResult[Result]:
     try:
-        return Outcome((work(*arguments),))
+        return TaskResult((work(*arguments),))
     except BaseException as error:
-        return Outcome((), sendable(error))
+        return TaskResult((), sendable(error))
 
 
 def new_process() -> Any:
@@ -160,7 +160,7 @@ class _Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class _News(Generic[Item]):
+class _Event(Generic[Item]):
     """An item of a worker, or without one its start, has ended as ``ended`` tells."""
 
     worker: _Worker
@@ -176,7 +176,7 @@ class _Run(Generic[Item, Result]):
     work: Any
     """The work, put once where every node fetches it once."""
     items: Iterator[tuple[int, Item]]
-    news: SimpleQueue[_News[Item]] = field(default_factory=SimpleQueue)
+    news: SimpleQueue[_Event[Item]] = field(default_factory=SimpleQueue)
     workers: list[_Worker] = field(default_factory=list)
     places: list[tuple[int, int, _Worker]] = field(default_factory=list)
     """A heap of the free places at workers, those at idle ones first."""
@@ -193,7 +193,7 @@ class _Run(Generic[Item, Result]):
     def results(self) -> Generator[Result, None, None]:
         """Results until nothing is left to hand out, or there was an error, and nothing is under way."""
         while self.num_out or (self.error is None and self._peek() is not None):
-            yield from self._heard(self._next_news())
+            yield from self._handle(self._next_news())
             self._hand_out()
 
     def drain(self) -> None:
@@ -201,7 +201,7 @@ class _Run(Generic[Item, Result]):
         self.error = self.error or GeneratorExit()
         try:
             while self.num_out:
-                self._heard(self._next_news())
+                self._handle(self._next_news())
         except BaseException:
             self.kill()
             raise
@@ -226,7 +226,7 @@ class _Run(Generic[Item, Result]):
 
     def _listen(self, worker: _Worker, item: _Numbered[Item] | None, ref: Any) -> None:
         """Ray calls back when it has ended; ``ray.wait`` would look at all workers for each that is done."""
-        ref.future().add_done_callback(lambda ended: self.news.put(_News(worker, item, ended)))
+        ref.future().add_done_callback(lambda ended: self.news.put(_Event(worker, item, ended)))
 
     def _peek(self) -> _Numbered[Item] | None:
         """The earliest item that is in nobody's hands. An error of the items themselves ends the run like another."""
@@ -261,7 +261,7 @@ class _Run(Generic[Item, Result]):
         self.bytes_out += self.runner.cost(item.item)
         self._listen(worker, item, worker.process.do.remote(item.item))
 
-    def _next_news(self) -> _News[Item]:
+    def _next_news(self) -> _Event[Item]:
         try:
             return self.news.get(timeout=None if self.num_out else START_SECONDS)
         except Empty:
@@ -270,7 +270,7 @@ class _Run(Generic[Item, Result]):
                 "CPU free"
             ) from None
 
-    def _heard(self, news: _News[Item]) -> tuple[Result, ...]:
+    def _handle(self, news: _Event[Item]) -> tuple[Result, ...]:
         """Take in what has ended; the result of it, if it has one."""
         if news.item is None:
             self._started(news.worker, news.ended)
@@ -296,12 +296,12 @@ class _Run(Generic[Item, Result]):
             self._lost(worker, loss)
             self._lost_item(item, loss)
             return ()
-        outcome: Outcome[Result] = ended.result()
-        if isinstance(outcome.error, PostponedError):
+        result: TaskResult[Result] = ended.result()
+        if isinstance(result.error, PostponedError):
             heapq.heappush(self.waiting, item)
         else:
-            self.error = self.error or outcome.error
-        return outcome.result
+            self.error = self.error or result.error
+        return result.result
 
     def _started(self, worker: _Worker, ended: Any) -> None:
         self.num_starting -= 1

@@ -41,7 +41,7 @@ class RayBoard:
     receipt is out nobody would tell it again."""
 
     notices: Any
-    """The handle of ``Notices``."""
+    """The handle of ``ChecksumActor``."""
     max_unheard: int = MAX_UNHEARD
     _unheard: deque[Any] = field(default_factory=deque, repr=False)
     _known: dict[tuple[int, Range], int] = field(default_factory=dict, repr=False)
@@ -95,7 +95,7 @@ def open_board() -> RayBoard:
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_concurrency": MAX_WAITING, "scheduling_strategy": here}
-    return RayBoard(ray.remote(**options)(Notices).remote())
+    return RayBoard(ray.remote(**options)(ChecksumActor).remote())
 
 
 def _answer(ref: Any) -> Any:
@@ -116,7 +116,7 @@ def sendable(error: BaseException) -> BaseException:
 
 
 @dataclass(slots=True)
-class _FileNotices:
+class _FileChecksums:
     """What is known of one file: ranges whose parts are still coming, and values of those that are whole."""
 
     parts: dict[Range, dict[int, PartCrc]] = field(default_factory=dict)
@@ -147,24 +147,24 @@ class _FileNotices:
         return [(each, self.values[each]) for each in self.in_order[first : first + ANSWER_RANGES]]
 
 
-class Notices:
+class ChecksumActor:
     """The process of a board. All of it runs on one event loop, so that nothing is locked."""
 
     def __init__(self) -> None:
-        self._files: dict[int, _FileNotices] = {}
+        self._files: dict[int, _FileChecksums] = {}
         self._news: dict[tuple[int, Range], asyncio.Event] = {}
         self._error: BaseException | None = None
         self._is_postponing = False
 
     async def post(self, file: int, parts: tuple[PartCrc, ...]) -> None:
-        notices = self._files.setdefault(file, _FileNotices())
+        notices = self._files.setdefault(file, _FileChecksums())
         for part in parts:
             if notices.add(part) and (file, part.covers) in self._news:
                 self._news.pop((file, part.covers)).set()
 
     async def values(self, file: int, covers: Range) -> list[tuple[Range, int]] | BaseException:
         """The value of ``covers`` and those that follow it, once it is known; or why it will not be."""
-        notices = self._files.setdefault(file, _FileNotices())
+        notices = self._files.setdefault(file, _FileChecksums())
         while covers not in notices.values:
             if self._error is not None:
                 return self._error

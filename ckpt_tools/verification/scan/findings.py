@@ -53,7 +53,7 @@ class ScanReport:
         return asdict(self) | {"clean": self.clean}
 
 
-class Notebook:
+class FindingCollector:
     """Findings while they are collected."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from ckpt_tools.verification.scan.archives import (
     members_of_any_zip,
     tar_members,
 )
-from ckpt_tools.verification.scan.findings import Danger, Notebook
+from ckpt_tools.verification.scan.findings import Danger, FindingCollector
 
 UNPICKLED = re.compile(r"\.(pt|pth|bin|ckpt|pkl|pickle|pk|mdl|th|pyt|dill|joblib|metadata|distcp|pth?\.tar)$", re.I)
 """Names of files that loaders unpickle. Others may hold anything, and are no finding where they are no pickle."""
@@ -93,12 +93,12 @@ class Piece:
 class Inspector:
     """Looks at pieces, and notes what a loader would run of them."""
 
-    def __init__(self, notebook: Notebook) -> None:
+    def __init__(self, notebook: FindingCollector) -> None:
         self._notebook = notebook
         self._known: dict[bytes, Recording] = {}
         self._nested: set[bytes] = set()
 
-    def look_at(self, piece: Piece) -> None:
+    def inspect(self, piece: Piece) -> None:
         """Whatever ``piece`` is. Raises StoreError and MemoryBudgetError alone."""
         if not piece.size:
             return
@@ -187,7 +187,7 @@ class Inspector:
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if digest not in self._nested:
             self._nested.add(digest)
-            self.look_at(piece.holding(data, "a byte string", is_expected=False))
+            self.inspect(piece.holding(data, "a byte string", is_expected=False))
 
     def _note_failure(self, piece: Piece, at: int, found: Recording) -> None:
         if at == 0 and not found.uses and _is_safetensors(piece):
@@ -231,7 +231,7 @@ class Inspector:
         self._note_program(piece, list(ranges))
         for name, (start, stop) in ranges.items():
             part = piece.part(start, stop, name, is_expected=bool(UNPICKLED.search(name)))
-            self.look_at(replace(part, depth=piece.depth + 1))
+            self.inspect(replace(part, depth=piece.depth + 1))
 
     def _no_archive(self, piece: Piece, what: str) -> None:
         if piece.is_expected:
@@ -249,7 +249,7 @@ class Inspector:
 
     def _look_at_member(self, piece: Piece, member: Member) -> None:
         expected = bool(UNPICKLED.search(member.name))
-        self.look_at(piece.holding(member.data, member.name, is_expected=expected))
+        self.inspect(piece.holding(member.data, member.name, is_expected=expected))
 
     def _note_program(self, piece: Piece, names: list[str]) -> None:
         if any(map(_PROGRAM.match, names)):
@@ -271,7 +271,7 @@ class Inspector:
         for name, start, stop in members:
             expected = name in _TAR_OF_TORCH or bool(UNPICKLED.search(name))
             part = replace(piece.part(start, stop, name, is_expected=expected), depth=piece.depth + 1)
-            walk = {"storages": self._tar_storages, "tensors": self._tar_tensors}.get(name, self.look_at)
+            walk = {"storages": self._tar_storages, "tensors": self._tar_tensors}.get(name, self.inspect)
             walk(part)
 
     def _tar_storages(self, piece: Piece) -> None:

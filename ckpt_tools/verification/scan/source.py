@@ -16,7 +16,7 @@ from ckpt_tools.serialization.zip_archive import END, END_MAGIC
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.archives import inflated_zstd
-from ckpt_tools.verification.scan.findings import Danger, Notebook, ScanReport
+from ckpt_tools.verification.scan.findings import Danger, FindingCollector, ScanReport
 from ckpt_tools.verification.scan.pickle_files import UNPICKLED, Inspector, Piece
 
 MAX_METADATA_BYTES = 4 << 30
@@ -39,7 +39,7 @@ def scan_source(source: Source, url: str) -> ScanReport:
 
 class _Scan:
     def __init__(self, source: Source) -> None:
-        self._notebook = Notebook()
+        self._notebook = FindingCollector()
         self._inspector = Inspector(self._notebook)
         hidden, links = _hidden(source.store)
         self._source = replace(source, files=dict(sorted({**hidden, **source.files}.items())))
@@ -68,7 +68,7 @@ class _Scan:
         if not items and path.endswith(".distcp"):
             self._search(whole)
         elif not items:
-            self._inspector.look_at(whole)
+            self._inspector.inspect(whole)
 
     def _whole(self, path: str) -> Piece:
         size = self._source.size(path)
@@ -111,7 +111,7 @@ class _Scan:
     def _item(self, whole: Piece, start: int, stop: int, info: StorageInfo) -> None:
         piece = whole.part(start, stop, f"item at byte {start:,}", is_expected=True)
         if not info.transform_descriptors:
-            self._inspector.look_at(piece)
+            self._inspector.inspect(piece)
             return
         reason = self._inflated(piece, info.transform_descriptors)
         if reason:
@@ -122,7 +122,7 @@ class _Scan:
         if transforms != (_ZSTD,):
             return f"it is stored through {listed(transforms)}"
         data, reason = inflated_zstd(piece.read, piece.size)
-        self._inspector.look_at(piece.holding(data, "", is_expected=not reason))
+        self._inspector.inspect(piece.holding(data, "", is_expected=not reason))
         return reason
 
     def _search(self, whole: Piece) -> None:
@@ -130,9 +130,9 @@ class _Scan:
         num_found = 0
         for start, stop in _archives(whole):
             num_found += 1
-            self._inspector.look_at(whole.part(start, stop, f"item at byte {start:,}", is_expected=True))
+            self._inspector.inspect(whole.part(start, stop, f"item at byte {start:,}", is_expected=True))
         if not num_found and whole.size:
-            self._inspector.look_at(whole)
+            self._inspector.inspect(whole)
 
 
 def _archives(whole: Piece) -> Iterator[tuple[int, int]]:

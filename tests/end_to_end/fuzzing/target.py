@@ -16,11 +16,11 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.summary import summarize
 from ckpt_tools.errors import CkptError, MemoryBudgetError
 from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.formats.trainer_files import with_companions
+from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
-from ckpt_tools.transfer.tensor_reader import Assembler
+from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.scan import scan_source
 
 MAX_TENSOR_BYTES = 1 << 16
@@ -43,7 +43,7 @@ def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Ou
     try:
         source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
         reader = reader_for(source, format_name)
-        manifest = with_companions(reader.read_manifest(source, ReadOptions()), source)
+        manifest = with_trainer_files(reader.read_manifest(source, ReadOptions()), source)
         summary = summarize(manifest, source.store.url)
         json.dumps(summary.to_json(tensors=True), ensure_ascii=False).encode()
         return Outcome(manifest, elements_of(Overlay(source.store, manifest.literals), manifest))
@@ -62,12 +62,12 @@ def scan(files: Mapping[str, bytes]) -> None:
 
 def elements_of(store: Overlay, manifest: Manifest) -> dict[tuple[str, str], bytes]:
     """The bytes of every tensor, or the first of them."""
-    assembler = Assembler(store, SCRATCH_BYTES)
+    tensor_reader = TensorReader(store, SCRATCH_BYTES)
     found = {}
     for key, entry in manifest.tensors.items():
         numel = min(entry.numel, MAX_TENSOR_BYTES // entry.dtype.item_bytes)
         out = bytearray(numel * entry.dtype.item_bytes)
         if numel:
-            assembler.read(entry, Box.whole(entry.shape), entry.shape, 0, numel, memoryview(out))
+            tensor_reader.read(entry, Box.whole(entry.shape), entry.shape, 0, numel, memoryview(out))
         found[tuple(key)] = bytes(out)
     return found

@@ -3,18 +3,18 @@
 import pytest
 
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.state_dict.parse import Extra, Option, Path, State, Tree, Weight, find_tree, place
+from ckpt_tools.formats.state_dict.parse import Extra, Option, State, Tree, TreePath, Weight, find_tree, role_of
 
 
-def paths(*found: Path) -> dict[str, Path]:
+def paths(*found: TreePath) -> dict[str, TreePath]:
     return {".".join(map(str, path)): path for path in found}
 
 
-def tensors(tree: dict[str, Path]) -> dict[str, int]:
+def tensors(tree: dict[str, TreePath]) -> dict[str, int]:
     return {name: 10 for name, path in tree.items() if "param_groups" not in name and "epoch" not in name and path}
 
 
-def found(tree: dict[str, Path], **keys: str | None) -> Tree:
+def found(tree: dict[str, TreePath], **keys: str | None) -> Tree:
     given = {"model_key": None, "optim_key": None, **keys}
     return find_tree(tree, tensors(tree), model_key=given["model_key"], optim_key=given["optim_key"])
 
@@ -45,13 +45,13 @@ def test_a_stateful_under_app() -> None:
         (("app", "epoch"), Extra(("app", "epoch"))),
     ],
 )
-def test_places(path: Path, expected: object) -> None:
-    assert place(path, Tree(("app", "model"), ("app", "optim")), is_tensor=True) == expected
+def test_places(path: TreePath, expected: object) -> None:
+    assert role_of(path, Tree(("app", "model"), ("app", "optim")), is_tensor=True) == expected
 
 
 def test_an_object_beside_the_weights_is_no_weight() -> None:
     path = ("app", "model", "layer._extra_state")
-    assert place(path, Tree(("app", "model"), None), is_tensor=False) == Extra(path)
+    assert role_of(path, Tree(("app", "model"), None), is_tensor=False) == Extra(path)
 
 
 def test_model_and_optimizer_side_by_side() -> None:
@@ -69,7 +69,7 @@ def test_the_optimizer_tells_the_model_from_its_average() -> None:
 def test_a_flat_model_alone() -> None:
     tree = paths(("a.weight",), ("b.weight",))
     assert found(tree) == Tree((), None)
-    assert place(("a.weight",), found(tree), is_tensor=True) == Weight("a.weight")
+    assert role_of(("a.weight",), found(tree), is_tensor=True) == Weight("a.weight")
 
 
 def test_torchtitan_flattens_optimizer_and_model() -> None:
@@ -80,13 +80,13 @@ def test_torchtitan_flattens_optimizer_and_model() -> None:
         ("train_state", "step"),
     )
     assert found(tree) == Tree((), ("optimizer",))
-    assert place(("optimizer", "state.layers.0.w.exp_avg"), found(tree), is_tensor=True) == State(
+    assert role_of(("optimizer", "state.layers.0.w.exp_avg"), found(tree), is_tensor=True) == State(
         "layers.0.w", "exp_avg"
     )
-    assert place(("optimizer", "param_groups.layers.0.w.lr"), found(tree), is_tensor=False) == Option(
+    assert role_of(("optimizer", "param_groups.layers.0.w.lr"), found(tree), is_tensor=False) == Option(
         "layers.0.w", "lr"
     )
-    assert place(("train_state", "step"), found(tree), is_tensor=True) == Extra(("train_state", "step"))
+    assert role_of(("train_state", "step"), found(tree), is_tensor=True) == Extra(("train_state", "step"))
 
 
 def test_keys_override() -> None:

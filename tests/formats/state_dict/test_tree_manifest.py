@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Manifest, ParamGroup, Path, StateKey, StateTree, TensorRef
+from ckpt_tools.core.manifest import Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 
@@ -17,8 +17,10 @@ def leaf(file: str = "a.bin") -> TensorLeaf:
     return TensorLeaf((2,), DType.FLOAT32, table)
 
 
-def read(tensors: list[Path], objects: dict[Path, Any], ties: dict[Path, Path] | None = None) -> Manifest:
-    def name(path: Path) -> str:
+def read(
+    tensors: list[TreePath], objects: dict[TreePath, Any], ties: dict[TreePath, TreePath] | None = None
+) -> Manifest:
+    def name(path: TreePath) -> str:
         return ".".join(map(str, path))
 
     tied = {name(alias): name(owner) for alias, owner in (ties or {}).items()}
@@ -30,8 +32,8 @@ def read(tensors: list[Path], objects: dict[Path, Any], ties: dict[Path, Path] |
     return manifest_of(leaves, format_name="dcp", model_key=None, optim_key=None, ties=tied)
 
 
-WEIGHT: list[Path] = [("app", "model", "w")]
-GROUP: dict[Path, Any] = {("app", "optim", "param_groups", 0, "params"): ["w"]}
+WEIGHT: list[TreePath] = [("app", "model", "w")]
+GROUP: dict[TreePath, Any] = {("app", "optim", "param_groups", 0, "params"): ["w"]}
 
 
 def test_the_tree_says_where_everything_was() -> None:
@@ -39,7 +41,7 @@ def test_the_tree_says_where_everything_was() -> None:
         [*WEIGHT, ("app", "optim", "state", "w", "exp_avg")],
         {**GROUP, ("app", "epoch"): 3, ("app", "sched", "last_epoch"): 4, ("loader", "position"): 5},
     )
-    homes: dict[str, Path] = {"epoch": ("app", "epoch"), "sched": ("app", "sched"), "loader": ("loader",)}
+    homes: dict[str, TreePath] = {"epoch": ("app", "epoch"), "sched": ("app", "sched"), "loader": ("loader",)}
     assert manifest.tree == StateTree(("app", "model"), ("app", "optim"), False, homes)
     assert manifest.extra == {"epoch": 3, "sched": {"last_epoch": 4}, "loader": {"position": 5}}
 

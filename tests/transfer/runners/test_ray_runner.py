@@ -30,7 +30,7 @@ from ckpt_tools.testing.runners import RunnerTests, double
 from ckpt_tools.transfer.crc_board import PartCrc, combined
 from ckpt_tools.transfer.runners import ray as ray_runner
 from ckpt_tools.transfer.runners.base import Runner
-from ckpt_tools.transfer.runners.ray import MAX_LOSSES, Outcome, Process, RayRunner
+from ckpt_tools.transfer.runners.ray import MAX_LOSSES, Process, RayRunner, TaskResult
 from ckpt_tools.transfer.runners.ray_board import ANSWER_RANGES, PostponedError, RayBoard, open_board
 from tests.support.ray_cluster import NODE, cluster, processes
 
@@ -364,15 +364,15 @@ class _World:
 
     def _start(self, process: _SimulatedProcess) -> None:
         process.is_started = True
-        process.started.set_result(Outcome((None,)))
+        process.started.set_result(TaskResult((None,)))
 
     def _work(self, process: _SimulatedProcess) -> None:
         item, future = process.queue.pop(0)
         if self._is_free(item):
             self.told.add(item)
-            future.set_result(Outcome((item,)))
+            future.set_result(TaskResult((item,)))
         else:
-            future.set_result(Outcome((), PostponedError()))
+            future.set_result(TaskResult((), PostponedError()))
 
     def _lose(self, process: _SimulatedProcess) -> None:
         self.losses -= 1

@@ -110,7 +110,7 @@ def test_the_workers_are_seen(source: Path, tmp_path: Path) -> None:
         wait_until(lambda: is_writing(tmp_path / "out"))
         lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in run.processes()]
         assert sum(line.startswith(b"ray::Process") for line in lines) == 2
-        assert sum(line.startswith(b"ray::Notices") for line in lines) == 1
+        assert sum(line.startswith(b"ray::ChecksumActor") for line in lines) == 1
     finally:
         run.end()
 
@@ -185,7 +185,7 @@ def actors(head: int) -> list[str]:
     """What the cluster of that process runs for us."""
     with suppress(psutil.NoSuchProcess):
         lines = [" ".join(process.cmdline()) for process in psutil.Process(head).children(recursive=True)]
-        return [line for line in lines if re.match(r"ray::(Process|Notices)", line)]
+        return [line for line in lines if re.match(r"ray::(Process|ChecksumActor)", line)]
     return ["a process that ended meanwhile"]
 
 

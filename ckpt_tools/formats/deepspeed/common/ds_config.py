@@ -23,17 +23,17 @@ _FP32_NAMES = ("fp32", "float", "float32", "torch.float32")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``sub_group_size`` counts elements of one rank (stage 3); ``is_dealt`` says that groups are flattened in the
+    """``sub_group_size`` counts elements of a rank (stage 3); ``is_round_robin`` says that groups are flattened in the
     order of ``round_robin_gradients`` (stages 1 and 2)."""
 
     sub_group_size: int
-    is_dealt: bool
+    is_round_robin: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any], stage: int, dtype: DType) -> Settings:
         zero = _section(config, "zero_optimization")
-        is_dealt = zero.get("round_robin_gradients") is True and not _is_bf16_optimizer(config, stage, dtype)
-        return cls(_sub_group_size(zero.get("sub_group_size")), stage < 3 and is_dealt)
+        is_round_robin = zero.get("round_robin_gradients") is True and not _is_bf16_optimizer(config, stage, dtype)
+        return cls(_sub_group_size(zero.get("sub_group_size")), stage < 3 and is_round_robin)
 
 
 def _sub_group_size(found: Any) -> int:

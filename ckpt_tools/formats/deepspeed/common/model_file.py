@@ -52,7 +52,7 @@ def other_shape(model: ModelStates, name: str, value: StoredTensor, shape: Shape
     )
 
 
-def deals_in_turn(model: ModelStates) -> bool:
+def is_round_robin(model: ModelStates) -> bool:
     """Whether ``round_robin_gradients`` was asked for, which only stage_1_and_2.py knows."""
     config = model.file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.wording import count, listed
 
 
@@ -75,9 +75,9 @@ class OptimizerState:
         what = f"optimizer state of parameter group {number}"
         if foreign:
             why = f"{', '.join(foreign)} cannot be cut as the parameters are, so DeepSpeed starts this group afresh"
-            return [noted(Fate.DROPPED, what, why, self.entries(params))]
+            return [noted(Outcome.DROPPED, what, why, self.entries(params))]
         if self.manifest.groups:
-            return [noted(Fate.DEFAULTED, what, "the source has none, so DeepSpeed starts it at the first step")]
+            return [noted(Outcome.DEFAULTED, what, "the source has none, so DeepSpeed starts it at the first step")]
         return []
 
 
@@ -132,9 +132,11 @@ class _Column:
         fresh = [weight for weight, state in zip(self.weights, self.states, strict=True) if state is None]
         wide = [state for _, state in self.present if state.dtype is DType.FLOAT64]
         why = "the source has none, as of parameters that never had a gradient; zeros, at their group's step"
-        notes = [noted(Fate.DEFAULTED, f"{self.name} of {listed(missing)}", why, fresh)] if missing else []
+        notes = [noted(Outcome.DEFAULTED, f"{self.name} of {listed(missing)}", why, fresh)] if missing else []
         if wide:
-            notes.append(noted(Fate.CAST, f"{self.name} of {count(len(wide), 'tensor')}", "float64 to float32", wide))
+            notes.append(
+                noted(Outcome.CAST, f"{self.name} of {count(len(wide), 'tensor')}", "float64 to float32", wide)
+            )
         return notes
 
     def shared_notes(self, number: int) -> list[Note]:
@@ -143,10 +145,10 @@ class _Column:
         if len(places) < 2:
             return []
         why = f"DeepSpeed keeps one for a group: that of {self.first.fqn}, which the others should share"
-        return [Note(Fate.DEFAULTED, f"{self.name} of parameter group {number}", why, len(places))]
+        return [Note(Outcome.DEFAULTED, f"{self.name} of parameter group {number}", why, len(places))]
 
 
-def noted(fate: Fate, what: str, why: str, entries: Iterable[TensorEntry] = ()) -> Note:
+def noted(outcome: Outcome, what: str, why: str, entries: Iterable[TensorEntry] = ()) -> Note:
     """A note about these tensors."""
     found = list(entries)
-    return Note(fate, what, why, max(1, len(found)), sum(entry.num_bytes for entry in found))
+    return Note(outcome, what, why, max(1, len(found)), sum(entry.num_bytes for entry in found))

@@ -131,7 +131,7 @@ def sub_groups(shares: Sequence[int], sub_group_size: int) -> list[range]:
     return found
 
 
-def dealt(num_params: int, world_size: int) -> list[int]:
+def round_robin_order(num_params: int, world_size: int) -> list[int]:
     """The order in which ``round_robin_gradients`` flattens a group: rank r's are r, r + N, r + 2 N, ...
 
     stage_1_and_2.py ``_round_robin_reorder``.

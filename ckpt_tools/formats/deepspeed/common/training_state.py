@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import is_deepspeed, untrained
@@ -113,7 +113,7 @@ class _Reading:
             return self.manifest.groups
         why = "the source has none: one group of all parameters, without hyperparameters; "
         why += "load it with load_optimizer_states=False"
-        self.notes.append(Note(Fate.DEFAULTED, "parameter groups", why))
+        self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
         weights = {key.fqn: e for key, e in self.manifest.tensors.items() if key.slot == WEIGHT}
         weights = {name: entry for name, entry in weights.items() if entry.kind is Kind.PARAMETER and entry.numel}
         main = _main_type(weights.values())
@@ -143,7 +143,7 @@ class _Reading:
         params = tuple(name for name in members if self._weight(name).numel)
         if not params:
             why = "DeepSpeed has no group without elements to optimize"
-            self.notes.append(Note(Fate.DROPPED, f"hyperparameters of parameter group {number}", why))
+            self.notes.append(Note(Outcome.DROPPED, f"hyperparameters of parameter group {number}", why))
             return None
         state = self.optimizer.group(number, params)
         self.notes.extend(state.notes)
@@ -162,7 +162,7 @@ class _Reading:
         if is_deepspeed(self.manifest) or not options.keys() >= _ADAM_OPTIONS or "bias_correction" in options:
             return options
         why = "DeepSpeed's Adam requires this setting; torch's Adam always corrects the bias and does not store it"
-        self.notes.append(Note(Fate.DEFAULTED, f"bias_correction = True in parameter group {number}", why))
+        self.notes.append(Note(Outcome.DEFAULTED, f"bias_correction = True in parameter group {number}", why))
         return {**options, "bias_correction": True}
 
     def _note_lost(self, trained: Mapping[str, None], empty: Mapping[str, TensorEntry]) -> None:
@@ -172,7 +172,7 @@ class _Reading:
         for reason, names in why.items():
             if names:
                 lost = self.optimizer.entries(names)
-                self.notes.append(noted(Fate.DROPPED, f"optimizer state of {listed(names)}", reason, lost))
+                self.notes.append(noted(Outcome.DROPPED, f"optimizer state of {listed(names)}", reason, lost))
 
     def _note_masters(self, trained: Iterable[str]) -> None:
         """Where a master comes from a weight that is stored in fewer bits."""
@@ -180,7 +180,9 @@ class _Reading:
         narrow = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
         if narrow:
             why = "the source keeps none, so the weights are widened"
-            self.notes.append(noted(Fate.DEFAULTED, f"fp32 masters of {count(len(narrow), 'parameter')}", why, narrow))
+            self.notes.append(
+                noted(Outcome.DEFAULTED, f"fp32 masters of {count(len(narrow), 'parameter')}", why, narrow)
+            )
 
 
 def _master(manifest: Manifest, name: str) -> StateKey:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import is_deepspeed
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER, is_scaling
 
@@ -64,7 +64,7 @@ class Extras:
             notes=(
                 *_notes(manifest, steps),
                 *_scaler_notes(scaler, dtype),
-                *(Note(Fate.DROPPED, name, "DeepSpeed keeps something else under this name") for name in shadowing),
+                *(Note(Outcome.DROPPED, name, "DeepSpeed keeps something else under this name") for name in shadowing),
             ),
         )
 
@@ -97,22 +97,22 @@ def _steps(manifest: Manifest) -> int | None:
 def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
     notes = []
     if steps is None:
-        notes.append(Note(Fate.DEFAULTED, "global_steps", "the source does not say; DeepSpeed starts counting at 0"))
+        notes.append(Note(Outcome.DEFAULTED, "global_steps", "the source does not say; DeepSpeed starts counting at 0"))
     if manifest.extra.get("lr_scheduler") is None and not is_deepspeed(manifest):
         why = "the source has none; a run that has a scheduler loads it with load_lr_scheduler_states=False"
-        notes.append(Note(Fate.DEFAULTED, "lr_scheduler", why))
+        notes.append(Note(Outcome.DEFAULTED, "lr_scheduler", why))
     partitions = _dict(_dict(manifest.extra.get("deepspeed")).get("partition_state"))
     if partitions:
         why = "it belongs to the partitions of other ranks and cannot be cut again"
-        notes.append(Note(Fate.DROPPED, "optimizer state of each rank's own kind", why, len(partitions)))
+        notes.append(Note(Outcome.DROPPED, "optimizer state of each rank's own kind", why, len(partitions)))
     return notes
 
 
 def _scaler_notes(found: Any, dtype: DType) -> list[Note]:
     if dtype is DType.FLOAT16 and not is_scaling(found):
-        return [Note(Fate.DEFAULTED, "loss_scaler", f"the source has none: {DEFAULT_SCALER}")]
+        return [Note(Outcome.DEFAULTED, "loss_scaler", f"the source has none: {DEFAULT_SCALER}")]
     if dtype is not DType.FLOAT16 and is_scaling(found):
-        return [Note(Fate.DROPPED, "loss_scaler", f"a run in {dtype.value} is not scaled")]
+        return [Note(Outcome.DROPPED, "loss_scaler", f"a run in {dtype.value} is not scaled")]
     if found is not None and not isinstance(found, dict):
-        return [Note(Fate.DROPPED, "loss_scaler", "it is none of DeepSpeed's")]
+        return [Note(Outcome.DROPPED, "loss_scaler", "it is none of DeepSpeed's")]
     return []

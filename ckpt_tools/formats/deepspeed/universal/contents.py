@@ -18,7 +18,7 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import Opaque, StoredTensor, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
-from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, deals_in_turn, other_shape
+from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
 from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.universal.names import MASTER_FILE, UniversalFiles
@@ -192,16 +192,16 @@ class Contents:
     def _members(self, number: int) -> tuple[str, ...]:
         """A list of ``param_shapes`` in the order in which the optimizer was given it."""
         names, world_size = tuple(self.model.param_shapes[number]), self.model.file.content.get("dp_world_size")
-        if self._is_dealt and type(world_size) is int and world_size > 0:
+        if self._is_round_robin and type(world_size) is int and world_size > 0:
             return original_order(names, world_size)
         return names
 
     @property
-    def _is_dealt(self) -> bool:
+    def _is_round_robin(self) -> bool:
         """Whether ``round_robin_gradients`` was in force: the optimizer that knows it says of itself stage 1 or 2."""
         stage = self.optimizer.content.get("zero_stage")
         stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
-        return deals_in_turn(self.model) and stage in (1, 2)
+        return is_round_robin(self.model) and stage in (1, 2)
 
     @cached_property
     def shared_steps(self) -> Mapping[str, TensorEntry]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import TensorEntry
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.ds_config import Settings
 from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
@@ -42,7 +42,7 @@ def portable(groups: Sequence[Group]) -> tuple[tuple[Group, ...], tuple[Note, ..
         foreign = _foreign(group)
         if foreign:
             why = f"a universal checkpoint has no form for {', '.join(foreign)}; zero1, zero2 and zero3 do"
-            notes.append(Note(Fate.DROPPED, f"optimizer state of parameter group {number}", why))
+            notes.append(Note(Outcome.DROPPED, f"optimizer state of parameter group {number}", why))
         found.append(replace(group, slots=(), scalars={}) if foreign else group)
     return tuple(found), tuple(notes)
 
@@ -71,7 +71,7 @@ def _same(value: Any, group: Mapping[str, Any], name: str) -> bool:
 def corrected(notes: Iterable[Note]) -> Iterator[Note]:
     """The notes on what is no tensor. A native checkpoint needs a loss scaler; here the job keeps its own."""
     for note in notes:
-        if note.what == "loss_scaler" and note.fate is Fate.DEFAULTED:
+        if note.what == "loss_scaler" and note.outcome is Outcome.DEFAULTED:
             note = replace(note, why="the source has none, so the job keeps its own")
         yield note
 
@@ -93,7 +93,7 @@ def _untrained(what: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:
             "they are in the checkpoint, but load_universal leaves them as the job made them; "
             "zero1, zero2 and zero3 restore them"
         )
-        yield Note(Fate.DROPPED, f"{len(found)} {what}", why, len(found), sum(entry.num_bytes for entry in found))
+        yield Note(Outcome.DROPPED, f"{len(found)} {what}", why, len(found), sum(entry.num_bytes for entry in found))
 
 
 def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
@@ -102,10 +102,10 @@ def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
     others = {slot.name for group in groups for slot in group.slots if slot.name not in STAGE3_SLOTS}
     if missing:
         why = f"it loads Adam's state and nothing else, and fails without {', '.join(missing)}; zero3 loads"
-        yield Note(Fate.DEFAULTED, what, why)
+        yield Note(Outcome.DEFAULTED, what, why)
     elif others:
         why = f"it does not load {', '.join(sorted(others))}, without which the next step fails; zero3 restores it"
-        yield Note(Fate.DEFAULTED, what, why)
+        yield Note(Outcome.DEFAULTED, what, why)
 
 
 def _missing_in_stage3(groups: Sequence[Group]) -> list[str]:
@@ -127,13 +127,13 @@ def _groups_in_stage3(state: TrainingState, extras: Extras) -> Iterator[Note]:
         shared.insert(0, f"the same hyperparameters, so that {', '.join(differing)} stay as the job sets them")
     if len(options) > 1 and shared:
         why = f"they get {', and '.join(shared)}; zero3 restores each group's own"
-        yield Note(Fate.DEFAULTED, f"{len(options)} parameter groups in stage 3", why, len(options))
+        yield Note(Outcome.DEFAULTED, f"{len(options)} parameter groups in stage 3", why, len(options))
     elif shared and sum(state.groups[0].numels) > _sub_group_size(extras):
         why = (
             f"a rank with more than sub_group_size ({_sub_group_size(extras):,}) elements cuts them into sub-groups, "
             f"which get {shared[0]}; zero3 restores each one's own"
         )
-        yield Note(Fate.DEFAULTED, "the step count in stage 3", why)
+        yield Note(Outcome.DEFAULTED, "the step count in stage 3", why)
 
 
 def _counts_in_python(state: TrainingState) -> bool:
@@ -154,4 +154,4 @@ def _groups_in_stages_1_and_2(groups: Sequence[Group]) -> Iterator[Note]:
                 "stages 1 and 2 fail on more than one rank, where a rank has none of a group's elements; "
                 "zero1 and zero2 load"
             )
-            yield Note(Fate.DEFAULTED, f"parameter group {number} of {numel} elements", why)
+            yield Note(Outcome.DEFAULTED, f"parameter group {number} of {numel} elements", why)

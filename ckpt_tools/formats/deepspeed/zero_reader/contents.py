@@ -18,12 +18,12 @@ import numpy as np
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates
-from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, deals_in_turn, other_shape
+from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
 from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.zero_reader import zero3, zero12
@@ -70,7 +70,7 @@ class Contents:
         content = self.model.file.content
         if self.optim.stage > 1 and "frozen_param_shapes" in content and content["frozen_param_shapes"] is None:
             why = "they are not in the checkpoint: it was saved with exclude_frozen_parameters"
-            yield Note(Fate.DEFAULTED, "weights of frozen parameters, if the run has any", why)
+            yield Note(Outcome.DEFAULTED, "weights of frozen parameters, if the run has any", why)
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
@@ -206,7 +206,7 @@ class Contents:
 
     def _flat_members(self, flat: int) -> tuple[str, ...]:
         found = tuple(self.model.param_shapes[flat])
-        if deals_in_turn(self.model) and not self.optim.is_bf16_optimizer:
+        if is_round_robin(self.model) and not self.optim.is_bf16_optimizer:
             return original_order(found, self.optim.world_size)
         return found
 

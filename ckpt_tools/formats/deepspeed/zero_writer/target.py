@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Value
 from ckpt_tools.formats.deepspeed.common.ds_config import Settings, adapted
-from ckpt_tools.formats.deepspeed.common.partition import Cut, GroupCut, ParamCut, dealt, sub_groups
+from ckpt_tools.formats.deepspeed.common.partition import Cut, GroupCut, ParamCut, round_robin_order, sub_groups
 from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
 
@@ -50,8 +50,8 @@ class Target:
 
 
 def _cut_groups(groups: Sequence[Group], settings: Settings, world_size: int) -> list[FlatGroup]:
-    if settings.is_dealt:
-        groups = [group.picked(dealt(len(group.params), world_size)) for group in groups]
+    if settings.is_round_robin:
+        groups = [group.picked(round_robin_order(len(group.params), world_size)) for group in groups]
     return [FlatGroup(group, GroupCut.of(group.numels, world_size), n) for n, group in enumerate(groups)]
 
 

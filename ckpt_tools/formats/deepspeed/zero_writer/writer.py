@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileLayout, Layout, LazyFile, Literal, Workshop
+from ckpt_tools.core.layout import FileCache, FileLayout, Layout, LazyFile, Literal
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Fate, Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UsageError
@@ -56,7 +56,7 @@ def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
     buffers = [name for name in state.guessed if name in state.buffers]
     why = "the source does not tell frozen parameters, tied names and buffers apart, so names and places decided"
     return [
-        Note(Fate.DEFAULTED, f"{listed(names)} taken for {what}", why, len(names))
+        Note(Outcome.DEFAULTED, f"{listed(names)} taken for {what}", why, len(names))
         for names, what in ((frozen, "frozen parameters"), (buffers, "buffers"))
         if names
     ]
@@ -79,9 +79,9 @@ class ZeroFiles:
 
     def layouts(self) -> list[FileLayout]:
         """All of them in order, the ranks' made when they are asked for."""
-        workshop = Workshop(self.made)
+        cache = FileCache(self.made)
         numbers = range(self.num_model_files + self.target.world_size)
-        ranks = [LazyFile(workshop, n, self._path(n), workshop.file(self._like(n)).size_bytes) for n in numbers]
+        ranks = [LazyFile(cache, n, self._path(n), cache.file(self._like(n)).size_bytes) for n in numbers]
         return [*ranks, FileLayout("latest", (Literal(self.tag.encode()),))]
 
     def made(self, number: int) -> FileLayout:
