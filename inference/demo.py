@@ -40,7 +40,7 @@ _RUN_FOLDERS = re.compile(rf"checkpoints|{_CHECKPOINT}(/global_step\d+)?")
 _RUN_FILES = re.compile(
     r"(result\.json|error\.log|torchrun\.log|model\.(safetensors|pt)"
     r"|checkpoints/(checkpoint_manager_snapshot\.json|\.validate_storage_marker)"
-    rf"|{_CHECKPOINT}/(\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_fp32\.py"
+    rf"|{_CHECKPOINT}/(\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
     r"|global_step\d+/\w+_(model|optim)_states\.pt))"
 )
 """All that the runs of a demo leave in their folders."""

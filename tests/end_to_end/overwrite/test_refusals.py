@@ -194,6 +194,7 @@ def test_a_checkpoint_alone_is_replaced_and_counted(name: str, extra: str, tmp_p
         write(dst / "model.sig", '{"mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json"}')
     elif extra == "script" and name.startswith("zero"):
         write(dst / "zero_to_fp32.py", "print()")
+        write(dst / "zero_to_torch.py", "print()")
     elif extra == "link":
         (tmp_path / "dst").symlink_to(dst)
     there = {path: len(data) for path, data in files_below(dst).items()}

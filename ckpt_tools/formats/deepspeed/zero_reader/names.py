@@ -18,8 +18,8 @@ from ckpt_tools.stores.source import Source
 
 LATEST = "latest"
 
-SCRIPT = "zero_to_fp32.py"
-"""DeepSpeed lays it beside ``latest``, engine.py ``_copy_recovery_script``."""
+SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
+"""DeepSpeed lays them beside ``latest``, engine.py ``_copy_recovery_script``."""
 
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 _RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
@@ -77,7 +77,7 @@ def own_files(paths: Iterable[str], folder: str) -> frozenset[str]:
     if not folder:
         return frozenset(path for path in found if is_own_name(path))
     inside = {path for path in found if path.rpartition("/")[0] == folder and is_own_name(path.rpartition("/")[2])}
-    return frozenset(inside | ({LATEST, SCRIPT} & found)) if LATEST in found else frozenset()
+    return frozenset(inside | ({LATEST, *SCRIPTS} & found)) if LATEST in found else frozenset()
 
 
 def is_own_name(name: str) -> bool:
