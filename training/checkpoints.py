@@ -24,7 +24,8 @@ MAX_NAMED = 5
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}")
 
 _SHARD = re.compile(
-    r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py|[^/]+/[^/]*(model|optim)_states\.pt"
+    r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
+    r"|[^/]+/[^/]*(model|optim)_states\.pt"
 )
 """The files that PyTorch and DeepSpeed write into the folder of a checkpoint."""
 
