@@ -57,8 +57,12 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
 
 
 def check_no_other_run(out: Path) -> None:
-    """Raises DestinationExistsError if a run is at work in ``out``. Makes nothing."""
-    if (out / LOCK_NAME).exists():
+    """Raises DestinationExistsError if a run is at work in ``out``, StoreError if it cannot be read. Makes nothing."""
+    try:
+        is_there = (out / LOCK_NAME).exists()
+    except OSError as error:
+        raise StoreError(f"--out {out} cannot be read: {error.strerror}") from error
+    if is_there:
         with _locked(out):
             pass
 
