@@ -115,6 +115,17 @@ def let_through() -> Iterator[None]:
         _state.held = held
 
 
+@contextmanager
+def unheeded() -> Iterator[None]:
+    """Within the block the signals do nothing: while the last sentence of a command that ends is said."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _stop(number: int, _frame: FrameType | None) -> None:
     if _state.first is None:
         _state.first = number

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ckpt_tools.signals import Stopped, exit_code_of, first_signal, heeded, stopping_on_signals
+from ckpt_tools.signals import Stopped, exit_code_of, first_signal, heeded, stopping_on_signals, unheeded
 
 END_SECONDS = 8.0
 """What cleaning up may take. ``docker stop`` kills after 10 seconds, Kubernetes and Slurm after 30."""
@@ -59,15 +59,16 @@ def ended_by_signals(words: Sequence[str], *, is_process: bool) -> Iterator[None
 def end(error: BaseException, words: Sequence[str], say: Callable[[str], None], *, is_process: bool) -> NoReturn:
     """Say it, and end with the documented code; as a process at once, without waiting for threads."""
     code = exit_code_of(error) if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGINT
-    # A terminal that was closed takes no words.
-    with suppress(OSError):
-        say(_sentence(code - 128, words))
-    if is_process:
-        _release(error)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+    with unheeded():
+        # A terminal that was closed takes no words.
+        with suppress(OSError):
+            say(_sentence(code - 128, words))
+        if is_process:
+            _release(error)
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)
     sys.exit(code)
 
 

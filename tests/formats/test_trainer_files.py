@@ -20,7 +20,7 @@ def read(folder: Path) -> Manifest:
 
 
 @pytest.fixture
-def user_entries(tmp_path: Path) -> Path:
+def beside(tmp_path: Path) -> Path:
     torch.save({"w": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "pytorch_model.bin.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": {"w": "pytorch_model.bin"}})

@@ -26,7 +26,10 @@ PACKAGES = {"ckpt_tools": "ckpt_tools", "training": "ckpt_tools_training", "infe
 NOT_IN_THE_SDIST = {".ci"}
 """What is of use to the repository alone."""
 
-QUICK_TESTS = [f"tests/{name}.py" for name in ("test_boxes", "test_docs", "test_layout", "containers/test_stored_zip")]
+QUICK_TESTS = [
+    f"tests/{name}.py"
+    for name in ("core/test_boxes", "test_docs", "core/test_layout", "serialization/test_zip_archive")
+]
 
 
 @pytest.fixture(scope="module")

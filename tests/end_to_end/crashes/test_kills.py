@@ -81,7 +81,7 @@ def terminate(case: Case, runs: Runs, call: Call, words: list[str], before: dict
     """Whether the signal came in time; nothing is left beside the destination, whichever call it came in."""
     case.put(before)
     ended = runs.terminated_at(call, *case.words, *words)
-    assert ended.code in (143, 0), ended.stderr
+    assert ended.code in (143, 0), (call, ended)
     if ended.code:
         assert ended.stderr == "Stopped by SIGTERM; the destination is as it was, or complete.\n"
     assert case.visible() in (before, case.expected), "half a destination"
