@@ -40,6 +40,7 @@ from typing import Any
 from benchmarks.inputs import BUILD_SECONDS, WEIGHT_BYTES, Cache
 from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
+from ckpt_tools.stores.source import Store
 from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, running_s3_server
 
 ROOT = Path(__file__).parent.parent
@@ -291,7 +292,7 @@ def clients(size: int, rounds: int) -> None:
 
 
 @dataclass(slots=True)
-class ObstoreStore:
+class ObstoreStore(Store):
     """obstore, as far as a store is read from."""
 
     inside: Any

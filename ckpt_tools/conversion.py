@@ -25,7 +25,7 @@ from ckpt_tools.signals import held_back
 from ckpt_tools.stores.destination import Claim, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
-from ckpt_tools.stores.source import Located, Source, Store
+from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import check_ending, implied_format, open_place
 from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.journal import Journal
@@ -194,7 +194,7 @@ def _wanted_bytes(place: Place, layout: Layout) -> int:
 def _copies(source: Source, place: Place) -> CopyRules | None:
     """How files are cut that the place's service copies of the source's; None where these are not of that service."""
     rules, store = place.parts, source.store
-    if rules.copying is None or rules.max_parts is None or not isinstance(store, Located):
+    if rules.copying is None or rules.max_parts is None:
         return None
     found = next((store.locate(path) for path in source.files), None)
     is_same = found is not None and found.service == rules.copying.service

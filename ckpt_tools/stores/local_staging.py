@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.signals import held_back, let_through
-from ckpt_tools.stores.destination import Leftover, PartRules
+from ckpt_tools.stores.destination import Claim, Leftover, PartRules
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local import LocalStore, LocalWriter
 from ckpt_tools.stores.marker_files import TOKEN_NAME
@@ -178,7 +178,7 @@ def _names(folder: Path) -> _Names:
 
 
 @dataclass(slots=True)
-class Staging:
+class Staging(Claim):
     """The hidden folder, the store in it to write into, and the place that the output will take."""
 
     folder: Path

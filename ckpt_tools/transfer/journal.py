@@ -26,7 +26,7 @@ from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import Task
 from ckpt_tools.stores.destination import Destination, Log
-from ckpt_tools.stores.source import Store, Versioned
+from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.crc_board import PartCrc
 from ckpt_tools.transfer.execute import Receipt
 from ckpt_tools.transfer.runners.base import Runner
@@ -257,7 +257,7 @@ def _add_shards(digest: _Digest, table: ShardTable) -> None:
 def _version(source: Store, name: str) -> str:
     """What tells the file from one written later; nothing where the store cannot, or the file is not needed."""
     try:
-        return source.version(name) if isinstance(source, Versioned) else ""
+        return source.version(name)
     except CkptError:
         return ""
 

@@ -14,7 +14,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.formats.reading import read_checkpoint, read_source
-from ckpt_tools.stores.destination import Claim, Destination, Place, Readable
+from ckpt_tools.stores.destination import Claim, Destination, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Source
@@ -103,9 +103,10 @@ def write_staged(
 
     No path where the output cannot be read yet. Raises CkptError.
     """
-    if not isinstance(claim, Readable):
+    finished = claim.finished
+    if finished is None:
         return []
-    source, manifest = read_source(Source.open(claim.finished), ReadOptions(), format_name=format_name)
+    source, manifest = read_source(Source.open(finished), ReadOptions(), format_name=format_name)
     found = _digests(source, manifest, num_workers, on_total)
     path = place.name + DIGESTS_SUFFIX if is_file else digests.place_in(manifest)
     put(claim.destination, path, digests.dumps(found))

@@ -300,8 +300,9 @@ def test_the_service_copies_within_itself(place: S3Place, runs: str, s3: S3Serve
     assert source is not None
     with place.claim(is_file=False, overwrite=False, resume=False) as claim:
         target = claim.destination
-        assert target.can_copy(source, len(PART)) and not target.can_copy(source, len(PART) - 1)
-        assert not target.can_copy(ServiceFile("elsewhere", source.name, source.version), len(PART))
+        rules = target.copying
+        assert rules.allow(source, len(PART)) and not rules.allow(source, len(PART) - 1)
+        assert not rules.allow(ServiceFile("elsewhere", source.name, source.version), len(PART))
         handle = target.begin("f", len(PART) + 3)
         with pytest.raises(StoreError):
             target.copy("f", handle, 0, ServiceFile(source.service, source.name, '"another"'), 5, 5 + len(PART))

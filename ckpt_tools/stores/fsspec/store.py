@@ -32,13 +32,13 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.signals import held_back, let_through
-from ckpt_tools.stores.destination import Leftover, PartRules
+from ckpt_tools.stores.destination import Claim, Destination, Leftover, PartRules
 from ckpt_tools.stores.fsspec import errors as fsspec_errors
 from ckpt_tools.stores.fsspec.errors import shown
 from ckpt_tools.stores.marker_files import PARTIAL, is_marker, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, check_only, folders_of
 from ckpt_tools.stores.retry import RetryPolicy, retried
-from ckpt_tools.stores.source import Buffer, checked_name
+from ckpt_tools.stores.source import Buffer, Store, checked_name
 
 Result = TypeVar("Result")
 
@@ -91,7 +91,7 @@ def _asked_once(url: str, call: Callable[[], Result]) -> Result:
 
 
 @dataclass(slots=True)
-class FsspecStore:
+class FsspecStore(Store):
     """The files below ``root`` of a file system; with ``only``, a single one of them."""
 
     fs: Any
@@ -202,7 +202,7 @@ class _Stream:
 
 
 @dataclass(slots=True)
-class FsspecDestination:
+class FsspecDestination(Destination):
     """Files below ``root``, each one stream. It cannot be sent to another process."""
 
     fs: Any
@@ -277,7 +277,7 @@ class FsspecLog:
 
 
 @dataclass(slots=True)
-class FsspecClaim:
+class FsspecClaim(Claim):
     """A place of a file system, being written to."""
 
     place: FsspecPlace

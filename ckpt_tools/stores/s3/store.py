@@ -23,13 +23,13 @@ from pathlib import PurePosixPath
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
 from ckpt_tools.signals import held_back, let_through
-from ckpt_tools.stores.destination import CopyingRules, Leftover, PartRules
+from ckpt_tools.stores.destination import Claim, CopyingRules, Destination, Leftover, PartRules
 from ckpt_tools.stores.marker_files import PARTIAL, is_marker, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, check_only, folders_of
 from ckpt_tools.stores.s3.client import Bucket, Copied, Found, Part, RefusedError, S3Options
 from ckpt_tools.stores.s3.lock import ObjectLock, is_held
 from ckpt_tools.stores.s3.upload_notes import TOKEN, TOKEN_FORM, UploadNotes, in_parallel
-from ckpt_tools.stores.source import Buffer, ServiceFile, checked_name
+from ckpt_tools.stores.source import Buffer, ServiceFile, Store, checked_name
 
 PART_BYTES = 8 << 20
 """Of a file that is uploaded: 8 MiB are what S3's own tools use."""
@@ -44,7 +44,7 @@ MIN_COPY_BYTES = 5 << 20
 
 
 @dataclass(slots=True)
-class S3Store:
+class S3Store(Store):
     """The objects below ``prefix``, which is empty or ends with a slash; with ``only``, a single one of them."""
 
     bucket: Bucket
@@ -93,7 +93,7 @@ class S3Store:
 
 
 @dataclass(slots=True)
-class S3Destination:
+class S3Destination(Destination):
     """Uploads of files below ``prefix``. In another process it writes parts of uploads that were begun here.
 
     A handle is a token, which the finished object carries, and the upload's id. A part tag is its ETag, after a ``+``
@@ -115,8 +115,9 @@ class S3Destination:
     def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
         return self.bucket.upload_part(self.prefix + path, _upload(handle), number + 1, data)
 
-    def can_copy(self, source: ServiceFile, num_bytes: int) -> bool:
-        return source.service == self.bucket.options and num_bytes >= MIN_COPY_BYTES
+    @property
+    def copying(self) -> CopyingRules:
+        return _copying_rules(self.bucket)
 
     def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
         bucket, _, key = source.name.partition("/")
@@ -173,6 +174,10 @@ class S3Destination:
         return S3Destination, (self.bucket, self.prefix, self.notes)
 
 
+def _copying_rules(bucket: Bucket) -> CopyingRules:
+    return CopyingRules(bucket.options, MIN_COPY_BYTES)
+
+
 def _upload(handle: str) -> str:
     return handle.partition("/")[2]
 
@@ -211,7 +216,7 @@ class S3Log:
 
 
 @dataclass(slots=True)
-class S3Claim:
+class S3Claim(Claim):
     """A place that this process alone writes to, as long as its lock says so."""
 
     place: S3Place
@@ -285,7 +290,7 @@ class S3Place:
 
     @property
     def parts(self) -> PartRules:
-        return PartRules(PART_BYTES, MAX_PARTS, CopyingRules(self.bucket.options, MIN_COPY_BYTES))
+        return PartRules(PART_BYTES, MAX_PARTS, _copying_rules(self.bucket))
 
     @property
     def inside(self) -> str:
