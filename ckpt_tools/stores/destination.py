@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
+from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store
 
@@ -135,31 +136,46 @@ class Claim(ABC):
         """
 
 
-class Place(Protocol):
-    """Where an output is to be, before anything is written there."""
+@dataclass(frozen=True, slots=True)
+class Place(ABC):
+    """Where an output is to be, as a file or as a folder, before anything is written there."""
+
+    form: OutputForm = field(default=Folder(), kw_only=True)
+
+    def taken_as(self, form: OutputForm) -> Self:
+        """The same place, for an output of another form."""
+        return replace(self, form=form)
+
+    def as_file(self) -> Self:
+        """The same place, for an output that is one file whatever its name says."""
+        return self.taken_as(SingleFile(self.name))
 
     @property
+    @abstractmethod
     def url(self) -> str:
         """For messages."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The last part of the URL."""
 
     @property
     def parts(self) -> PartRules:
         """How files are cut there."""
+        return PartRules()
 
-    def present(self, *, is_file: bool) -> Present | None:
+    @abstractmethod
+    def present(self) -> Present | None:
         """What stands there already, as one file or as a folder that is not empty. Raises StoreError."""
 
-    def check_free(self, *, is_file: bool, overwrite: bool) -> None:
+    @abstractmethod
+    def check_free(self, *, overwrite: bool) -> None:
         """Raises DestinationExistsError or UsageError where the place may not, or cannot, be taken; StoreError."""
 
-    def claim(
-        self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False
-    ) -> AbstractContextManager[Claim]:
-        """Take the place, as one file or as a folder; on leaving, what was not published is removed.
+    @abstractmethod
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Claim]:
+        """Take the place; on leaving, what was not published is removed.
 
         With ``resume`` what a killed run left is kept, and is kept again where this run fails. With ``fsync`` what is
         published outlives a power failure.
@@ -169,12 +185,14 @@ class Place(Protocol):
             UsageError: the place cannot be replaced. StoreError: it cannot be written.
         """
 
+    @abstractmethod
     def leftovers(self) -> Sequence[Leftover]:
-        """What killed runs left there, and nothing else.
+        """What killed runs left there, whatever the form of their output, and nothing else.
 
         Raises:
             DestinationExistsError: a process is writing there. StoreError: looking failed.
         """
 
+    @abstractmethod
     def remove_leftovers(self) -> Sequence[Leftover]:
         """Remove them, and put back what a killed run had moved aside; what they were. Raises as ``leftovers``."""

@@ -26,11 +26,21 @@ from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.signals import held_back, let_through
-from ckpt_tools.stores.destination import Claim, Leftover, PartRules
+from ckpt_tools.stores.destination import Claim, Leftover, Place
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local import LocalStore, LocalWriter
 from ckpt_tools.stores.marker_files import TOKEN_NAME
-from ckpt_tools.stores.present import NOTHING, Present, check_only, folders_of, listed
+from ckpt_tools.stores.output_form import Folder, Kind, OutputForm, SingleFile
+from ckpt_tools.stores.present import (
+    NOTHING,
+    Present,
+    Standing,
+    already_exists,
+    check_free,
+    check_only,
+    folders_of,
+    listed,
+)
 
 STAGING_SUFFIX = ".ckpt-tools-partial"
 REPLACED_SUFFIX = ".ckpt-tools-replaced"
@@ -47,7 +57,7 @@ _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPlace:
+class LocalPlace(Place):
     """A path of the local file system, as the place of an output."""
 
     path: Path
@@ -60,28 +70,22 @@ class LocalPlace:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def parts(self) -> PartRules:
-        return PartRules()
-
-    def present(self, *, is_file: bool) -> Present | None:
+    def present(self) -> Present | None:
         """What was moved aside by a run that was killed stands there still: whoever claims the place puts it back."""
         with _reporting("looking failed", self.path):
-            place = _place(self.path, is_file=is_file)
+            place = _resolved(self.path, self.form)
             aside = _aside(place)
-            return _present(aside if not _is_there(place) and _is_folder(aside) else place, is_file=is_file)
+            return _present(aside if not _is_there(place) and _is_folder(aside) else place, self.form)
 
-    def check_free(self, *, is_file: bool, overwrite: bool) -> None:
+    def check_free(self, *, overwrite: bool) -> None:
         with _reporting("looking failed", self.path):
-            place = _place(self.path, is_file=is_file)
+            place = _resolved(self.path, self.form)
             if not overwrite and not _is_there(place) and _is_folder(_aside(place)):
-                raise _exists(place)
-            _check_free(place, is_file=is_file, overwrite=overwrite)
+                raise already_exists(str(place))
+            _check_free(place, self.form, overwrite=overwrite)
 
-    def claim(
-        self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False
-    ) -> AbstractContextManager[Staging]:
-        return staged(self.path, is_file=is_file, overwrite=overwrite, resume=resume, fsync=fsync)
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Staging]:
+        return staged(self.path, self.form, overwrite=overwrite, resume=resume, fsync=fsync)
 
     def leftovers(self) -> Sequence[Leftover]:
         with _reporting("looking failed", self.path):
@@ -97,7 +101,7 @@ class LocalPlace:
 
     def _places(self) -> list[Path]:
         """Where an output may have been staged: the path taken as a file, and as a folder."""
-        return list(dict.fromkeys(_place(self.path, is_file=is_file) for is_file in (True, False)))
+        return list(dict.fromkeys(_resolved(self.path, form) for form in (SingleFile(self.name), Folder())))
 
 
 @dataclass(slots=True)
@@ -183,7 +187,7 @@ class Staging(Claim):
 
     folder: Path
     target: Path
-    is_file: bool
+    form: OutputForm
     overwrite: bool
     fsync: bool = False
     published: bool = False
@@ -216,11 +220,11 @@ class Staging(Claim):
                 _keep_only(self.folder, paths)
             if self.fsync:
                 _sync_folders(output)
-            _check_free(self.target, is_file=self.is_file, overwrite=self.overwrite)
-            if self.is_file:
-                self._publish_files(paths or [self.target.name], replaced)
+            _check_free(self.target, self.form, overwrite=self.overwrite)
+            if isinstance(self.form, SingleFile):
+                self._publish_files(paths or [self.form.name], replaced)
             elif _is_full_folder(self.target):
-                check_only(_present(self.target, is_file=False), str(self.target), replaced)
+                check_only(_folder_contents(self.target), str(self.target), replaced)
                 _names(self.folder).add(replaced)
                 old = _replace(output, self.target, replaced)
                 self.published = True
@@ -236,7 +240,7 @@ class Staging(Claim):
         ordered = [*(path for path in paths if path != self.target.name), self.target.name]
         targets = {path: self.target.with_name(path) for path in ordered}
         for target in targets.values():
-            check_only(_present(target, is_file=True), str(target), replaced)
+            check_only(_file_there(target), str(target), replaced)
         for path, target in targets.items():
             finished = self.store.root / path
             if path in replaced or not _rename_new(finished, target):
@@ -253,7 +257,7 @@ def _keep_only(folder: Path, paths: Sequence[str]) -> None:
 
 @contextmanager
 def staged(
-    target: Path, *, is_file: bool, overwrite: bool, resume: bool = False, fsync: bool = False
+    target: Path, form: OutputForm, *, overwrite: bool, resume: bool = False, fsync: bool = False
 ) -> Iterator[Staging]:
     """A staging folder for ``target``; on leaving, it is gone with what was not published.
 
@@ -270,17 +274,17 @@ def staged(
     # A signal ends what is done with the folder, and neither its making nor its removal.
     with held_back():
         with _reporting("cannot write there", target.parent):
-            place = _place(target, is_file=is_file)
+            place = _resolved(target, form)
             folder = _staging_folder(place)
-            _check_free(place, is_file=is_file, overwrite=overwrite)
+            _check_free(place, form, overwrite=overwrite)
             lock = _claim(folder)
         staging, kept = None, resume
         try:
             with _reporting("cannot write there", place.parent):
                 _recover(place)
-                _check_free(place, is_file=is_file, overwrite=overwrite)
+                _check_free(place, form, overwrite=overwrite)
                 _prepare(folder, resume=resume)
-                staging = Staging(folder, place, is_file, overwrite, fsync)
+                staging = Staging(folder, place, form, overwrite, fsync)
             with let_through():
                 yield staging
             kept = False
@@ -297,8 +301,13 @@ def staged(
                 os.close(lock)
 
 
-def _place(target: Path, *, is_file: bool) -> Path:
-    return Path(os.path.realpath(target.parent), target.name) if is_file else Path(os.path.realpath(target))
+def _resolved(target: Path, form: OutputForm) -> Path:
+    """The path itself, links followed; a file that is a link is itself replaced, and a folder that is one is not."""
+    match form:
+        case SingleFile():
+            return Path(os.path.realpath(target.parent), target.name)
+        case Folder():
+            return Path(os.path.realpath(target))
 
 
 def _staging_folder(place: Path) -> Path:
@@ -347,20 +356,30 @@ def _strangers(folder: Path, names: list[str]) -> DestinationExistsError:
 def _unknown(folder: Path, known: Collection[str]) -> list[str]:
     """All that is in a folder but for files of these names, and for the folders that hold, or would hold, them."""
     folders = set(folders_of(known))
-    found = _present(folder, is_file=False)
+    found = _folder_contents(folder)
     if found is None:
         return []
     others = [name for name in found.others if name.removesuffix("/") not in folders]
     return sorted([*others, *(name for name in found.files if name not in known)])
 
 
-def _present(path: Path, *, is_file: bool) -> Present | None:
+def _present(path: Path, form: OutputForm) -> Present | None:
     """What is at a path, links not followed; but a link to a file stands for the file. Raises OSError."""
-    if is_file:
-        store = LocalStore(path.parent, only=path.name)
-        if not _is_there(path):
-            return None
-        return Present(store, {path.name: path.stat().st_size}) if path.is_file() else Present(store, {}, [path.name])
+    match form:
+        case SingleFile():
+            return _file_there(path)
+        case Folder():
+            return _folder_contents(path)
+
+
+def _file_there(path: Path) -> Present | None:
+    store = LocalStore(path.parent, only=path.name)
+    if not _is_there(path):
+        return None
+    return Present(store, {path.name: path.stat().st_size}) if path.is_file() else Present(store, {}, [path.name])
+
+
+def _folder_contents(path: Path) -> Present | None:
     if not path.is_dir():
         return None
     files, others = _contents(path)
@@ -453,19 +472,19 @@ def _reporting(what: str, path: Path) -> Iterator[None]:
         raise StoreError(f"{what}: {error.strerror}", path=str(path)) from error
 
 
-def _check_free(place: Path, *, is_file: bool, overwrite: bool) -> None:
+def _check_free(place: Path, form: OutputForm, *, overwrite: bool) -> None:
     """Raises DestinationExistsError or UsageError where ``place`` may not, or cannot, be taken."""
     if os.path.ismount(place):
         raise UsageError(f"{place} is a mount point and cannot be replaced as a whole; name a folder inside it")
-    if not overwrite and _is_there(place) and (place.is_file() or _is_full_folder(place)):
-        raise _exists(place)
-    if place.exists() and place.is_dir() == is_file:
-        kind = "folder" if is_file else "file"
-        raise DestinationExistsError(f"{place} is a {kind}, which this output cannot replace; remove it first")
+    # A folder that may not be listed is looked into only if that decides.
+    is_taken = not overwrite and _is_there(place) and (place.is_file() or _is_full_folder(place))
+    check_free(str(place), Standing(is_taken, _kinds_at(place)), form.kind, overwrite=overwrite)
 
 
-def _exists(place: Path) -> DestinationExistsError:
-    return DestinationExistsError(f"{place} exists; choose another destination, or replace it with --overwrite")
+def _kinds_at(place: Path) -> list[Kind]:
+    if not place.exists():
+        return []
+    return ["folder" if place.is_dir() else "file"]
 
 
 def _is_folder(path: Path) -> bool:
@@ -610,7 +629,7 @@ def _remove_replaced(old: Path, folder: Path, target: Path, replaced: Mapping[st
 
 
 def _beyond(folder: Path, known: Mapping[str, int]) -> list[str]:
-    found = _present(folder, is_file=False)
+    found = _folder_contents(folder)
     return [] if found is None else found.beyond(known)
 
 
@@ -632,7 +651,7 @@ def _rename_new(old: Path, new: Path) -> bool:
     try:
         return _rename_flagged(old, new, _RENAME_NOREPLACE)
     except FileExistsError as error:
-        raise _exists(new) from error
+        raise already_exists(str(new)) from error
 
 
 def _rename_flagged(a: Path, b: Path, flag: int) -> bool:

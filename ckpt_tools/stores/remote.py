@@ -55,7 +55,7 @@ def lock_of(url: str, options: Mapping[str, Any]) -> ObjectLock:
     """The lock of a folder; nothing is touched. Raises UsageError."""
     place = open_remote_place(url, options)
     if isinstance(place, S3Place):
-        return place.lock()
+        return place.lock
     objects = FsspecObjects.of(url, options)
     return ObjectLock(objects, f"{objects.path}/{PARTIAL}/lock", url)
 

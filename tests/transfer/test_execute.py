@@ -31,6 +31,7 @@ from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local import LocalStore, LocalWriter
 from ckpt_tools.stores.local_staging import staged
 from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.output_form import Folder
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
@@ -338,7 +339,7 @@ class TestFailures:
             (tmp_path / "out/a").write_bytes(old)
 
         def convert() -> None:
-            with staged(tmp_path / "out", is_file=False, overwrite=True) as staging:
+            with staged(tmp_path / "out", Folder(), overwrite=True) as staging:
                 run(self.plan, MemoryStore({"source": bytearray(DATA[:-1])}), staging.store)
                 staging.publish()
 

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 from ckpt_tools.errors import (
     CkptError,
-    DestinationExistsError,
     IncompleteError,
     SourceNotFoundError,
     StoreError,
@@ -32,11 +31,12 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.signals import held_back, let_through
-from ckpt_tools.stores.destination import Claim, Destination, Leftover, PartRules
+from ckpt_tools.stores.destination import Claim, Destination, Leftover, Place
 from ckpt_tools.stores.fsspec import errors as fsspec_errors
 from ckpt_tools.stores.fsspec.errors import shown
 from ckpt_tools.stores.marker_files import PARTIAL, is_marker, is_shown
-from ckpt_tools.stores.present import NOTHING, Present, check_only, folders_of
+from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
+from ckpt_tools.stores.present import NOTHING, Present, Standing, check_free, check_only, folders_of
 from ckpt_tools.stores.retry import RetryPolicy, retried
 from ckpt_tools.stores.source import Buffer, Store, checked_name
 
@@ -282,17 +282,16 @@ class FsspecClaim(Claim):
 
     place: FsspecPlace
     destination: FsspecDestination
-    is_file: bool
     overwrite: bool
     log: FsspecLog = field(default_factory=FsspecLog)
 
     def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
         place = self.place
-        place.check_free(is_file=self.is_file, overwrite=self.overwrite)
-        check_only(place.present(is_file=self.is_file), place.url, replaced)
-        if not self.is_file:
+        place.check_free(overwrite=self.overwrite)
+        check_only(place.present(), place.url, replaced)
+        if isinstance(place.form, Folder):
             asked(place.url, lambda: self._remove_old(replaced))
-        into = place.path.rpartition("/")[0] if self.is_file else place.path
+        into = place.form.root_of(place.path)
         for path in paths:
             self._move(f"{self.destination.root}/{path}", f"{into}/{path}")
 
@@ -320,7 +319,7 @@ class FsspecClaim(Claim):
 
 
 @dataclass(frozen=True, slots=True)
-class FsspecPlace:
+class FsspecPlace(Place):
     """A path of a file system, as the place of an output."""
 
     fs: Any
@@ -342,12 +341,8 @@ class FsspecPlace:
     def name(self) -> str:
         return PurePosixPath(self.path).name
 
-    @property
-    def parts(self) -> PartRules:
-        return PartRules()
-
-    def present(self, *, is_file: bool) -> Present | None:
-        return asked(self.url, lambda: self._file() if is_file else self._folder())
+    def present(self) -> Present | None:
+        return asked(self.url, self._file if isinstance(self.form, SingleFile) else self._folder)
 
     def _file(self) -> Present | None:
         self.fs.invalidate_cache()
@@ -372,26 +367,23 @@ class FsspecPlace:
         return Present(FsspecStore(self.fs, self.path), files, others) if files or others else None
 
     def _partials(self) -> list[str]:
-        return [self._partial(is_file=is_file) for is_file in (False, True)]
+        """How it was written to, as a folder or as a file, is not said."""
+        return [self.taken_as(Folder())._partial, self.as_file()._partial]
 
-    def _partial(self, *, is_file: bool) -> str:
-        return f"{self.path.rpartition('/')[0]}/.{self.name}{PARTIAL}" if is_file else f"{self.path}/{PARTIAL}"
+    @property
+    def _partial(self) -> str:
+        return f"{self.form.root_of(self.path)}/{self.form.partial_name}"
 
-    def check_free(self, *, is_file: bool, overwrite: bool) -> None:
+    def check_free(self, *, overwrite: bool) -> None:
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
         self.fs.invalidate_cache()
-        single = kind_at(self.fs, self.path, self.url) == "file"
-        inside = self.present(is_file=False) is not None
-        if (single or inside) and not overwrite:
-            raise DestinationExistsError(
-                f"{self.url} exists; choose another destination, or replace it with --overwrite"
-            )
-        if inside if is_file else single:
-            kind = "folder" if is_file else "file"
-            raise DestinationExistsError(f"{self.url} is a {kind}, which this output cannot replace; remove it first")
+        is_file = kind_at(self.fs, self.path, self.url) == "file"
+        is_there: dict[Kind, bool] = {"file": is_file, "folder": asked(self.url, self._folder) is not None}
+        kinds = [kind for kind, found in is_there.items() if found]
+        check_free(self.url, Standing(bool(kinds), kinds), self.form.kind, overwrite=overwrite)
 
     @contextmanager
-    def claim(self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[FsspecClaim]:
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[FsspecClaim]:
         """Take the place; two who take it at once are not told apart, as file systems have no common lock.
 
         Services answer when bytes are safe, so that ``fsync`` asks for nothing more.
@@ -403,14 +395,14 @@ class FsspecPlace:
             raise UsageError(
                 f"--resume: what was written to {self.url} cannot be continued, only to paths and s3:// URLs"
             )
-        self.check_free(is_file=is_file, overwrite=overwrite)
-        partial = self._partial(is_file=is_file)
+        self.check_free(overwrite=overwrite)
+        partial = self._partial
         self._remove_ours(partial)
         destination = FsspecDestination(self.fs, f"{partial}/{secrets.token_hex(_TOKEN_BYTES)}")
         with held_back():
             try:
                 with let_through():
-                    yield FsspecClaim(self, destination, is_file, overwrite)
+                    yield FsspecClaim(self, destination, overwrite)
             finally:
                 destination.abandon()
                 with suppress(CkptError):

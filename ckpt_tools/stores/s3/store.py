@@ -23,9 +23,10 @@ from pathlib import PurePosixPath
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
 from ckpt_tools.signals import held_back, let_through
-from ckpt_tools.stores.destination import Claim, CopyingRules, Destination, Leftover, PartRules
-from ckpt_tools.stores.marker_files import PARTIAL, is_marker, is_shown
-from ckpt_tools.stores.present import NOTHING, Present, check_only, folders_of
+from ckpt_tools.stores.destination import Claim, CopyingRules, Destination, Leftover, PartRules, Place
+from ckpt_tools.stores.marker_files import is_marker, is_shown
+from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
+from ckpt_tools.stores.present import NOTHING, Present, Standing, check_free, check_only, folders_of
 from ckpt_tools.stores.s3.client import Bucket, Copied, Found, Part, RefusedError, S3Options
 from ckpt_tools.stores.s3.lock import ObjectLock, is_held
 from ckpt_tools.stores.s3.upload_notes import TOKEN, TOKEN_FORM, UploadNotes, in_parallel
@@ -223,7 +224,6 @@ class S3Claim(Claim):
     destination: S3Destination
     log: S3Log
     lock: ObjectLock
-    is_file: bool
     overwrite: bool
     published: bool = False
 
@@ -235,8 +235,8 @@ class S3Claim(Claim):
             another process took over.
         """
         self.lock.check()
-        self.place.check_free(is_file=self.is_file, overwrite=self.overwrite)
-        check_only(self.place.present(is_file=self.is_file), self.place.url, replaced)
+        self.place.check_free(overwrite=self.overwrite)
+        check_only(self.place.present(), self.place.url, replaced)
         *data, last = paths
         self._remove_debris(paths)
         old = self._old([self.destination.prefix + path for path in paths], replaced)
@@ -258,7 +258,8 @@ class S3Claim(Claim):
     def _old(self, new: Sequence[str], replaced: Mapping[str, int]) -> list[Found]:
         """What has to go; but a single file is replaced as it is, in one step."""
         names = {self.place.inside + path for path in replaced}
-        old = [] if self.is_file else [each for each in self.place.objects() if each.key in names]
+        is_file = isinstance(self.place.form, SingleFile)
+        old = [] if is_file else [each for each in self.place.objects() if each.key in names]
         return [] if len(new) == 1 and {each.key for each in old} <= set(new) else old
 
     def _remove(self, old: Sequence[Found]) -> None:
@@ -274,7 +275,7 @@ class S3Claim(Claim):
 
 
 @dataclass(frozen=True, slots=True)
-class S3Place:
+class S3Place(Place):
     """A key of a bucket, without a slash at its end, as the place of an output."""
 
     bucket: Bucket
@@ -302,35 +303,44 @@ class S3Place:
         """The prefix of what lies where it lies itself."""
         return self.key.removesuffix(self.name)
 
-    def _partial(self, *, is_file: bool) -> str:
-        return f"{self.beside}.{self.name}{PARTIAL}/" if is_file else f"{self.inside}{PARTIAL}/"
+    @property
+    def _root(self) -> str:
+        """The prefix of the names that an output's files have in its layout."""
+        match self.form:
+            case SingleFile():
+                return self.beside
+            case Folder():
+                return self.inside
+
+    @property
+    def _partial(self) -> str:
+        return f"{self._root}{self.form.partial_name}/"
 
     def objects(self) -> list[Found]:
         """What is in the folder, but for what is ours alone."""
-        partial = self._partial(is_file=False)
-        partial_objects = set(self._traces(is_file=False).partial_objects())
+        folder = self.taken_as(Folder())
+        partial_objects = set(folder._notes.partial_objects())
         found = self.bucket.objects(self.inside)
-        return [each for each in found if each.key not in partial_objects and not each.key.startswith(partial)]
+        return [each for each in found if each.key not in partial_objects and not each.key.startswith(folder._partial)]
 
-    def _root(self, *, is_file: bool) -> str:
-        """The prefix of the names that an output's files have in its layout."""
-        return self.beside if is_file else self.inside
+    @property
+    def _notes(self) -> UploadNotes:
+        return UploadNotes(self.bucket, f"{self._partial}notes/", self._root)
 
-    def _traces(self, *, is_file: bool) -> UploadNotes:
-        return UploadNotes(self.bucket, f"{self._partial(is_file=is_file)}notes/", self._root(is_file=is_file))
-
-    def _lock(self, *, is_file: bool) -> ObjectLock:
-        return ObjectLock(self.bucket, f"{self._partial(is_file=is_file)}lock", self.url)
-
+    @property
     def lock(self) -> ObjectLock:
-        """Of the folder, for whoever writes there otherwise than by a claim."""
-        return self._lock(is_file=False)
+        return ObjectLock(self.bucket, f"{self._partial}lock", self.url)
 
-    def _log(self, *, is_file: bool) -> S3Log:
-        return S3Log(self.bucket, f"{self._partial(is_file=is_file)}log/")
+    @property
+    def _log(self) -> S3Log:
+        return S3Log(self.bucket, f"{self._partial}log/")
 
-    def present(self, *, is_file: bool) -> Present | None:
-        return self._file() if is_file else self._folder()
+    def present(self) -> Present | None:
+        match self.form:
+            case SingleFile():
+                return self._file()
+            case Folder():
+                return self._folder()
 
     def _file(self) -> Present | None:
         found = self.bucket.head(self.key) if self.key else None
@@ -344,43 +354,36 @@ class S3Place:
         others = [path or "/" for path, size in sizes.items() if path not in files and (size or path not in full)]
         return Present(S3Store(self.bucket, self.inside), files, others) if files or others else None
 
-    def check_free(self, *, is_file: bool, overwrite: bool) -> None:
+    def check_free(self, *, overwrite: bool) -> None:
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
         single = self.bucket.head(self.key) if self.key else None
-        inside = self._folder() is not None
-        if (single is not None or inside) and not overwrite:
-            raise DestinationExistsError(
-                f"{self.url} exists; choose another destination, or replace it with --overwrite"
-            )
-        if inside if is_file else single is not None and not self.key.endswith("/"):
-            kind = "folder" if is_file else "file"
-            raise DestinationExistsError(f"{self.url} is a {kind}, which this output cannot replace; remove it first")
+        is_there: dict[Kind, bool] = {"file": single is not None, "folder": self._folder() is not None}
+        kinds = [kind for kind, found in is_there.items() if found]
+        check_free(self.url, Standing(bool(kinds), kinds), self.form.kind, overwrite=overwrite)
 
-    def claim(
-        self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False
-    ) -> AbstractContextManager[S3Claim]:
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[S3Claim]:
         """As ``Place.claim``. S3 answers when bytes are safe, so that ``fsync`` asks for nothing more."""
-        return claimed(self, is_file=is_file, overwrite=overwrite, resume=resume)
+        return claimed(self, overwrite=overwrite, resume=resume)
 
-    def new_claim(self, *, is_file: bool, overwrite: bool) -> S3Claim:
-        destination = S3Destination(self.bucket, self._root(is_file=is_file), self._traces(is_file=is_file))
-        log, lock = self._log(is_file=is_file), self._lock(is_file=is_file)
-        return S3Claim(self, destination, log, lock, is_file, overwrite)
+    def new_claim(self, *, overwrite: bool) -> S3Claim:
+        return S3Claim(
+            self, S3Destination(self.bucket, self._root, self._notes), self._log, self.lock, overwrite=overwrite
+        )
 
-    def _ways(self) -> list[bool]:
+    def _ways(self) -> list[S3Place]:
         """As a folder or as a file: how it was written to is not said. A bucket itself is a folder."""
-        return [False, True] if self.key else [False]
+        return [self.taken_as(Folder()), *([self.as_file()] if self.key else [])]
 
     def leftovers(self) -> Sequence[Leftover]:
         found: list[Leftover] = []
-        for is_file in self._ways():
-            if is_held(self.bucket.get(self._lock(is_file=is_file).key)):
+        for way in self._ways():
+            if is_held(self.bucket.get(way.lock.key)):
                 raise DestinationExistsError(f"another process is writing to {self.url}; wait for it to end")
-            found += self._left(is_file=is_file)
+            found += way._left()
         return found
 
-    def _left(self, *, is_file: bool) -> Iterator[Leftover]:
-        notes, partial = self._traces(is_file=is_file), self._partial(is_file=is_file)
+    def _left(self) -> Iterator[Leftover]:
+        notes, partial = self._notes, self._partial
         for key, upload in notes.open_uploads():
             num_bytes = sum(part.size for part in self.bucket.parts(key, upload).values())
             yield Leftover("open upload", self.bucket.url(key), num_bytes)
@@ -396,17 +399,17 @@ class S3Place:
 
     def remove_leftovers(self) -> Sequence[Leftover]:
         found = self.leftovers()
-        for is_file in self._ways():
-            if self.bucket.holds_any(self._partial(is_file=is_file)):
-                self._remove_left(is_file=is_file)
+        for way in self._ways():
+            if self.bucket.holds_any(way._partial):
+                way._remove_left()
         return found
 
-    def _remove_left(self, *, is_file: bool) -> None:
-        lock = self._lock(is_file=is_file)
+    def _remove_left(self) -> None:
+        lock = self.lock
         lock.take()
         try:
-            self._traces(is_file=is_file).remove()
-            self._log(is_file=is_file).clear()
+            self._notes.remove()
+            self._log.clear()
         finally:
             lock.release()
 
@@ -420,22 +423,22 @@ _KINDS = {
 
 
 @contextmanager
-def claimed(place: S3Place, *, is_file: bool, overwrite: bool, resume: bool) -> Iterator[S3Claim]:
+def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Claim]:
     """The place, taken; on leaving, what was not published is gone. With ``resume`` it is kept.
 
     Raises:
         DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing.
         StoreError: the service failed.
     """
-    place.check_free(is_file=is_file, overwrite=overwrite)
-    claim = place.new_claim(is_file=is_file, overwrite=overwrite)
+    place.check_free(overwrite=overwrite)
+    claim = place.new_claim(overwrite=overwrite)
     # A signal ends what is done at the place, and neither taking it nor leaving it.
     with held_back(), ExitStack() as leaving:
         claim.lock.take()
         leaving.callback(_quietly, claim.lock.release)
         leaving.enter_context(claim.lock.beating())
         with let_through():
-            place.check_free(is_file=is_file, overwrite=overwrite)
+            place.check_free(overwrite=overwrite)
             if not resume:
                 leaving.callback(_forget, claim)
                 _remove_earlier(claim)
