@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ConvertOptions, WriteOptions
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
+from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer
 from ckpt_tools.formats.reading import read_checkpoint
 from ckpt_tools.formats.registry import writer_for
@@ -29,7 +28,7 @@ from ckpt_tools.stores.present import NOTHING, already_exists
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import check_ending, implied_format, open_place
 from ckpt_tools.transfer.execute import execute
-from ckpt_tools.transfer.journal import Journal
+from ckpt_tools.transfer.journal import AfterQuietStart, FromFirstByte
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.workers import WorkerPool
 
@@ -268,15 +267,16 @@ def run(
     """
     started = time.perf_counter()
     plan, report, checksum = prepared.plan, plan_report(prepared), prepared.checksum
-    taking = prepared.place.claim(overwrite=prepared.overwrite, resume=resume, fsync=fsync)
+    journaling = FromFirstByte() if resume else AfterQuietStart()
+    taking = prepared.place.claim(overwrite=prepared.overwrite, resume=journaling.keeps_output, fsync=fsync)
     with (
         taking as claim,
         pool.start(plan, prepared.store, claim.destination) as (runner, board),
     ):
         meter = _Meter(on_progress, report.bytes_written)
-        begin = Journal.resume if resume else Journal.begin
-        journal = begin(claim.log, plan, prepared.store, claim.destination, ThreadRunner(plan.num_workers))
-        with _noting(journal, kept=resume):
+        threads = ThreadRunner(plan.num_workers)
+        journal = journaling.open(claim.log, plan, prepared.store, claim.destination, threads)
+        with journaling.noting(journal):
             result = execute(
                 plan,
                 prepared.store,
@@ -286,7 +286,7 @@ def run(
                 history=journal,
                 board=board,
             )
-            journal.flush() if resume else journal.flush_if_due()
+            journaling.all_written(journal)
             listed = _staged_digests(prepared, claim, on_progress) if checksum else []
             with held_back():
                 claim.publish([*listed, *(file.path for file in plan.layout.files)], prepared.removed)
@@ -326,19 +326,6 @@ def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -
         num_workers=prepared.plan.num_workers,
         on_total=lambda total: _Meter(on_progress, total).add,
     )
-
-
-@contextmanager
-def _noting(journal: Journal, *, kept: bool) -> Iterator[None]:
-    """Whatever ends the run, what was done is noted; where the output is kept, an error says so."""
-    try:
-        yield
-    except BaseException as error:
-        if kept:
-            journal.flush()
-        if kept and isinstance(error, CkptError):
-            error.message += "; what was written so far is kept, and the same command continues it"
-        raise
 
 
 def check_absent(place: Place, *, checksum: bool) -> None:

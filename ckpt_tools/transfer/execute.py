@@ -70,9 +70,8 @@ class History(Protocol):
     def handles(self) -> Mapping[int, str]:
         """Files begun, by number."""
 
-    @property
     def receipts(self) -> Iterable[Receipt]:
-        """Tasks that are done, checked."""
+        """Tasks that are done, each checked before it is given."""
 
     @property
     def is_journaling(self) -> bool:
@@ -90,8 +89,10 @@ class NoHistory:
     """Every run is the first."""
 
     handles: Mapping[int, str] = field(default_factory=dict)
-    receipts: tuple[Receipt, ...] = ()
     is_journaling: bool = False
+
+    def receipts(self) -> tuple[Receipt, ...]:
+        return ()
 
     def begun(self, file: int, handle: str) -> None:
         """Nobody asks."""
@@ -123,7 +124,7 @@ def execute(
     work = Worker(plan, TensorReader(source, plan.task_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
     try:
-        for receipt in history.receipts:
+        for receipt in history.receipts():
             files.recover(receipt)
             on_bytes(receipt.task.num_bytes)
         # Closed before the files are: a task still under way would write into whatever has its descriptor by then.
