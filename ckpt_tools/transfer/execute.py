@@ -170,8 +170,11 @@ class Worker:
     def _copied(self, job: PlacedTask) -> Receipt | None:
         """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
         has to be known of them."""
-        task, file, rules = job.task, self.plan.layout.files[job.task.file], self._copying
-        if rules is None or any(_overlaps(self._ranges(task.file, file), task)):
+        task, rules = job.task, self._copying
+        if rules is None:
+            return None
+        file = self.plan.layout.files[task.file].load()
+        if any(_overlaps(self._ranges(task.file, file), task)):
             return None
         before = self.tensor_reader.bytes_read_here
         found = self._single(list(steps(file, task)))
@@ -190,7 +193,8 @@ class Worker:
         return None
 
     def _assembled(self, job: PlacedTask) -> Receipt:
-        task, file, before = job.task, self.plan.layout.files[job.task.file], self.tensor_reader.bytes_read_here
+        task, before = job.task, self.tensor_reader.bytes_read_here
+        file = self.plan.layout.files[task.file].load()
         buffer = self._buffer()[: task.num_bytes]
         for step in steps(file, task):
             self._fill(step, buffer)

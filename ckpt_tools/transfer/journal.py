@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from xxhash import xxh3_128
 
-from ckpt_tools.core.layout import Crc32, FileLayout, Literal, Padding, Payload, Segment
+from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.errors import CkptError, StoreError, UsageError
@@ -326,7 +326,7 @@ def _version(source: Store, name: str) -> str:
         return ""
 
 
-def contents(file: FileLayout) -> str:
+def contents(file: FileSpec) -> str:
     """A digest of what is to be in a file: known bytes, and regions of tensors."""
     digest = _Digest()
     for segment in file.load().segments:
