@@ -244,7 +244,7 @@ def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     from ckpt_tools.formats.reading import read_checkpoint
     from ckpt_tools.formats.registry import writer_for
     from ckpt_tools.planning.plan import CopyRules, Plan
-    from ckpt_tools.stores.s3.store import MAX_PARTS, MIN_COPY_BYTES
+    from ckpt_tools.stores.s3.destination import MAX_PARTS, MIN_COPY_BYTES
     from fixtures.synthetic import dcp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -263,7 +263,7 @@ def _bytes_copied(plan: Any, store: Any) -> int:
     from ckpt_tools.planning.tasks import steps
     from ckpt_tools.stores.file_destination import StoreDestination
     from ckpt_tools.stores.memory import MemoryStore
-    from ckpt_tools.stores.s3.store import MIN_COPY_BYTES
+    from ckpt_tools.stores.s3.destination import MIN_COPY_BYTES
     from ckpt_tools.transfer.crc_board import LocalBoard
     from ckpt_tools.transfer.execute import Worker
     from ckpt_tools.transfer.tensor_reader import TensorReader

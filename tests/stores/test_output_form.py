@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.fsspec.store import FsspecPlace
+from ckpt_tools.stores.fsspec.place import FsspecPlace
 from ckpt_tools.stores.output_form import Folder, Kind, OutputForm, SingleFile
 from ckpt_tools.stores.present import Standing, check_free
 from ckpt_tools.stores.s3.client import Bucket, S3Options
-from ckpt_tools.stores.s3.store import S3Place
+from ckpt_tools.stores.s3.place import S3Place
 from ckpt_tools.stores.urls import open_place
 
 

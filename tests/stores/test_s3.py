@@ -18,7 +18,8 @@ from ckpt_tools.stores.marker_files import PARTIAL
 from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
 from ckpt_tools.stores.s3 import lock as s3_lock
 from ckpt_tools.stores.s3.client import Bucket, S3Options
-from ckpt_tools.stores.s3.store import S3Claim, S3Place, S3Store, open_s3_store
+from ckpt_tools.stores.s3.place import S3Claim, S3Place
+from ckpt_tools.stores.s3.store import S3Store, open_s3_store
 from ckpt_tools.stores.source import ServiceFile, Source, Store
 from ckpt_tools.testing.stores import StoreTests
 from tests.support.s3_server import BUCKET, S3Server
@@ -241,7 +242,7 @@ def test_of_many_who_start_at_once_one_wins(place: S3Place) -> None:
 def test_a_lock_goes_with_its_process_or_with_time(place: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"""
 from ckpt_tools.stores.marker_files import PARTIAL
-from ckpt_tools.stores.s3.store import S3Place
+from ckpt_tools.stores.s3.place import S3Place
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 taken = S3Place(Bucket(S3Options(), {place.bucket.name!r}), {place.key!r}).claim(overwrite=False, resume=True)
 taken.__enter__().destination.begin("f", 3)
