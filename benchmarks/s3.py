@@ -40,6 +40,7 @@ from typing import Any
 from benchmarks.inputs import BUILD_SECONDS, WEIGHT_BYTES, Cache
 from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
+from ckpt_tools.stores.source import Store
 from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, running_s3_server
 
 ROOT = Path(__file__).parent.parent
@@ -243,7 +244,7 @@ def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     from ckpt_tools.formats.reading import read_checkpoint
     from ckpt_tools.formats.registry import writer_for
     from ckpt_tools.planning.plan import CopyRules, Plan
-    from ckpt_tools.stores.s3.store import MAX_PARTS, MIN_COPY_BYTES
+    from ckpt_tools.stores.s3.destination import MAX_PARTS, MIN_COPY_BYTES
     from fixtures.synthetic import dcp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -262,7 +263,7 @@ def _bytes_copied(plan: Any, store: Any) -> int:
     from ckpt_tools.planning.tasks import steps
     from ckpt_tools.stores.file_destination import StoreDestination
     from ckpt_tools.stores.memory import MemoryStore
-    from ckpt_tools.stores.s3.store import MIN_COPY_BYTES
+    from ckpt_tools.stores.s3.destination import MIN_COPY_BYTES
     from ckpt_tools.transfer.crc_board import LocalBoard
     from ckpt_tools.transfer.execute import Worker
     from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -291,7 +292,7 @@ def clients(size: int, rounds: int) -> None:
 
 
 @dataclass(slots=True)
-class ObstoreStore:
+class ObstoreStore(Store):
     """obstore, as far as a store is read from."""
 
     inside: Any

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ConvertOptions, WriteOptions
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
+from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer
 from ckpt_tools.formats.reading import read_checkpoint
 from ckpt_tools.formats.registry import writer_for
@@ -24,11 +23,12 @@ from ckpt_tools.planning.plan import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.destination import Claim, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
-from ckpt_tools.stores.present import NOTHING
-from ckpt_tools.stores.source import Located, Source, Store
+from ckpt_tools.stores.output_form import OutputForm, SingleFile
+from ckpt_tools.stores.present import NOTHING, already_exists
+from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import check_ending, implied_format, open_place
 from ckpt_tools.transfer.execute import execute
-from ckpt_tools.transfer.journal import Journal
+from ckpt_tools.transfer.journal import AfterQuietStart, FromFirstByte
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.workers import WorkerPool
 
@@ -54,10 +54,6 @@ class Prepared:
     removed: Mapping[str, int]
     """What is there now and goes: names and sizes."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_file(self) -> bool:
-        return implied_format(self.place.name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ def prepare(
     check(
         WRITING, options.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
     )
-    writing = _write_options(place.name, manifest, options)
+    writing = _write_options(place.form, manifest, options)
     made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters)
     manifest, notes = made.manifest, made.notes
     layout = writer.layout(manifest, writing)
@@ -194,7 +190,7 @@ def _wanted_bytes(place: Place, layout: Layout) -> int:
 def _copies(source: Source, place: Place) -> CopyRules | None:
     """How files are cut that the place's service copies of the source's; None where these are not of that service."""
     rules, store = place.parts, source.store
-    if rules.copying is None or rules.max_parts is None or not isinstance(store, Located):
+    if rules.copying is None or rules.max_parts is None:
         return None
     found = next((store.locate(path) for path in source.files), None)
     is_same = found is not None and found.service == rules.copying.service
@@ -219,11 +215,11 @@ def _same_writer(manifest: Manifest, name: str) -> Writer:
     return writer
 
 
-def _write_options(name: str, manifest: Manifest, options: ConvertOptions) -> WriteOptions:
+def _write_options(form: OutputForm, manifest: Manifest, options: ConvertOptions) -> WriteOptions:
     """The keys say where a tree is read where the source is one, and where it is written elsewhere."""
     is_tree = manifest.tree is not None
     return WriteOptions(
-        file_name=name if implied_format(name) else None,
+        file_name=form.file_name,
         max_shard_bytes=options.max_shard_bytes,
         world_size=options.world_size or manifest.world_size or 1,
         tag=options.tag,
@@ -271,15 +267,16 @@ def run(
     """
     started = time.perf_counter()
     plan, report, checksum = prepared.plan, plan_report(prepared), prepared.checksum
-    taking = prepared.place.claim(is_file=prepared.is_file, overwrite=prepared.overwrite, resume=resume, fsync=fsync)
+    journaling = FromFirstByte() if resume else AfterQuietStart()
+    taking = prepared.place.claim(overwrite=prepared.overwrite, resume=journaling.keeps_output, fsync=fsync)
     with (
         taking as claim,
         pool.start(plan, prepared.store, claim.destination) as (runner, board),
     ):
         meter = _Meter(on_progress, report.bytes_written)
-        begin = Journal.resume if resume else Journal.begin
-        journal = begin(claim.log, plan, prepared.store, claim.destination, ThreadRunner(plan.num_workers))
-        with _noting(journal, kept=resume):
+        threads = ThreadRunner(plan.num_workers)
+        journal = journaling.open(claim.log, plan, prepared.store, claim.destination, threads)
+        with journaling.noting(journal):
             result = execute(
                 plan,
                 prepared.store,
@@ -289,7 +286,7 @@ def run(
                 history=journal,
                 board=board,
             )
-            journal.flush() if resume else journal.flush_if_due()
+            journaling.all_written(journal)
             listed = _staged_digests(prepared, claim, on_progress) if checksum else []
             with held_back():
                 claim.publish([*listed, *(file.path for file in plan.layout.files)], prepared.removed)
@@ -312,7 +309,6 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
         claim,
         prepared.place,
         prepared.target_format,
-        is_file=prepared.is_file,
         num_workers=prepared.plan.num_workers,
         on_total=lambda total: _Meter(on_progress, total).add,
     )
@@ -323,7 +319,7 @@ def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -
     from ckpt_tools.verification.digest_files import write_published
 
     if listed:
-        return prepared.place.url + DIGESTS_SUFFIX if prepared.is_file else f"{prepared.place.url}/{listed[0]}"
+        return prepared.place.form.url_of(prepared.place.url, listed[0])
     return write_published(
         prepared.place,
         prepared.target_format,
@@ -332,25 +328,11 @@ def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -
     )
 
 
-@contextmanager
-def _noting(journal: Journal, *, kept: bool) -> Iterator[None]:
-    """Whatever ends the run, what was done is noted; where the output is kept, an error says so."""
-    try:
-        yield
-    except BaseException as error:
-        if kept:
-            journal.flush()
-        if kept and isinstance(error, CkptError):
-            error.message += "; what was written so far is kept, and the same command continues it"
-        raise
-
-
 def check_absent(place: Place, *, checksum: bool) -> None:
     """Raises DestinationExistsError where something is at the destination, or digests that would be of another file."""
-    is_file = implied_format(place.name) is not None
-    place.check_free(is_file=is_file, overwrite=False)
-    if is_file and (url := digests_beside(place)) is not None:
-        raise _exists(url) if checksum else _of_another(url)
+    place.check_free(overwrite=False)
+    if (url := digests_beside(place)) is not None:
+        raise already_exists(url) if checksum else _of_another(url)
 
 
 def removed_files(
@@ -365,10 +347,9 @@ def removed_files(
     from ckpt_tools.verification.digest_files import check_list
     from ckpt_tools.verification.replacing import check_apart, replaced_files
 
-    is_file = implied_format(place.name) is not None
     check_apart(src, dst)
-    removed = replaced_files(place, [file.path for file in layout.files], is_file=is_file)
-    url = digests_beside(place) if is_file else None
+    removed = replaced_files(place, [file.path for file in layout.files])
+    url = digests_beside(place)
     if url is None:
         return removed
     if not checksum:
@@ -378,16 +359,14 @@ def removed_files(
 
 def digests_beside(place: Place) -> str | None:
     """Where a list of digests lies beside a file, if there is one: it would speak of another file than before."""
+    if not isinstance(place.form, SingleFile):
+        return None
     url = place.url + DIGESTS_SUFFIX
-    return None if open_place(url).present(is_file=True) is None else url
+    return None if open_place(url).as_file().present() is None else url
 
 
 def _of_another(url: str) -> DestinationExistsError:
     return DestinationExistsError(f"{url} would be of another file then; remove it, or replace it with --checksum")
-
-
-def _exists(url: str) -> DestinationExistsError:
-    return DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from threading import Lock
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
@@ -85,9 +85,24 @@ def merged(segments: Iterable[Segment]) -> list[Segment]:
     return found
 
 
+class FileSpec(Protocol):
+    """One output file of a known name and size, which says what is in it when it is asked."""
+
+    @property
+    def path(self) -> str:
+        """Relative to the destination."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Known without its segments."""
+
+    def load(self) -> FileLayout:
+        """The file with its segments."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """One output file: ``path`` relative to the destination, and its segments in order."""
+    """A file whose segments are there, in order. ``path`` is relative to the destination."""
 
     path: str
     segments: tuple[Segment, ...]
@@ -104,7 +119,6 @@ class FileLayout:
         return self.offsets[-1]
 
     def load(self) -> FileLayout:
-        """The file with its segments at hand, for who looks at many of them."""
         return self
 
 
@@ -133,36 +147,17 @@ class FileCache:
         return FileCache, (self._make,)
 
 
-class LazyFile(FileLayout):
-    """A file of a known name and size whose segments a cache makes when they are asked for."""
+@dataclass(frozen=True, slots=True)
+class LazyFile:
+    """File number ``number`` of a cache, which makes its segments when they are asked for."""
 
-    __slots__ = ("_cache", "_number", "_size_bytes")
-    _cache: FileCache
-    _number: int
-    _size_bytes: int
-
-    def __init__(self, cache: FileCache, number: int, path: str, size_bytes: int) -> None:
-        values = {"path": path, "_cache": cache, "_number": number, "_size_bytes": size_bytes}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    path: str
+    size_bytes: int
+    number: int
+    cache: FileCache = field(repr=False)
 
     def load(self) -> FileLayout:
-        return self._cache.file(self._number)
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        return self.load().segments
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return self.load().offsets
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return LazyFile, (self._cache, self._number, self.path, self._size_bytes)
+        return self.cache.file(self.number)
 
 
 def _check_checksums(placed: Sequence[tuple[int, Crc32]]) -> None:
@@ -182,7 +177,7 @@ class Layout:
     writer could not carry or had to make up.
     """
 
-    files: Sequence[FileLayout]
+    files: Sequence[FileSpec]
     notes: tuple[Note, ...] = ()
 
     def __post_init__(self) -> None:

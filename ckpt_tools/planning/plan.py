@@ -192,7 +192,7 @@ def _tables_bytes(manifest: Manifest) -> int:
 def _layout_bytes(layout: Layout) -> int:
     """Files that are there, and as many of those made on demand as are kept; the first and the last are typical."""
     lazy = [file for file in layout.files if isinstance(file, LazyFile)]
-    there = sum(_file_bytes(file) for file in layout.files if not isinstance(file, LazyFile))
+    there = sum(_file_bytes(file.load()) for file in layout.files if not isinstance(file, LazyFile))
     largest = max((_file_bytes(file.load()) for file in (*lazy[:1], *lazy[-1:])), default=0)
     return there + min(FILES_KEPT, len(lazy)) * largest
 

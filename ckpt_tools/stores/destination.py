@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
+from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store
-
-
-class FileWriter(Protocol):
-    """An output file being filled; positions may come in any order and from any thread."""
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        """Write all of ``data`` at ``offset``. Raises StoreError."""
-
-    def close(self) -> None:
-        """The file is complete. Raises StoreError."""
-
-    def abandon(self) -> None:
-        """Let go of it, whatever it holds. Raises StoreError."""
-
-
-class FillableStore(Store, Protocol):
-    """A store whose files take bytes at any position: a local folder, or memory, but no object store."""
-
-    def create(self, path: str, size_bytes: int) -> FileWriter:
-        """A new file of exactly ``size_bytes``. Raises StoreError, for example where the disk is full."""
-
-    def reopen(self, path: str) -> FileWriter:
-        """A file that was created before, for writing on. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +21,10 @@ class CopyingRules:
 
     service: Hashable
     min_bytes: int
+
+    def allow(self, source: ServiceFile, num_bytes: int) -> bool:
+        """Whether so many bytes of ``source`` may be copied as a part."""
+        return source.service == self.service and num_bytes >= self.min_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,47 +44,48 @@ class PartRules:
         return max(self.part_bytes + SPARE_BYTES if self.part_bytes else 0, by_number)
 
 
-class Destination(Protocol):
+class Destination(ABC):
     """Files being written, part by part, none of which anybody else can see yet.
 
     Parts of a file are numbered from 0 in order of their bytes, and may be written in any order, from any thread or
     process that was given the destination and the file's handle; a part may be written twice, and holds the same
-    bytes both times.
+    bytes both times. A destination inherits it, and overrides what it can do beyond that.
     """
 
+    __slots__ = ()
+
+    @abstractmethod
     def begin(self, path: str, size_bytes: int) -> str:
         """Make a new file of exactly ``size_bytes``; its handle. Raises StoreError."""
 
+    @abstractmethod
     def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
         """Write part ``number``, all of ``data`` at ``offset``; a part tag for it. Raises StoreError."""
 
+    @abstractmethod
     def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
         """Whether that part is there, whole, as the process that wrote it said: its CRC-32 and its part tag."""
 
+    @abstractmethod
     def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
         """All parts were written, with these part tags. Raises StoreError."""
 
+    @abstractmethod
     def abandon(self) -> None:
         """Let go of what is open; nothing is removed, nothing is raised."""
 
-
-@runtime_checkable
-class Copying(Protocol):
-    """A destination in a service that copies within itself, so that bytes need not come here and go back."""
-
-    def can_copy(self, source: ServiceFile, num_bytes: int) -> bool:
-        """Whether ``copy`` takes so many bytes from there as a part."""
+    @property
+    def copying(self) -> CopyingRules | None:
+        """What ``copy`` takes, if the destination is in a service that copies within itself, so that bytes need not
+        come here and go back."""
+        return None
 
     def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
-        """As ``write``, with bytes ``[start, stop)`` of ``source``. Raises StoreError."""
+        """As ``write``, with bytes ``[start, stop)`` of ``source``, which ``copying`` allows. Raises StoreError."""
+        raise NotImplementedError("a destination without copying rules copies nothing")
 
-
-@runtime_checkable
-class InOrder(Protocol):
-    """A destination whose parts wait for those before them."""
-
-    def fail(self, error: BaseException) -> None:
-        """Somebody's part will never come: whoever waits raises this."""
+    def fail(self, error: BaseException) -> None:  # noqa: B027 - nothing to do is the default
+        """Somebody's part will never come: whoever waits for parts before its own raises this."""
 
 
 class Log(Protocol):
@@ -130,17 +114,20 @@ class Leftover:
         return {"kind": self.kind, "url": self.url, "bytes": self.num_bytes}
 
 
-class Claim(Protocol):
-    """A place that this process alone is writing to."""
+class Claim(ABC):
+    """A place that this process alone is writing to: files go to ``destination``, and what was written is noted in
+    ``log``."""
+
+    __slots__ = ()
+    destination: Destination
+    log: Log
 
     @property
-    def destination(self) -> Destination:
-        """Where to write."""
+    def finished(self) -> Store | None:
+        """The finished files, if they can be read before they are published."""
+        return None
 
-    @property
-    def log(self) -> Log:
-        """Where to note what was written."""
-
+    @abstractmethod
     def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
         """Make the finished files visible, the last of ``paths`` last, and remove ``replaced``: names and sizes.
 
@@ -149,40 +136,46 @@ class Claim(Protocol):
         """
 
 
-@runtime_checkable
-class Readable(Protocol):
-    """A claim whose finished files can be read before they are published."""
+@dataclass(frozen=True, slots=True)
+class Place(ABC):
+    """Where an output is to be, as a file or as a folder, before anything is written there."""
+
+    form: OutputForm = field(default=Folder(), kw_only=True)
+
+    def taken_as(self, form: OutputForm) -> Self:
+        """The same place, for an output of another form."""
+        return replace(self, form=form)
+
+    def as_file(self) -> Self:
+        """The same place, for an output that is one file whatever its name says."""
+        return self.taken_as(SingleFile(self.name))
 
     @property
-    def finished(self) -> Store:
-        """The finished files."""
-
-
-class Place(Protocol):
-    """Where an output is to be, before anything is written there."""
-
-    @property
+    @abstractmethod
     def url(self) -> str:
         """For messages."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The last part of the URL."""
 
     @property
     def parts(self) -> PartRules:
         """How files are cut there."""
+        return PartRules()
 
-    def present(self, *, is_file: bool) -> Present | None:
+    @abstractmethod
+    def present(self) -> Present | None:
         """What stands there already, as one file or as a folder that is not empty. Raises StoreError."""
 
-    def check_free(self, *, is_file: bool, overwrite: bool) -> None:
+    @abstractmethod
+    def check_free(self, *, overwrite: bool) -> None:
         """Raises DestinationExistsError or UsageError where the place may not, or cannot, be taken; StoreError."""
 
-    def claim(
-        self, *, is_file: bool, overwrite: bool, resume: bool, fsync: bool = False
-    ) -> AbstractContextManager[Claim]:
-        """Take the place, as one file or as a folder; on leaving, what was not published is removed.
+    @abstractmethod
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Claim]:
+        """Take the place; on leaving, what was not published is removed.
 
         With ``resume`` what a killed run left is kept, and is kept again where this run fails. With ``fsync`` what is
         published outlives a power failure.
@@ -192,12 +185,14 @@ class Place(Protocol):
             UsageError: the place cannot be replaced. StoreError: it cannot be written.
         """
 
+    @abstractmethod
     def leftovers(self) -> Sequence[Leftover]:
-        """What killed runs left there, and nothing else.
+        """What killed runs left there, whatever the form of their output, and nothing else.
 
         Raises:
             DestinationExistsError: a process is writing there. StoreError: looking failed.
         """
 
+    @abstractmethod
     def remove_leftovers(self) -> Sequence[Leftover]:
         """Remove them, and put back what a killed run had moved aside; what they were. Raises as ``leftovers``."""

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from isal import isal_zlib
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.stores.destination import FileWriter, FillableStore
-from ckpt_tools.stores.source import Buffer
+from ckpt_tools.stores.destination import Destination
+from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore
 
 CHECK_BYTES = 1 << 20
 """Bytes that are read again at a time, to be checked."""
 
 
 @dataclass(slots=True)
-class StoreDestination:
+class StoreDestination(Destination):
     """Files of ``store``, each open from its first part until it is finished.
 
     Another process opens a file when it writes to it, and keeps it open.

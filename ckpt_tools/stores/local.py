@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
-from ckpt_tools.stores.source import Buffer, checked_name
+from ckpt_tools.stores.source import Buffer, FillableStore, checked_name
 
 MAX_OPEN_FILES = 128
 """Descriptors kept open for reading: far under the usual limit of 1,024, and reopening costs 10 microseconds."""
@@ -53,7 +53,7 @@ class _Descriptor:
 
 
 @dataclass(slots=True)
-class LocalStore:
+class LocalStore(FillableStore):
     """The files below ``root``; with ``only``, a single one of them.
 
     With ``replaces``, a file of the name of a new one goes: a killed run left it. With ``fsync``, what is written is on

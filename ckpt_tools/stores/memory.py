@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Buffer, checked_name
+from ckpt_tools.stores.source import Buffer, FillableStore, checked_name
 
 
 @dataclass(slots=True)
-class MemoryStore:
+class MemoryStore(FillableStore):
     """Files as byte arrays."""
 
     files: dict[str, bytearray] = field(default_factory=dict)

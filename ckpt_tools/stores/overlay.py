@@ -6,23 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Located, Prefetching, ServiceFile, Store, Versioned
+from ckpt_tools.stores.source import ServiceFile, Store, StoreWrapper
 
 
 @dataclass(frozen=True, slots=True)
-class Overlay:
+class Overlay(StoreWrapper):
     """``literals`` by name, then ``store``."""
 
     store: Store
     literals: Mapping[str, bytes] = field(repr=False)
-    _prefetching: Prefetching | None = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_prefetching", self.store if isinstance(self.store, Prefetching) else None)
-
-    @property
-    def url(self) -> str:
-        return self.store.url
 
     def list(self) -> Mapping[str, int]:
         return {**self.store.list(), **{name: len(data) for name, data in self.literals.items()}}
@@ -37,18 +29,14 @@ class Overlay:
             buffer[:] = memoryview(data)[start : start + len(buffer)]
 
     def version(self, path: str) -> str:
-        """That of the store's file; nothing where it has none, or cannot tell."""
-        if path in self.literals or not isinstance(self.store, Versioned):
-            return ""
-        return self.store.version(path)
+        """That of the store's file; literals have none."""
+        return "" if path in self.literals else self.store.version(path)
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
         """Of the store's own files."""
-        if self._prefetching is not None and path not in self.literals:
-            self._prefetching.prefetch(path, start, stop)
+        if path not in self.literals:
+            self.store.prefetch(path, start, stop)
 
     def locate(self, path: str) -> ServiceFile | None:
-        """Where the store's file is; nowhere where it is one of ours."""
-        if path in self.literals or not isinstance(self.store, Located):
-            return None
-        return self.store.locate(path)
+        """That of the store's file; literals are in no service."""
+        return None if path in self.literals else self.store.locate(path)

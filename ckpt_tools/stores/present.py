@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from posixpath import dirname
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.stores.output_form import Kind
 
 if TYPE_CHECKING:
     from ckpt_tools.stores.source import Store
@@ -33,6 +34,28 @@ class Present:
     def beyond(self, known: Mapping[str, int]) -> list[str]:
         """The names that are not ``known``, or that are of another size now."""
         return sorted([*self.others, *(path for path, size in self.files.items() if known.get(path) != size)])
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What stands at a place, as far as it decides whether an output may take the place."""
+
+    is_taken: bool
+    """A file is there, or a folder with something in it."""
+    kinds: Collection[Kind]
+    """Files and folders are there, as which nothing of another kind can take their place."""
+
+
+def check_free(url: str, standing: Standing, kind: Kind, *, overwrite: bool) -> None:
+    """Raises DestinationExistsError if an output of that kind may not, or cannot, take the place."""
+    if standing.is_taken and not overwrite:
+        raise already_exists(url)
+    if others := [other for other in standing.kinds if other != kind]:
+        raise DestinationExistsError(f"{url} is a {others[0]}, which this output cannot replace; remove it first")
+
+
+def already_exists(url: str) -> DestinationExistsError:
+    return DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
 
 
 def check_only(present: Present | None, url: str, replaced: Mapping[str, int]) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Located, ServiceFile, Store, Versioned
+from ckpt_tools.stores.source import Store, StoreWrapper
 
 BLOCK_BYTES = 64 << 10
 """Between two headers that are far from each other, little else is read."""
@@ -39,7 +39,7 @@ _Block = Future[bytes]
 
 
 @dataclass(slots=True)
-class BlockCache:
+class BlockCache(StoreWrapper):
     """``store``, whose files do not change while they are read. Safe to share between threads: a block that several
     want is read once."""
 
@@ -48,13 +48,6 @@ class BlockCache:
     _blocks: OrderedDict[_Key, _Block] = field(default_factory=OrderedDict, init=False, repr=False)
     _mine: threading.local = field(default_factory=threading.local, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-
-    @property
-    def url(self) -> str:
-        return self.store.url
-
-    def list(self) -> Mapping[str, int]:
-        return self.store.list()
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
         """Most of ``[start, stop)`` is about to be read by this thread, in an order of its own: read it at once."""
@@ -70,12 +63,6 @@ class BlockCache:
         if held is None or held[0] != path or not held[1] <= start <= start + num_bytes <= held[1] + len(held[2]):
             return None
         return held[2][start - held[1] :][:num_bytes]
-
-    def version(self, path: str) -> str:
-        return self.store.version(path) if isinstance(self.store, Versioned) else ""
-
-    def locate(self, path: str) -> ServiceFile | None:
-        return self.store.locate(path) if isinstance(self.store, Located) else None
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         size = self.sizes.get(path, 0)

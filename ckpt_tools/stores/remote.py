@@ -14,12 +14,14 @@ from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.fsspec.errors import shown
 from ckpt_tools.stores.fsspec.lock import FsspecObjects
-from ckpt_tools.stores.fsspec.store import FsspecPlace, file_system, open_fsspec_store
+from ckpt_tools.stores.fsspec.place import FsspecPlace
+from ckpt_tools.stores.fsspec.store import file_system, open_fsspec_store
 from ckpt_tools.stores.marker_files import PARTIAL
 from ckpt_tools.stores.read_ahead import BlockCache
 from ckpt_tools.stores.s3.client import S3Options
 from ckpt_tools.stores.s3.lock import ObjectLock
-from ckpt_tools.stores.s3.store import S3Place, bucket_of, open_s3_store
+from ckpt_tools.stores.s3.place import S3Place
+from ckpt_tools.stores.s3.store import bucket_of, open_s3_store
 from ckpt_tools.stores.source import Source, Store
 
 
@@ -55,7 +57,7 @@ def lock_of(url: str, options: Mapping[str, Any]) -> ObjectLock:
     """The lock of a folder; nothing is touched. Raises UsageError."""
     place = open_remote_place(url, options)
     if isinstance(place, S3Place):
-        return place.lock()
+        return place.lock
     objects = FsspecObjects.of(url, options)
     return ObjectLock(objects, f"{objects.path}/{PARTIAL}/lock", url)
 

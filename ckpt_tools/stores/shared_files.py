@@ -18,8 +18,7 @@ from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.marker_files import TOKEN_NAME
-from ckpt_tools.stores.overlay import Overlay
-from ckpt_tools.stores.source import Store
+from ckpt_tools.stores.source import Store, StoreWrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,6 @@ def shared_files(source: Store, target: Destination) -> Iterator[SharedFiles]:
 
 
 def _local(store: Store) -> LocalStore | None:
-    if isinstance(store, Overlay):
+    if isinstance(store, StoreWrapper):
         return _local(store.store)
     return store if isinstance(store, LocalStore) else None

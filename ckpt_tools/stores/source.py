@@ -7,41 +7,15 @@ whoever gave it. It knows nothing of formats, staging or retries.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 
 Buffer = bytes | bytearray | memoryview
-
-
-class Store(Protocol):
-    """A folder of files, local or remote."""
-
-    @property
-    def url(self) -> str:
-        """Where the store is, for messages."""
-
-    def list(self) -> Mapping[str, int]:
-        """Every file below the store by relative name, and its bytes. Raises SourceNotFoundError, StoreError."""
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``start``.
-
-        Raises:
-            IncompleteError: the file is missing or ends early.
-            StoreError: reading failed.
-        """
-
-
-@runtime_checkable
-class Versioned(Protocol):
-    """A store that can tell a file from another that took its place."""
-
-    def version(self, path: str) -> str:
-        """Another text where the file was written again. Raises IncompleteError, StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +31,103 @@ class ServiceFile:
     version: str
 
 
-@runtime_checkable
-class Located(Protocol):
-    """A store that is a part of a service."""
+class Store(ABC):
+    """A folder of files, local or remote. A store inherits it, and overrides what it can do beyond listing and reading.
+
+    Whoever uses a store calls any of its methods, and never asks which kind it is.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where the store is, for messages."""
+
+    @abstractmethod
+    def list(self) -> Mapping[str, int]:
+        """Every file below the store by relative name, and its bytes. Raises SourceNotFoundError, StoreError."""
+
+    @abstractmethod
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``start``.
+
+        Raises:
+            IncompleteError: the file is missing or ends early.
+            StoreError: reading failed.
+        """
+
+    def version(self, path: str) -> str:
+        """Another text if the file was written again; empty if the store cannot tell.
+
+        Raises:
+            IncompleteError, StoreError: as ``read_into``.
+        """
+        return ""
 
     def locate(self, path: str) -> ServiceFile | None:
-        """Where the file is, if it is in the service."""
+        """The file in terms of a service that copies between its own files; None if there is no such service."""
+        return None
+
+    def prefetch(self, path: str, start: int, stop: int) -> None:  # noqa: B027 - nothing to do is the default
+        """This thread is about to read most of these bytes: a distant store may read them at once.
+
+        Raises:
+            IncompleteError, StoreError: as ``read_into``.
+        """
 
 
-@runtime_checkable
-class Prefetching(Protocol):
-    """A distant store, for which many small reads cost more than one of all."""
+class StoreWrapper(Store):
+    """A store in front of ``store``, to which it forwards everything. A wrapper overrides what it changes."""
+
+    __slots__ = ()
+    store: Store
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def list(self) -> Mapping[str, int]:
+        return self.store.list()
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self.store.read_into(path, start, buffer)
+
+    def version(self, path: str) -> str:
+        return self.store.version(path)
+
+    def locate(self, path: str) -> ServiceFile | None:
+        return self.store.locate(path)
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
-        """Most of these bytes are about to be read by this thread. Raises as ``read_into``."""
+        self.store.prefetch(path, start, stop)
+
+
+class FileWriter(Protocol):
+    """An output file being filled; positions may come in any order and from any thread."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of ``data`` at ``offset``. Raises StoreError."""
+
+    def close(self) -> None:
+        """The file is complete. Raises StoreError."""
+
+    def abandon(self) -> None:
+        """Let go of it, whatever it holds. Raises StoreError."""
+
+
+class FillableStore(Store):
+    """A store whose files take bytes at any position: a local folder, or memory, but no object store."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def create(self, path: str, size_bytes: int) -> FileWriter:
+        """A new file of exactly ``size_bytes``. Raises StoreError, for example where the disk is full."""
+
+    @abstractmethod
+    def reopen(self, path: str) -> FileWriter:
+        """A file that was created before, for writing on. Raises StoreError."""
 
 
 def checked_name(path: str) -> str:

@@ -118,7 +118,16 @@ def _beside(name: str, index: str) -> bool:
 
 
 def open_place(url: str | Path) -> Place:
-    """Where an output is to be; nothing is touched. Raises UsageError where nothing can be written there."""
+    """Where an output is to be, one file if the name implies it; nothing is touched.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    place = _place_at(url)
+    return place if implied_format(place.name) is None else place.as_file()
+
+
+def _place_at(url: str | Path) -> Place:
     if is_remote(url):
         from ckpt_tools.stores.remote import open_remote_place
 

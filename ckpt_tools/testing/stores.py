@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ckpt_tools.errors import IncompleteError, UnsafeError
-from ckpt_tools.stores.destination import FillableStore
-from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.stores.source import FillableStore, Source, Store
 
 UNSAFE_NAMES = (
     "",

@@ -22,7 +22,7 @@ from ckpt_tools.core.layout import Crc32, FileLayout, Layout
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import Fill, Gather, Step, Task, Zeros, steps
-from ckpt_tools.stores.destination import Copying, Destination, InOrder
+from ckpt_tools.stores.destination import CopyingRules, Destination
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.crc_board import Board, LocalBoard, PartCrc
@@ -70,9 +70,8 @@ class History(Protocol):
     def handles(self) -> Mapping[int, str]:
         """Files begun, by number."""
 
-    @property
     def receipts(self) -> Iterable[Receipt]:
-        """Tasks that are done, checked."""
+        """Tasks that are done, each checked before it is given."""
 
     @property
     def is_journaling(self) -> bool:
@@ -90,8 +89,10 @@ class NoHistory:
     """Every run is the first."""
 
     handles: Mapping[int, str] = field(default_factory=dict)
-    receipts: tuple[Receipt, ...] = ()
     is_journaling: bool = False
+
+    def receipts(self) -> tuple[Receipt, ...]:
+        return ()
 
     def begun(self, file: int, handle: str) -> None:
         """Nobody asks."""
@@ -123,7 +124,7 @@ def execute(
     work = Worker(plan, TensorReader(source, plan.task_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
     try:
-        for receipt in history.receipts:
+        for receipt in history.receipts():
             files.recover(receipt)
             on_bytes(receipt.task.num_bytes)
         # Closed before the files are: a task still under way would write into whatever has its descriptor by then.
@@ -150,18 +151,17 @@ class Worker:
     board: Board
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _covered: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
-    _copying: Copying | None = field(init=False, repr=False)
+    _copying: CopyingRules | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._copying = self.target if isinstance(self.target, Copying) else None
+        self._copying = self.target.copying
 
     def __call__(self, job: PlacedTask) -> Receipt:
         try:
             return self._done(job)
         except BaseException as error:
             self.board.fail(error)
-            if isinstance(self.target, InOrder):
-                self.target.fail(error)
+            self.target.fail(error)
             raise
 
     def _done(self, job: PlacedTask) -> Receipt:
@@ -170,15 +170,18 @@ class Worker:
     def _copied(self, job: PlacedTask) -> Receipt | None:
         """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
         has to be known of them."""
-        task, file, target = job.task, self.plan.layout.files[job.task.file], self._copying
-        if target is None or any(_overlaps(self._ranges(task.file, file), task)):
+        task, rules = job.task, self._copying
+        if rules is None:
+            return None
+        file = self.plan.layout.files[task.file].load()
+        if any(_overlaps(self._ranges(task.file, file), task)):
             return None
         before = self.tensor_reader.bytes_read_here
         found = self._single(list(steps(file, task)))
         source = self.tensor_reader.locate(found.file) if found is not None else None
-        if found is None or source is None or not target.can_copy(source, task.num_bytes):
+        if found is None or source is None or not rules.allow(source, task.num_bytes):
             return None
-        part_tag = target.copy(file.path, job.handle, task.number, source, found.start, found.stop)
+        part_tag = self.target.copy(file.path, job.handle, task.number, source, found.start, found.stop)
         bytes_read = self.tensor_reader.bytes_read_here - before
         return Receipt(task, 0 if job.is_noted else None, (), part_tag, bytes_read, task.num_bytes)
 
@@ -190,7 +193,8 @@ class Worker:
         return None
 
     def _assembled(self, job: PlacedTask) -> Receipt:
-        task, file, before = job.task, self.plan.layout.files[job.task.file], self.tensor_reader.bytes_read_here
+        task, before = job.task, self.tensor_reader.bytes_read_here
+        file = self.plan.layout.files[task.file].load()
         buffer = self._buffer()[: task.num_bytes]
         for step in steps(file, task):
             self._fill(step, buffer)

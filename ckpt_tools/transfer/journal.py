@@ -12,21 +12,22 @@ import io
 import json
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from xxhash import xxh3_128
 
-from ckpt_tools.core.layout import Crc32, FileLayout, Literal, Padding, Payload, Segment
+from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import Task
 from ckpt_tools.stores.destination import Destination, Log
-from ckpt_tools.stores.source import Store, Versioned
+from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.crc_board import PartCrc
 from ckpt_tools.transfer.execute import Receipt
 from ckpt_tools.transfer.runners.base import Runner
@@ -67,15 +68,19 @@ class Journal:
     _due: float = 0.0
 
     @classmethod
-    def begin(cls, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
-        """A new one, quiet at first; what the log held is forgotten. Raises StoreError."""
-        return cls._new(log, plan, source, destination, runner, time.monotonic() + QUIET_SECONDS)
-
-    @classmethod
-    def _new(
-        cls, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner, until: float
+    def begin(
+        cls,
+        log: Log,
+        plan: Plan,
+        source: Store,
+        destination: Destination,
+        runner: Runner,
+        *,
+        quiet_seconds: float = 0.0,
     ) -> Journal:
+        """A new one, quiet for so long; what the log held is forgotten. Raises StoreError."""
         log.clear()
+        until = time.monotonic() + quiet_seconds
         journal = cls(log, plan, destination, runner, _quiet_until=until, _due=until)
         journal._note([_PLAN, FORMAT, fingerprint(plan, source)])
         return journal
@@ -90,7 +95,7 @@ class Journal:
         left = log.read()
         heading = next(_lines(left, _PLAN), None)
         if heading is None:
-            return cls._new(log, plan, source, destination, runner, until=0.0)
+            return cls.begin(log, plan, source, destination, runner)
         if heading != [_PLAN, FORMAT, fingerprint(plan, source)]:
             raise UsageError(
                 "what a killed run left there is of another source, of other options, or of another version of "
@@ -111,7 +116,6 @@ class Journal:
     def handles(self) -> dict[int, str]:
         return self._handles
 
-    @property
     def receipts(self) -> Iterator[Receipt]:
         """Tasks that are done, each once, as soon as it was checked; afterwards, ``handles`` are of their files alone.
 
@@ -175,6 +179,66 @@ class Journal:
             self._pending.clear()
         ended = time.monotonic()
         self._due = ended + (ended - started) / MAX_SHARE
+
+
+class JournalPolicy(ABC):
+    """When a run notes what it does, and what it leaves if it fails."""
+
+    __slots__ = ()
+    keeps_output: ClassVar[bool]
+    """Whether unfinished output of an earlier run, and of this one if it fails, is kept."""
+
+    @abstractmethod
+    def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
+        """The journal of a run. Raises UsageError, StoreError."""
+
+    @abstractmethod
+    def all_written(self, journal: Journal) -> None:
+        """All output is written, and is about to be published."""
+
+    @abstractmethod
+    def noting(self, journal: Journal) -> AbstractContextManager[None]:
+        """The work of a run, at whose failure the journal is left as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromFirstByte(JournalPolicy):
+    """Continues what an earlier run left, notes everything, and keeps what was written if the run fails."""
+
+    keeps_output = True
+
+    def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
+        return Journal.resume(log, plan, source, destination, runner)
+
+    def all_written(self, journal: Journal) -> None:
+        journal.flush()
+
+    @contextmanager
+    def noting(self, journal: Journal) -> Iterator[None]:
+        """Whatever ends the work, what was done is noted, and an error says so."""
+        try:
+            yield
+        except BaseException as error:
+            journal.flush()
+            if isinstance(error, CkptError):
+                error.message += "; what was written so far is kept, and the same command continues it"
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class AfterQuietStart(JournalPolicy):
+    """Begins anew, and notes nothing in the first seconds; a kill can be resumed from, a failure leaves nothing."""
+
+    keeps_output = False
+
+    def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
+        return Journal.begin(log, plan, source, destination, runner, quiet_seconds=QUIET_SECONDS)
+
+    def all_written(self, journal: Journal) -> None:
+        journal.flush_if_due()
+
+    def noting(self, journal: Journal) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _encoded(what: list[Any] | Receipt) -> bytes:
@@ -257,12 +321,12 @@ def _add_shards(digest: _Digest, table: ShardTable) -> None:
 def _version(source: Store, name: str) -> str:
     """What tells the file from one written later; nothing where the store cannot, or the file is not needed."""
     try:
-        return source.version(name) if isinstance(source, Versioned) else ""
+        return source.version(name)
     except CkptError:
         return ""
 
 
-def contents(file: FileLayout) -> str:
+def contents(file: FileSpec) -> str:
     """A digest of what is to be in a file: known bytes, and regions of tensors."""
     digest = _Digest()
     for segment in file.load().segments:

@@ -25,7 +25,7 @@ from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, hits
 from ckpt_tools.serialization.torch_zip import ItemLocation, locate_item
-from ckpt_tools.stores.source import Located, Prefetching, ServiceFile, Store
+from ckpt_tools.stores.source import ServiceFile, Store
 from ckpt_tools.transfer.buffers import page_aligned
 
 MAX_READ_AMPLIFICATION = 2
@@ -54,11 +54,6 @@ class TensorReader:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _items: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
-    _prefetching: Prefetching | None = field(init=False, repr=False)
-    """The store, where it is one: to ask it each time costs 10 microseconds."""
-
-    def __post_init__(self) -> None:
-        self._prefetching = self.store if isinstance(self.store, Prefetching) else None
 
     @property
     def bytes_read(self) -> int:
@@ -111,7 +106,7 @@ class TensorReader:
 
     def locate(self, file: str) -> ServiceFile | None:
         """Where a file is in terms of a service that could copy of it."""
-        return self.store.locate(file) if isinstance(self.store, Located) else None
+        return self.store.locate(file)
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
         stored = entry.shards.dtype
@@ -144,8 +139,7 @@ class TensorReader:
         return location
 
     def _locate(self, hit: Hit) -> ItemLocation:
-        if self._prefetching is not None:
-            self._prefetching.prefetch(hit.at.file, hit.at.start, hit.at.stop)
+        self.store.prefetch(hit.at.file, hit.at.start, hit.at.stop)
         location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
         if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:
             raise MalformedError(

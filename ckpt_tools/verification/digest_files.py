@@ -14,7 +14,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.formats.reading import read_checkpoint, read_source
-from ckpt_tools.stores.destination import Claim, Destination, Place, Readable
+from ckpt_tools.stores.destination import Claim, Destination, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Source
@@ -69,7 +69,7 @@ def check_list(place: Place) -> Mapping[str, int]:
     Raises:
         DestinationExistsError: it is something else than a list of digests.
     """
-    present = place.present(is_file=True)
+    present = place.as_file().present()
     if present is None:
         return NOTHING
     if present.others or not digests.is_list(Source(present.store, present.files), place.name):
@@ -87,27 +87,27 @@ def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) ->
         DestinationExistsError: something is there, and it is not a list, or ``overwrite`` is False. CkptError: as
         ``make`` and the place say.
     """
-    place.check_free(is_file=True, overwrite=overwrite)
+    place = place.as_file()
+    place.check_free(overwrite=overwrite)
     replaced = check_list(place)
-    with place.claim(is_file=True, overwrite=overwrite, resume=False) as claim:
+    with place.claim(overwrite=overwrite, resume=False) as claim:
         found = make()
         put(claim.destination, place.name, digests.dumps(found))
         claim.publish([place.name], replaced)
     return found
 
 
-def write_staged(
-    claim: Claim, place: Place, format_name: str, *, is_file: bool, num_workers: int, on_total: OnTotal
-) -> list[str]:
+def write_staged(claim: Claim, place: Place, format_name: str, *, num_workers: int, on_total: OnTotal) -> list[str]:
     """Write the list of finished output that is not published yet; its path, to be published before the output's own.
 
     No path where the output cannot be read yet. Raises CkptError.
     """
-    if not isinstance(claim, Readable):
+    finished = claim.finished
+    if finished is None:
         return []
-    source, manifest = read_source(Source.open(claim.finished), ReadOptions(), format_name=format_name)
+    source, manifest = read_source(Source.open(finished), ReadOptions(), format_name=format_name)
     found = _digests(source, manifest, num_workers, on_total)
-    path = place.name + DIGESTS_SUFFIX if is_file else digests.place_in(manifest)
+    path = place.form.digests_path(digests.place_in(manifest))
     put(claim.destination, path, digests.dumps(found))
     return [path]
 

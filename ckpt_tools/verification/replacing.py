@@ -50,14 +50,14 @@ def _same_file(one: PurePosixPath, other: PurePosixPath) -> bool:
         return False
 
 
-def replaced_files(place: Place, written: Iterable[str], *, is_file: bool) -> Mapping[str, int]:
+def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
     """The names and sizes of what an output of the files ``written`` replaces at ``place``.
 
     Raises:
         DestinationExistsError: something is there that is not of one checkpoint. StoreError: looking failed.
     """
-    place.check_free(is_file=is_file, overwrite=True)
-    present = place.present(is_file=is_file)
+    place.check_free(overwrite=True)
+    present = place.present()
     if present is None:
         return NOTHING
     own = _own_files(present, place.url)

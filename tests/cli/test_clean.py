@@ -14,12 +14,15 @@ import pytest
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.local_staging import staged
+from ckpt_tools.stores.output_form import Folder
 
 WRITER = """
 import sys, time
 from pathlib import Path
 from ckpt_tools.stores.local_staging import staged
-with staged(Path(sys.argv[1]), is_file=sys.argv[2] == "True", overwrite=True) as staging:
+from ckpt_tools.stores.output_form import Folder, SingleFile
+form = SingleFile("out") if sys.argv[2] == "True" else Folder()
+with staged(Path(sys.argv[1]), form, overwrite=True) as staging:
     staging.store.create("half", 1000)
     staging.log.append(b"log")
     print("writing", flush=True)
@@ -97,7 +100,7 @@ def test_a_run_under_way_is_left_alone(tmp_path: Path, dry_run: bool) -> None:
 def test_looking_does_not_disturb_who_writes_afterwards(tmp_path: Path) -> None:
     killed(tmp_path / "out", is_file=False)
     ckpt_tools.clean(tmp_path / "out", dry_run=True)
-    with staged(tmp_path / "out", is_file=False, overwrite=False):
+    with staged(tmp_path / "out", Folder(), overwrite=False):
         pass
 
 

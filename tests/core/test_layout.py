@@ -87,10 +87,10 @@ def test_files_are_made_when_asked_for_and_few_are_kept() -> None:
         return FileLayout(f"f{number}", (Padding(number),))
 
     cache = FileCache(make)
-    layout = Layout([LazyFile(cache, number, f"f{number}", number) for number in range(100)])
+    layout = Layout([LazyFile(f"f{number}", number, number, cache) for number in range(100)])
     assert layout.size_bytes == sum(range(100)) and not asked
-    assert [file.offsets for file in layout.files] == [(0, number) for number in range(100)]
-    assert layout.files[99].segments == (Padding(99),) and asked == list(range(100))
+    assert [file.load().offsets for file in layout.files] == [(0, number) for number in range(100)]
+    assert layout.files[99].load().segments == (Padding(99),) and asked == list(range(100))
     assert layout.files[99 - FILES_KEPT].load().path == f"f{99 - FILES_KEPT}" and len(asked) == 101
 
 

@@ -142,7 +142,7 @@ def test_shards_have_an_index_published_last() -> None:
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
-    (index,) = layout.files[-1].segments
+    (index,) = layout.files[-1].load().segments
     assert isinstance(index, Literal)
     assert json.loads(index.data) == {
         "metadata": {"total_size": 24},

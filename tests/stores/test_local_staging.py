@@ -17,19 +17,24 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError, UsageError
-from ckpt_tools.stores import local_staging as staging_module
+from ckpt_tools.stores import local_publish
 from ckpt_tools.stores.local_staging import LocalPlace, Staging, staged
+from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 
 BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
 
 
 def fill(staging: Staging, text: str) -> None:
     """An output whose two files have to agree; a single one where it is a file."""
-    names = [staging.target.name] if staging.is_file else ["a", "deep/b"]
+    names = [staging.target.name] if isinstance(staging.form, SingleFile) else ["a", "deep/b"]
     for name in names:
         writer = staging.store.create(name, len(text))
         writer.write_at(0, text.encode())
         writer.close()
+
+
+def form_of(target: Path, *, is_file: bool) -> OutputForm:
+    return SingleFile(target.name) if is_file else Folder()
 
 
 def put(target: Path, text: str, *, is_file: bool) -> None:
@@ -50,14 +55,14 @@ def text_of(target: Path) -> str:
 
 
 def convert(target: Path, text: str, *, is_file: bool, overwrite: bool = False, fsync: bool = False) -> None:
-    with staged(target, is_file=is_file, overwrite=overwrite, fsync=fsync) as staging:
+    with staged(target, form_of(target, is_file=is_file), overwrite=overwrite, fsync=fsync) as staging:
         fill(staging, text)
         staging.publish(replaced=there(target, is_file=is_file))
 
 
 def there(target: Path, *, is_file: bool) -> Mapping[str, int]:
     """The names and sizes of what is at the target now."""
-    present = LocalPlace(target).present(is_file=is_file)
+    present = LocalPlace(target, form=form_of(target, is_file=is_file)).present()
     return {} if present is None else present.files
 
 
@@ -77,7 +82,7 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("fsync", [False, True])
 def test_it_is_absent_and_then_complete(tmp_path: Path, is_file: bool, fsync: bool) -> None:
     target = tmp_path / "new/out"
-    with staged(target, is_file=is_file, overwrite=False, fsync=fsync) as staging:
+    with staged(target, form_of(target, is_file=is_file), overwrite=False, fsync=fsync) as staging:
         fill(staging, "new")
         assert not target.exists()
         staging.publish()
@@ -89,7 +94,7 @@ def test_it_is_absent_and_then_complete(tmp_path: Path, is_file: bool, fsync: bo
 @pytest.mark.parametrize("error", [StoreError("disk"), KeyboardInterrupt(), None])
 def test_it_is_absent_where_the_work_ends_early(tmp_path: Path, is_file: bool, error: BaseException | None) -> None:
     def work() -> None:
-        with staged(tmp_path / "out", is_file=is_file, overwrite=False) as staging:
+        with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=False) as staging:
             fill(staging, "new")
             if error is not None:
                 raise error
@@ -107,7 +112,7 @@ def test_it_stays_old_where_the_work_fails(tmp_path: Path, is_file: bool) -> Non
     put(tmp_path / "out", "old", is_file=is_file)
 
     def work() -> None:
-        with staged(tmp_path / "out", is_file=is_file, overwrite=True) as staging:
+        with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=True) as staging:
             fill(staging, "new")
             raise StoreError("disk")
 
@@ -173,7 +178,7 @@ class TestWithoutExchange:
 
     @pytest.fixture(autouse=True)
     def _no_exchange(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(staging_module, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(local_publish, "_exchange", lambda a, b: False)
 
     def test_a_full_folder_is_replaced_in_two_steps(self, tmp_path: Path) -> None:
         put(tmp_path / "out", "old", is_file=False)
@@ -211,7 +216,7 @@ def test_what_comes_while_the_old_is_replaced_is_kept(
 ) -> None:
     """Between the last look and the swap, and so with both ways to swap."""
     put(tmp_path / "out", "old", is_file=False)
-    real, came = staging_module._exchange, []
+    real, came = local_publish._exchange, []
 
     def late(a: Path, b: Path) -> bool:
         if not came:
@@ -219,7 +224,7 @@ def test_what_comes_while_the_old_is_replaced_is_kept(
         came.append(b)
         return real(a, b) if exchange else False
 
-    monkeypatch.setattr(staging_module, "_exchange", late)
+    monkeypatch.setattr(local_publish, "_exchange", late)
     with pytest.raises(DestinationExistsError, match=r"as it was, as files came into it meanwhile: late"):
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
     assert names(tmp_path) == ["out"]
@@ -233,16 +238,16 @@ def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(
 ) -> None:
     """By a process that has the old folder open, under the name of a file of the new one."""
     put(tmp_path / "out", "old", is_file=False)
-    real = staging_module._remove_named
+    real = local_publish.remove_named
 
     def late(folder: Path, names: Collection[str]) -> None:
         if "gone" in names:
             (folder / "a").write_text("mine")
         real(folder, names)
 
-    monkeypatch.setattr(staging_module, "_remove_named", late)
+    monkeypatch.setattr(local_publish, "remove_named", late)
     if not exchange:
-        monkeypatch.setattr(staging_module, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(local_publish, "_exchange", lambda a, b: False)
     (tmp_path / "out/a").rename(tmp_path / "out/gone")
     with pytest.raises(DestinationExistsError, match=r"out is written; .* are kept in (.*): move them away") as caught:
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
@@ -263,7 +268,7 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path: Path, is_file: bool) ->
         dict.fromkeys(known, 4),
         {name: size for name, size in known.items() if name not in ("a", "out")},
     ):
-        with staged(tmp_path / "out", is_file=is_file, overwrite=True) as staging:
+        with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=True) as staging:
             fill(staging, "new")
             with pytest.raises(DestinationExistsError, match="was not there at the start"):
                 staging.publish(replaced=wrong)
@@ -274,7 +279,9 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from ckpt_tools.stores.local_staging import staged
-with staged(Path(sys.argv[1]), is_file=sys.argv[2] == "True", overwrite=sys.argv[3] == "True") as staging:
+from ckpt_tools.stores.output_form import Folder, SingleFile
+form = SingleFile("out") if sys.argv[2] == "True" else Folder()
+with staged(Path(sys.argv[1]), form, overwrite=sys.argv[3] == "True") as staging:
     writer = staging.store.create("half/written", 1 << 20)
     writer.write_at(0, b"half")
     print("writing", flush=True)
@@ -304,7 +311,7 @@ def test_a_second_writer_is_told(tmp_path: Path, is_file: bool) -> None:
 
 
 def test_a_second_writer_in_the_same_process_is_told(tmp_path: Path) -> None:
-    with staged(tmp_path / "out", is_file=False, overwrite=False) as first:
+    with staged(tmp_path / "out", Folder(), overwrite=False) as first:
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             convert(tmp_path / "out", "second", is_file=False)
         fill(first, "first")
@@ -348,7 +355,7 @@ def test_what_is_not_ours_is_never_cleaned_away(tmp_path: Path, name: str, resum
     before = tree(tmp_path)
     for _ in range(2):
         with pytest.raises(DestinationExistsError, match=r"did not write.*; move them away"):
-            staged(tmp_path / "out", is_file=False, overwrite=False, resume=resume).__enter__()
+            staged(tmp_path / "out", Folder(), overwrite=False, resume=resume).__enter__()
     assert tree(tmp_path) == before
     assert all(left.kind == "unfinished output" for left in LocalPlace(tmp_path / "out").remove_leftovers())
     assert os.path.lexists(stranger)
@@ -369,7 +376,7 @@ def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path: Path) ->
 
 @BOTH
 def test_what_somebody_else_put_there_meanwhile_is_kept(tmp_path: Path, is_file: bool) -> None:
-    with staged(tmp_path / "out", is_file=is_file, overwrite=False) as staging:
+    with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=False) as staging:
         fill(staging, "new")
         put(tmp_path / "out", "theirs", is_file=is_file)
         with pytest.raises(DestinationExistsError):
@@ -382,16 +389,17 @@ import sys
 from pathlib import Path
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.local_staging import LocalPlace, staged
+from ckpt_tools.stores.output_form import Folder
 published = 0
 while published < 60:
     text = f"{sys.argv[2]} {published}".encode()
     try:
-        with staged(Path(sys.argv[1]), is_file=False, overwrite=True) as staging:
+        with staged(Path(sys.argv[1]), Folder(), overwrite=True) as staging:
             for name in ("a", "deep/b"):
                 writer = staging.store.create(name, len(text))
                 writer.write_at(0, text)
                 writer.close()
-            there = LocalPlace(Path(sys.argv[1])).present(is_file=False)
+            there = LocalPlace(Path(sys.argv[1])).present()
             staging.publish(replaced={} if there is None else there.files)
         published += 1
     except DestinationExistsError:
@@ -466,14 +474,14 @@ class TestPlaces:
             convert(tmp_path / "out", "new", is_file=False, overwrite=True)
             with pytest.raises(CkptError):
                 convert(tmp_path / "out", "new", is_file=False)
-            with staged(tmp_path / "other", is_file=False, overwrite=False):
+            with staged(tmp_path / "other", Folder(), overwrite=False):
                 with pytest.raises(CkptError):
                     convert(tmp_path / "other", "new", is_file=False)
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path: Path) -> None:
-    with staged(tmp_path / "out", is_file=False, overwrite=False, resume=True) as staging:
+    with staged(tmp_path / "out", Folder(), overwrite=False, resume=True) as staging:
         fill(staging, "new")
         staging.store.create("deep/ckpt-tools.digests.json", 2).close()
         staging.publish(["a", "deep/b"])

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
-from ckpt_tools.stores.destination import FillableStore
 from ckpt_tools.stores.local import MAX_OPEN_FILES, LocalStore, LocalWriter
+from ckpt_tools.stores.source import FillableStore
 from ckpt_tools.testing.stores import FillableStoreTests
 
 

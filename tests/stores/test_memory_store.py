@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tools.stores.destination import FillableStore
 from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import FillableStore
 from ckpt_tools.testing.stores import FillableStoreTests
 
 

@@ -18,7 +18,8 @@ from ckpt_tools.stores.marker_files import PARTIAL
 from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
 from ckpt_tools.stores.s3 import lock as s3_lock
 from ckpt_tools.stores.s3.client import Bucket, S3Options
-from ckpt_tools.stores.s3.store import S3Claim, S3Place, S3Store, open_s3_store
+from ckpt_tools.stores.s3.place import S3Claim, S3Place
+from ckpt_tools.stores.s3.store import S3Store, open_s3_store
 from ckpt_tools.stores.source import ServiceFile, Source, Store
 from ckpt_tools.testing.stores import StoreTests
 from tests.support.s3_server import BUCKET, S3Server
@@ -84,11 +85,11 @@ FILES = {"a.bin": PART + PART + b"end", "empty": b"", "deep/b.bin": b"abc", ".me
 def test_nothing_is_seen_before_it_is_published_and_nothing_of_ours_after(
     place: S3Place, runs: str, s3: S3Server
 ) -> None:
-    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+    with place.claim(overwrite=False, resume=False) as claim:
         claim.log.append(b"noted")
         write(claim, FILES, publish=False)
         assert all(PARTIAL in path for path in s3.files(runs))
-        assert place.present(is_file=False) is None
+        assert place.present() is None
         claim.publish(list(FILES))
     assert s3.files(runs) == {f"out/{path}": data for path, data in FILES.items()}
     assert s3.open_uploads(runs) == []
@@ -102,32 +103,32 @@ def test_the_last_file_comes_last(place: S3Place, monkeypatch: pytest.MonkeyPatc
         order.append(key)
 
     monkeypatch.setattr(Bucket, "complete", watched)
-    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+    with place.claim(overwrite=False, resume=False) as claim:
         write(claim, FILES)
     assert order[-1].endswith("out/.metadata") and len(order) == len(FILES)
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_was_not_published_is_aborted_or_kept(place: S3Place, runs: str, s3: S3Server, resume: bool) -> None:
-    with suppress(ZeroDivisionError), place.claim(is_file=False, overwrite=False, resume=resume) as claim:
+    with suppress(ZeroDivisionError), place.claim(overwrite=False, resume=resume) as claim:
         claim.log.append(b"one")
         claim.log.append(b"two")
         write(claim, FILES, publish=False)
         raise ZeroDivisionError
     assert len(s3.open_uploads(runs)) == (len(FILES) if resume else 0)
     assert bool(s3.files(runs)) == resume
-    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+    with place.claim(overwrite=False, resume=True) as claim:
         assert claim.log.read() == (b"onetwo" if resume else b"")
         claim.log.append(b"three")
         assert claim.log.read().endswith(b"three")
 
 
 def test_a_later_run_finishes_what_another_process_began(place: S3Place, runs: str, s3: S3Server) -> None:
-    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+    with place.claim(overwrite=False, resume=True) as claim:
         handle = claim.destination.begin("f", 2 * len(PART))
         elsewhere = pickle.loads(pickle.dumps(claim.destination))
         part_tag = elsewhere.write("f", handle, 1, len(PART), memoryview(PART))
-    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+    with place.claim(overwrite=False, resume=True) as claim:
         holds = claim.destination.holds
         assert holds("f", handle, 1, len(PART), len(PART), 0, part_tag)
         assert not holds("f", handle, 1, len(PART), len(PART) - 1, 0, part_tag)
@@ -141,7 +142,7 @@ def test_a_later_run_finishes_what_another_process_began(place: S3Place, runs: s
 
 
 def test_a_part_sent_twice_counts_once(place: S3Place, runs: str, s3: S3Server) -> None:
-    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+    with place.claim(overwrite=False, resume=False) as claim:
         handle = claim.destination.begin("f", len(PART) + 1)
         part_tags = [claim.destination.write("f", handle, n, 0, data) for n, data in [(0, PART), (1, b"x"), (0, PART)]]
         claim.destination.finish("f", handle, [part_tags[2], part_tags[1]])
@@ -152,16 +153,16 @@ def test_a_part_sent_twice_counts_once(place: S3Place, runs: str, s3: S3Server) 
 def test_a_place_that_is_taken_is_refused(place: S3Place, runs: str, s3: S3Server) -> None:
     s3.put(runs, {"out/x": b"1"})
     with pytest.raises(DestinationExistsError, match="--overwrite"):
-        place.claim(is_file=False, overwrite=False, resume=False).__enter__()
+        place.claim(overwrite=False, resume=False).__enter__()
     with pytest.raises(DestinationExistsError, match="is a folder"):
-        place.claim(is_file=True, overwrite=True, resume=False).__enter__()
+        place.as_file().claim(overwrite=True, resume=False).__enter__()
     with pytest.raises(DestinationExistsError, match="is a file"):
-        S3Place(place.bucket, f"{runs}out/x").claim(is_file=False, overwrite=True, resume=False).__enter__()
+        S3Place(place.bucket, f"{runs}out/x").claim(overwrite=True, resume=False).__enter__()
     assert list(s3.files(runs)) == ["out/x"]
 
 
 def test_somebody_who_was_faster_is_not_overwritten(place: S3Place, runs: str, s3: S3Server) -> None:
-    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+    with place.claim(overwrite=False, resume=False) as claim:
         write(claim, FILES, publish=False)
         s3.put(runs, {"out/x": b"1"})
         with pytest.raises(DestinationExistsError):
@@ -189,7 +190,7 @@ def test_replacing_shows_the_old_none_or_the_new(
 
     monkeypatch.setattr(Bucket, "_once", dying)
     with suppress(StoreError):
-        with place.claim(is_file=False, overwrite=True, resume=True) as claim:
+        with place.claim(overwrite=True, resume=True) as claim:
             write(claim, FILES, publish=False)
             left[0] = allowed
             claim.publish(list(FILES), {path: len(data) for path, data in OLD.items()})
@@ -197,9 +198,9 @@ def test_replacing_shows_the_old_none_or_the_new(
     place.bucket.delete([claim.lock.key])
     seen = {path: data for path, data in s3.files(f"{runs}out/").items() if PARTIAL not in path}
     assert seen in (OLD, FILES) or ".metadata" not in seen
-    with place.claim(is_file=False, overwrite=seen in (OLD, FILES), resume=False) as claim:
+    with place.claim(overwrite=seen in (OLD, FILES), resume=False) as claim:
         write(claim, {"new": b"new"}, publish=False)
-        present = place.present(is_file=False)
+        present = place.present()
         claim.publish(["new"], {} if present is None else present.files)
     assert s3.files(runs) == {"out/new": b"new"}
     assert s3.open_uploads(runs) == []
@@ -208,7 +209,7 @@ def test_replacing_shows_the_old_none_or_the_new(
 def test_one_file_is_replaced_in_one_step(bucket: Bucket, runs: str, s3: S3Server) -> None:
     place = S3Place(bucket, f"{runs}model.safetensors")
     s3.put(runs, {"model.safetensors": b"old", "other": b"kept"})
-    with place.claim(is_file=True, overwrite=True, resume=False) as claim:
+    with place.as_file().claim(overwrite=True, resume=False) as claim:
         write(claim, {"model.safetensors": b"new"}, publish=False)
         assert bucket.get(f"{runs}model.safetensors").data == b"old"  # type: ignore[union-attr]
         claim.publish(["model.safetensors"], {"model.safetensors": 3})
@@ -216,20 +217,20 @@ def test_one_file_is_replaced_in_one_step(bucket: Bucket, runs: str, s3: S3Serve
 
 
 def test_a_second_writer_is_told(place: S3Place) -> None:
-    with place.claim(is_file=False, overwrite=False, resume=False):
+    with place.claim(overwrite=False, resume=False):
         for resume in (False, True):
             with pytest.raises(DestinationExistsError, match="another process is writing"):
-                place.claim(is_file=False, overwrite=True, resume=resume).__enter__()
+                place.claim(overwrite=True, resume=resume).__enter__()
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             place.remove_leftovers()
-    with place.claim(is_file=False, overwrite=False, resume=False):
+    with place.claim(overwrite=False, resume=False):
         pass
 
 
 def test_of_many_who_start_at_once_one_wins(place: S3Place) -> None:
     def attempt(_: int) -> bool:
         try:
-            place.new_claim(is_file=False, overwrite=False).lock.take()
+            place.new_claim(overwrite=False).lock.take()
         except DestinationExistsError:
             return False
         return True
@@ -241,16 +242,15 @@ def test_of_many_who_start_at_once_one_wins(place: S3Place) -> None:
 def test_a_lock_goes_with_its_process_or_with_time(place: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"""
 from ckpt_tools.stores.marker_files import PARTIAL
-from ckpt_tools.stores.s3.store import S3Place
+from ckpt_tools.stores.s3.place import S3Place
 from ckpt_tools.stores.s3.client import Bucket, S3Options
-taken = S3Place(Bucket(S3Options(), {place.bucket.name!r}), {place.key!r}).claim(
-    is_file=False, overwrite=False, resume=True)
+taken = S3Place(Bucket(S3Options(), {place.bucket.name!r}), {place.key!r}).claim(overwrite=False, resume=True)
 taken.__enter__().destination.begin("f", 3)
 import os; os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 9
     assert [left.kind for left in place.leftovers()] == ["open upload", "lock", "note"]
-    lock = place.new_claim(is_file=False, overwrite=False).lock
+    lock = place.new_claim(overwrite=False).lock
     elsewhere = json.loads(place.bucket.get(lock.key).data) | {"machine": "another"}  # type: ignore[union-attr]
     place.bucket.put(lock.key, json.dumps(elsewhere).encode())
     with pytest.raises(DestinationExistsError):
@@ -262,29 +262,29 @@ import os; os._exit(9)
 @pytest.mark.parametrize("content", [b"", b'{"token": "1f'], ids=["empty", "cut off"])
 def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place: S3Place, content: bytes) -> None:
     """A service may keep what came of a request whose sender was killed."""
-    claim = place.new_claim(is_file=False, overwrite=False)
+    claim = place.new_claim(overwrite=False)
     place.bucket.put(claim.lock.key, content)
     place.bucket.put(f"{claim.destination.notes.prefix}publishing", content)
-    with place.claim(is_file=False, overwrite=False, resume=False) as taken:
+    with place.claim(overwrite=False, resume=False) as taken:
         write(taken, {"a": b"data", "z": b"index"})
     assert S3Store(place.bucket, place.inside).list() == {"a": 4, "z": 5}
     assert not place.leftovers()
 
 
 def test_who_lost_the_lock_does_not_publish(place: S3Place, runs: str, s3: S3Server) -> None:
-    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+    with place.claim(overwrite=False, resume=True) as claim:
         write(claim, FILES, publish=False)
         place.bucket.put(claim.lock.key, b'{"token": "somebody else"}')
         with pytest.raises(StoreError, match="took over"):
             claim.publish(list(FILES))
-    assert place.present(is_file=False) is None
+    assert place.present() is None
 
 
 def test_leftovers_are_ours_alone(place: S3Place, runs: str, s3: S3Server) -> None:
     client = s3.client()
     for key in ("out/g", "out/theirs", "other"):
         client.create_multipart_upload(Bucket=BUCKET, Key=runs + key)
-    with place.claim(is_file=False, overwrite=False, resume=True) as claim:
+    with place.claim(overwrite=False, resume=True) as claim:
         claim.destination.write("f", claim.destination.begin("f", 3), 0, 0, b"abc")
         claim.log.append(b"noted")
     found = {(left.kind, left.num_bytes) for left in place.leftovers()}
@@ -298,10 +298,11 @@ def test_the_service_copies_within_itself(place: S3Place, runs: str, s3: S3Serve
     s3.put(runs, {"source": b"head" + PART + PART})
     source = S3Store(place.bucket, runs).locate("source")
     assert source is not None
-    with place.claim(is_file=False, overwrite=False, resume=False) as claim:
+    with place.claim(overwrite=False, resume=False) as claim:
         target = claim.destination
-        assert target.can_copy(source, len(PART)) and not target.can_copy(source, len(PART) - 1)
-        assert not target.can_copy(ServiceFile("elsewhere", source.name, source.version), len(PART))
+        rules = target.copying
+        assert rules.allow(source, len(PART)) and not rules.allow(source, len(PART) - 1)
+        assert not rules.allow(ServiceFile("elsewhere", source.name, source.version), len(PART))
         handle = target.begin("f", len(PART) + 3)
         with pytest.raises(StoreError):
             target.copy("f", handle, 0, ServiceFile(source.service, source.name, '"another"'), 5, 5 + len(PART))

@@ -27,12 +27,12 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import IncompleteError, StoreError
 from ckpt_tools.planning.plan import Plan
-from ckpt_tools.stores.destination import FileWriter
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local import LocalStore, LocalWriter
 from ckpt_tools.stores.local_staging import staged
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.source import Buffer, Store
+from ckpt_tools.stores.output_form import Folder
+from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
 from ckpt_tools.transfer.execute import NoHistory, Receipt, TransferResult, execute
@@ -211,7 +211,7 @@ def test_any_layout_of_any_checkpoint(data: st.DataObject, task_bytes: int, num_
 
 
 @dataclass(slots=True)
-class Watched:
+class Watched(FillableStore):
     """A store that fails on demand, and knows what it handed out."""
 
     fails: str = ""
@@ -226,6 +226,9 @@ class Watched:
         if self.fails == "read" and start >= 500:
             raise StoreError("reading failed: Input/output error", path=path)
         self.inner.read_into(path, start, buffer)
+
+    def reopen(self, path: str) -> FileWriter:
+        raise AssertionError("files are written where they were begun")
 
     def create(self, path: str, size_bytes: int) -> FileWriter:
         if self.fails == "create" and path == "b":
@@ -336,7 +339,7 @@ class TestFailures:
             (tmp_path / "out/a").write_bytes(old)
 
         def convert() -> None:
-            with staged(tmp_path / "out", is_file=False, overwrite=True) as staging:
+            with staged(tmp_path / "out", Folder(), overwrite=True) as staging:
                 run(self.plan, MemoryStore({"source": bytearray(DATA[:-1])}), staging.store)
                 staging.publish()
 

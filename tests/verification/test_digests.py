@@ -350,8 +350,8 @@ def test_digests_of_a_file_lie_beside_it_and_are_published_first(
     torch.save(small_state(), tmp_path / "m.pt")
     monkeypatch.chdir(tmp_path)
     appeared: list[str] = []
-    rename = staging._rename_new
-    monkeypatch.setattr(staging, "_rename_new", lambda old, new: (appeared.append(new.name), rename(old, new))[1])
+    rename = staging.rename_new
+    monkeypatch.setattr(staging, "rename_new", lambda old, new: (appeared.append(new.name), rename(old, new))[1])
     report = ckpt_tools.convert("m.pt", name, checksum=True)
     assert report.digests == f"{name}.digests.json"
     assert appeared == [f"{name}.digests.json", name]

@@ -183,10 +183,10 @@ class _RankFiles:
         for piece in placed.whole.values():
             self._whole[piece.rank].append(piece)
 
-    def files(self) -> list[FileLayout]:
+    def files(self) -> list[LazyFile]:
         cache = FileCache(self.file)
         sizes = enumerate(self._placed.sizes.tolist())
-        return [LazyFile(cache, rank, file_name(rank), size) for rank, size in sizes if size]
+        return [LazyFile(file_name(rank), size, rank, cache) for rank, size in sizes if size]
 
     def file(self, rank: int) -> FileLayout:
         return FileLayout(file_name(rank), tuple(chain.from_iterable(self._items(rank))))

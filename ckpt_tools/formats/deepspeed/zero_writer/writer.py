@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileCache, FileLayout, Layout, LazyFile, Literal
+from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
@@ -38,7 +38,7 @@ class ZeroWriter:
         is no folder's name."""
         target = Target.of(manifest, self.stage, options.world_size)
         tag = _checked_tag(options.tag or target.extras.tag)
-        files = ZeroFiles.of(tag, target).layouts()
+        files = ZeroFiles.of(tag, target).files()
         return Layout(files, (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage)))
 
 
@@ -77,11 +77,11 @@ class ZeroFiles:
             return cls(tag, target, CutModel(target), ParamCutOptim(target))
         return cls(tag, target, WholeModel(target), GroupCutOptim(target))
 
-    def layouts(self) -> list[FileLayout]:
+    def files(self) -> list[FileSpec]:
         """All of them in order, the ranks' made when they are asked for."""
         cache = FileCache(self.made)
         numbers = range(self.num_model_files + self.target.world_size)
-        ranks = [LazyFile(cache, n, self._path(n), cache.file(self._like(n)).size_bytes) for n in numbers]
+        ranks = [LazyFile(self._path(n), cache.file(self._like(n)).size_bytes, n, cache) for n in numbers]
         return [*ranks, FileLayout("latest", (Literal(self.tag.encode()),))]
 
     def made(self, number: int) -> FileLayout:

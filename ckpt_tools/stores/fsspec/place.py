@@ -1,0 +1,213 @@
+"""A path of a file system of fsspec, as the place of an output.
+
+Files are written below ``.ckpt-tools-partial/<16 hex digits>/`` and moved when all are whole, the last one last. Where
+the service cannot rename, a move is a copy; where a move is interrupted, files are missing at the destination and none
+is half: the one without which a folder is no checkpoint comes last.
+
+Of what was there before, the files that the caller names are removed, one by one, and nothing else. Of the folder
+``.ckpt-tools-partial``, the folders with such a number for a name are ours.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial as partial_call
+from pathlib import PurePosixPath
+from typing import Any
+
+from ckpt_tools.errors import CkptError, StoreError, UsageError
+from ckpt_tools.signals import held_back, let_through
+from ckpt_tools.stores.destination import Claim, Leftover, Place
+from ckpt_tools.stores.fsspec.destination import FsspecDestination, FsspecLog
+from ckpt_tools.stores.fsspec.store import FsspecStore, asked, file_system, kind_at, size_of
+from ckpt_tools.stores.marker_files import PARTIAL, is_marker
+from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
+from ckpt_tools.stores.present import NOTHING, Present, Standing, check_free, check_only, folders_of
+
+_TOKEN_BYTES = 8
+_TOKEN = re.compile(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
+"""The name of a folder in which one run stages its output."""
+
+
+def _is_link(info: Mapping[str, Any]) -> bool:
+    return bool(info.get("islink")) or info.get("type") not in ("file", "directory")
+
+
+def _is_plain(info: Mapping[str, Any]) -> bool:
+    return info.get("type") == "file" and not _is_link(info)
+
+
+@dataclass(slots=True)
+class FsspecClaim(Claim):
+    """A place of a file system, being written to."""
+
+    place: FsspecPlace
+    destination: FsspecDestination
+    overwrite: bool
+    log: FsspecLog = field(default_factory=FsspecLog)
+
+    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
+        place = self.place
+        place.check_free(overwrite=self.overwrite)
+        check_only(place.present(), place.url, replaced)
+        if isinstance(place.form, Folder):
+            asked(place.url, lambda: self._remove_old(replaced))
+        into = place.form.root_of(place.path)
+        for path in paths:
+            self._move(f"{self.destination.root}/{path}", f"{into}/{path}")
+
+    def _remove_old(self, replaced: Mapping[str, int]) -> None:
+        """What makes it a checkpoint first. The file system may know nothing of a folder but its files."""
+        fs, root = self.place.fs, self.place.path
+        fs.invalidate_cache()
+        for path in sorted(replaced, key=lambda path: not is_marker(path)):
+            with suppress(FileNotFoundError):
+                fs.rm_file(f"{root}/{path}")
+        for folder in folders_of(replaced):
+            with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
+                fs.rmdir(f"{root}/{folder}")
+
+    def _move(self, old: str, new: str) -> None:
+        def move() -> None:
+            fs = self.place.fs
+            fs.makedirs(new.rpartition("/")[0], exist_ok=True)
+            if fs.exists(old):
+                fs.mv(old, new)
+            elif not fs.exists(new):
+                raise StoreError("it vanished before it was published", path=old)
+
+        asked(new, move)
+
+
+@dataclass(frozen=True, slots=True)
+class FsspecPlace(Place):
+    """A path of a file system, as the place of an output."""
+
+    fs: Any
+    path: str
+
+    @classmethod
+    def of(cls, url: str, options: Mapping[str, Any]) -> FsspecPlace:
+        fs, path = file_system(url, options)
+        protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+        if not path or "http" in protocols:
+            raise UsageError(f"{url}: nothing can be written there; name another place")
+        return cls(fs, path)
+
+    @property
+    def url(self) -> str:
+        return str(self.fs.unstrip_protocol(self.path))
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.path).name
+
+    def present(self) -> Present | None:
+        return asked(self.url, self._file if isinstance(self.form, SingleFile) else self._folder)
+
+    def _file(self) -> Present | None:
+        self.fs.invalidate_cache()
+        folder = self.path.rpartition("/")[0]
+        store = FsspecStore(self.fs, folder, only=self.name)
+        kind = kind_at(self.fs, self.path, self.url)
+        if kind != "file":
+            return None if kind is None else Present(store, {}, [self.name])
+        return Present(store, {self.name: size_of(self.fs.info(self.path), self.url)})
+
+    def _folder(self) -> Present | None:
+        """What is in the folder, but for what is staged there."""
+        self.fs.invalidate_cache()
+        if kind_at(self.fs, self.path, self.url) != "directory":
+            return None
+        found = self.fs.find(self.path, withdirs=True, detail=True)
+        inside = {str(path).removeprefix(self.path).strip("/"): info for path, info in found.items()}
+        inside = {path: info for path, info in inside.items() if path and path.partition("/")[0] != PARTIAL}
+        files = {path: size_of(info, self.url) for path, info in inside.items() if _is_plain(info)}
+        full = set(folders_of(inside))
+        others = [path for path, info in inside.items() if path not in files and (path not in full or _is_link(info))]
+        return Present(FsspecStore(self.fs, self.path), files, others) if files or others else None
+
+    def _partials(self) -> list[str]:
+        """How it was written to, as a folder or as a file, is not said."""
+        return [self.taken_as(Folder())._partial, self.as_file()._partial]
+
+    @property
+    def _partial(self) -> str:
+        return f"{self.form.root_of(self.path)}/{self.form.partial_name}"
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """Raises DestinationExistsError where the place may not, or cannot, be taken."""
+        self.fs.invalidate_cache()
+        is_file = kind_at(self.fs, self.path, self.url) == "file"
+        is_there: dict[Kind, bool] = {"file": is_file, "folder": asked(self.url, self._folder) is not None}
+        kinds = [kind for kind, found in is_there.items() if found]
+        check_free(self.url, Standing(bool(kinds), kinds), self.form.kind, overwrite=overwrite)
+
+    @contextmanager
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[FsspecClaim]:
+        """Take the place; two who take it at once are not told apart, as file systems have no common lock.
+
+        Services answer when bytes are safe, so that ``fsync`` asks for nothing more.
+
+        Raises:
+            UsageError: ``resume``, which this kind of store cannot do.
+        """
+        if resume:
+            raise UsageError(
+                f"--resume: what was written to {self.url} cannot be continued, only to paths and s3:// URLs"
+            )
+        self.check_free(overwrite=overwrite)
+        partial = self._partial
+        self._remove_ours(partial)
+        destination = FsspecDestination(self.fs, f"{partial}/{secrets.token_hex(_TOKEN_BYTES)}")
+        with held_back():
+            try:
+                with let_through():
+                    yield FsspecClaim(self, destination, overwrite)
+            finally:
+                destination.abandon()
+                with suppress(CkptError):
+                    self._remove_ours(partial)
+
+    def _remove_ours(self, partial: str) -> None:
+        for folder in asked(self.url, lambda: self._staged(partial)):
+            with suppress(FileNotFoundError):
+                asked(self.url, partial_call(self.fs.rm, folder, recursive=True))
+        with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
+            self.fs.rmdir(partial)
+
+    def _staged(self, partial: str) -> list[str]:
+        """The folders in ``partial`` that runs made."""
+        self.fs.invalidate_cache()
+        try:
+            found = [str(path).rstrip("/") for path in self.fs.ls(partial, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [path for path in found if _TOKEN.fullmatch(path.rpartition("/")[2])]
+
+    def leftovers(self) -> Sequence[Leftover]:
+        def find() -> list[Leftover]:
+            self.fs.invalidate_cache()
+            ours = [folder for partial in self._partials() for folder in self._staged(partial)]
+            found = {path: info for folder in ours for path, info in self._find(folder).items()}
+            return [
+                Leftover("unfinished output", str(self.fs.unstrip_protocol(path)), int(info.get("size") or 0))
+                for path, info in found.items()
+            ]
+
+        return asked(self.url, find)
+
+    def _find(self, partial: str) -> dict[str, Any]:
+        with suppress(FileNotFoundError):
+            return dict(self.fs.find(partial, detail=True))
+        return {}
+
+    def remove_leftovers(self) -> Sequence[Leftover]:
+        found = self.leftovers()
+        for partial in self._partials():
+            self._remove_ours(partial)
+        return found

@@ -1,0 +1,124 @@
+"""What is at a local path, down to what no checkpoint holds. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt_tools.errors import StoreError, UsageError
+from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.output_form import Folder, Kind, OutputForm, SingleFile
+from ckpt_tools.stores.present import Present, Standing, check_free
+
+
+def resolved(target: Path, form: OutputForm) -> Path:
+    """The path itself, links followed; a file that is a link is itself replaced, and a folder that is one is not."""
+    match form:
+        case SingleFile():
+            return Path(os.path.realpath(target.parent), target.name)
+        case Folder():
+            return Path(os.path.realpath(target))
+
+
+def present_at(path: Path, form: OutputForm) -> Present | None:
+    """What is at a path, links not followed; but a link to a file stands for the file. Raises OSError."""
+    match form:
+        case SingleFile():
+            return file_at(path)
+        case Folder():
+            return folder_at(path)
+
+
+def file_at(path: Path) -> Present | None:
+    store = LocalStore(path.parent, only=path.name)
+    if not is_there(path):
+        return None
+    return Present(store, {path.name: path.stat().st_size}) if path.is_file() else Present(store, {}, [path.name])
+
+
+def folder_at(path: Path) -> Present | None:
+    if not path.is_dir():
+        return None
+    files, others = contents_of(path)
+    return Present(LocalStore(path), files, others) if files or others else None
+
+
+def contents_of(root: Path) -> tuple[dict[str, int], list[str]]:
+    """Files by relative name, and the names of all that is neither a file nor a folder with something in it."""
+    files: dict[str, int] = {}
+    others: list[str] = []
+    left = [""]
+    while left:
+        prefix = left.pop()
+        with os.scandir(root / prefix) as entries:
+            is_empty = True
+            for entry in entries:
+                is_empty, name = False, prefix + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(f"{name}/")
+                elif entry.is_file(follow_symlinks=False):
+                    files[name] = entry.stat(follow_symlinks=False).st_size
+                else:
+                    others.append(name)
+        if is_empty and prefix:
+            others.append(prefix)
+    return files, others
+
+
+def size_of(folder: Path) -> int:
+    return sum(contents_of(folder)[0].values())
+
+
+@contextmanager
+def reporting(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what}: {error.strerror}", path=str(path)) from error
+
+
+def check_path_free(place: Path, form: OutputForm, *, overwrite: bool) -> None:
+    """Raises DestinationExistsError or UsageError where ``place`` may not, or cannot, be taken."""
+    if os.path.ismount(place):
+        raise UsageError(f"{place} is a mount point and cannot be replaced as a whole; name a folder inside it")
+    # A folder that may not be listed is looked into only if that decides.
+    is_taken = not overwrite and is_there(place) and (place.is_file() or is_full_folder(place))
+    check_free(str(place), Standing(is_taken, _kinds_at(place)), form.kind, overwrite=overwrite)
+
+
+def _kinds_at(place: Path) -> list[Kind]:
+    if not place.exists():
+        return []
+    return ["folder" if place.is_dir() else "file"]
+
+
+def is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def is_there(place: Path) -> bool:
+    """Whether it is a file, a folder or a link. Raises OSError where that cannot be known; ``os.path`` would say no."""
+    return place.is_symlink() or place.exists()
+
+
+def is_full_folder(place: Path) -> bool:
+    return place.is_dir() and any(place.iterdir())
+
+
+@contextmanager
+def open_folder(folder: Path, flags: int = 0) -> Iterator[int]:
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
+    try:
+        yield number
+    finally:
+        os.close(number)
+
+
+def is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

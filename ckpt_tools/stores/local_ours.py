@@ -1,0 +1,180 @@
+"""What is ours beside a local destination: the names of a staging folder and of what is in it, and removal by name.
+
+Nothing is removed but by its name. The names of an output are written down before its files are made, and those of a
+folder that it replaces before the two are swapped; so whoever comes after a kill knows which files are ours. A file
+whose name is not written down is somebody else's, wherever it lies, and stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.stores.local_look import folder_at, is_folder, is_regular, reporting
+from ckpt_tools.stores.marker_files import TOKEN_NAME
+from ckpt_tools.stores.present import folders_of, listed
+
+STAGING_SUFFIX = ".ckpt-tools-partial"
+REPLACED_SUFFIX = ".ckpt-tools-replaced"
+OUTPUT_NAME = "output"
+"""In the staging folder: the folder that becomes the destination, or holds the file that does."""
+
+NAMES_NAME = "names"
+"""In the staging folder: the names of the files of the output, and of those that it replaces, a line of JSON each."""
+
+_LOG_NAME = re.compile(r"\d+\.log")
+
+
+@dataclass(slots=True)
+class WrittenNames:
+    """The names that were written down, by a file of them: one that is removed has to be among them."""
+
+    path: Path
+
+    def add(self, names: Iterable[str]) -> None:
+        with reporting("writing failed", self.path):
+            number = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                data = "".join(f"{json.dumps(name)}\n" for name in names).encode()
+                while data:
+                    data = data[os.write(number, data) :]
+            finally:
+                os.close(number)
+
+    def read(self) -> frozenset[str]:
+        """An end that was cut off names nothing: no file was made after it."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return frozenset()
+        return frozenset(name for line in lines if isinstance(name := _parsed(line), str))
+
+
+def _parsed(line: bytes) -> object:
+    with suppress(ValueError):
+        return json.loads(line)
+    return None
+
+
+def names_in(folder: Path) -> WrittenNames:
+    return WrittenNames(folder / NAMES_NAME)
+
+
+def keep_only(folder: Path, paths: Sequence[str]) -> None:
+    """Remove what else is ours in the output. Raises DestinationExistsError where something is somebody else's."""
+    output, wanted = folder / OUTPUT_NAME, {*paths}
+    ours = names_in(folder).read() | wanted
+    check_ours(output, ours)
+    remove_named(output, ours - wanted)
+
+
+def staging_folder(place: Path) -> Path:
+    return place.with_name(f".{place.name}{STAGING_SUFFIX}")
+
+
+def prepare(folder: Path, *, resume: bool) -> None:
+    """What a killed run left, where it is to be resumed; else nothing but a place for the output.
+
+    Raises:
+        DestinationExistsError: there are files that no run wrote.
+    """
+    output = folder / OUTPUT_NAME
+    strangers = sorted(path.name for path in folder.iterdir() if not is_ours(path))
+    if strangers:
+        raise _strangers(folder, strangers)
+    if is_folder(output):
+        check_ours(output, names_in(folder).read())
+    if not (resume and is_folder(output) and log_path(folder).is_file()):
+        _empty(folder)
+        output.mkdir()
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is something that a run makes in the staging folder, of the kind that it makes."""
+    if path.name == OUTPUT_NAME:
+        return is_folder(path)
+    is_named = path.name in (NAMES_NAME, TOKEN_NAME) or _LOG_NAME.fullmatch(path.name) is not None
+    return is_named and stat.S_ISREG(path.lstat().st_mode)
+
+
+def check_ours(folder: Path, ours: Collection[str]) -> None:
+    """Raises DestinationExistsError where a folder of ours holds anything but the files that are."""
+    unknown = unknown_in(folder, ours)
+    if unknown:
+        raise _strangers(folder, unknown)
+
+
+def _strangers(folder: Path, names: list[str]) -> DestinationExistsError:
+    return DestinationExistsError(
+        f"{folder} is where output is staged, and holds files that ckpt-tools did not write: {listed(names)}; "
+        "move them away"
+    )
+
+
+def unknown_in(folder: Path, known: Collection[str]) -> list[str]:
+    """All that is in a folder but for files of these names, and for the folders that hold, or would hold, them."""
+    folders = set(folders_of(known))
+    found = folder_at(folder)
+    if found is None:
+        return []
+    others = [name for name in found.others if name.removesuffix("/") not in folders]
+    return sorted([*others, *(name for name in found.files if name not in known)])
+
+
+def log_path(folder: Path) -> Path:
+    """The log of the output that is there now, by the number of its folder.
+
+    A run may be killed after it swapped its output with the folder that it replaces, and before it removed that one,
+    which must not be taken for unfinished output.
+    """
+    return folder / f"{folder.joinpath(OUTPUT_NAME).lstat().st_ino}.log"
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is ours from a staging folder, the names last; what is not ours stays."""
+    output, known = folder / OUTPUT_NAME, names_in(folder).read()
+    if is_folder(output):
+        remove_named(output, known)
+        with suppress(OSError):
+            output.rmdir()
+    for path in folder.iterdir():
+        if path.name not in (OUTPUT_NAME, NAMES_NAME) and is_ours(path):
+            path.unlink()
+    aside = folder.with_name(folder.name.removesuffix(STAGING_SUFFIX) + REPLACED_SUFFIX)
+    if not output.exists() and not is_folder(aside):
+        names_in(folder).path.unlink(missing_ok=True)
+
+
+def remove_ours(folder: Path) -> None:
+    """Remove a staging folder; it stays where something that is not ours lies in it, or the names are needed still.
+
+    Raises OSError.
+    """
+    _empty(folder)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def remove_named(folder: Path, names: Collection[str]) -> None:
+    """Remove files by name, and the folders that are empty then. A folder or a link of such a name is no file of ours.
+
+    Raises OSError.
+    """
+    for name in names:
+        path = folder / name
+        if is_regular(path):
+            path.unlink()
+    for inner in folders_of(names):
+        with suppress(OSError):
+            folder.joinpath(inner).rmdir()
+
+
+def aside_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}{REPLACED_SUFFIX}")

@@ -1,0 +1,133 @@
+"""Renames that put a finished folder or file in its place, in one step if the system can, and undo a step cut short."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.stores.local_look import folder_at, is_folder, is_there, open_folder
+from ckpt_tools.stores.local_ours import aside_of, names_in, remove_named, staging_folder, unknown_in
+from ckpt_tools.stores.present import already_exists, listed
+
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
+"""fcntl.h and linux/fs.h."""
+
+
+def recover(place: Path) -> None:
+    """Put back, or remove, what ``_replace_in_two_steps`` moved aside before its process was killed.
+
+    Raises:
+        DestinationExistsError: it cannot be told to be ours, so that it has to be looked at.
+    """
+    aside = aside_of(place)
+    if not is_folder(aside):
+        return
+    if not is_there(place):
+        aside.rename(place)
+        return
+    known = names_in(staging_folder(place)).read()
+    if unknown := unknown_in(aside, known):
+        raise DestinationExistsError(
+            f"{aside} is where a replaced checkpoint is moved for a moment, and holds more than one: "
+            f"{listed(unknown)}; move it away"
+        )
+    remove_named(aside, known)
+    aside.rmdir()
+
+
+def replace_folder(finished: Path, target: Path, replaced: Mapping[str, int]) -> Path:
+    """Put a folder in the place of a full one, which holds ``replaced`` and nothing else; where that one is then.
+
+    Raises:
+        DestinationExistsError: something else came into it meanwhile; all is as it was.
+    """
+    if not _exchange(finished, target):
+        return _replace_in_two_steps(finished, target, replaced)
+    if unknown := _beyond(finished, replaced):
+        _exchange(finished, target)
+        raise _came_meanwhile(target, unknown)
+    return finished
+
+
+def remove_replaced(old: Path, folder: Path, target: Path, replaced: Mapping[str, int]) -> None:
+    """Remove the old folder by the names in it; where that fails, whoever comes next does it.
+
+    Raises:
+        DestinationExistsError: something came into it even now, by a process that had it open; it stays.
+    """
+    try:
+        remove_named(old, replaced)
+        old.rmdir()
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            names_in(folder).path.unlink(missing_ok=True)  # what is left there is not ours, whatever it is called
+            raise DestinationExistsError(
+                f"{target} is written; files that came into the old one meanwhile are kept in {old}: move them away"
+            ) from error
+
+
+def _beyond(folder: Path, known: Mapping[str, int]) -> list[str]:
+    found = folder_at(folder)
+    return [] if found is None else found.beyond(known)
+
+
+def _came_meanwhile(target: Path, unknown: list[str]) -> DestinationExistsError:
+    return DestinationExistsError(f"{target} is as it was, as files came into it meanwhile: {listed(unknown)}")
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step, or False where the system cannot (NFS, Lustre)."""
+    return _rename_flagged(a, b, _RENAME_EXCHANGE)
+
+
+def rename_new(old: Path, new: Path) -> bool:
+    """Give a file a name that nothing has, or False where the system cannot be sure of that.
+
+    Raises:
+        DestinationExistsError: something has the name.
+    """
+    try:
+        return _rename_flagged(old, new, _RENAME_NOREPLACE)
+    except FileExistsError as error:
+        raise already_exists(str(new)) from error
+
+
+def _rename_flagged(a: Path, b: Path, flag: int) -> bool:
+    """``renameat2``; False where the system or the file system does not have it. Raises OSError."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), flag) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def _replace_in_two_steps(finished: Path, target: Path, replaced: Mapping[str, int]) -> Path:
+    """Where the old folder is then."""
+    aside = aside_of(target)
+    target.rename(aside)
+    try:
+        if unknown := _beyond(aside, replaced):
+            raise _came_meanwhile(target, unknown)
+        finished.rename(target)
+    except (OSError, DestinationExistsError):
+        aside.rename(target)
+        raise
+    return aside
+
+
+def sync_folders(root: Path) -> None:
+    for folder, _, _ in os.walk(root):
+        sync_folder(Path(folder))
+
+
+def sync_folder(folder: Path) -> None:
+    with open_folder(folder) as number:
+        os.fsync(number)

@@ -1,0 +1,68 @@
+"""Whether an output is one file or a folder, and the names that follow from it.
+
+It is decided once, where a place is opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX, PARTIAL
+
+Kind = Literal["file", "folder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The output is a folder; the names of its files are relative to it."""
+
+    kind: ClassVar[Kind] = "folder"
+    file_name: ClassVar[None] = None
+    """No file is the whole output."""
+    partial_name: ClassVar[str] = PARTIAL
+    """What is ours while we write to an object store lies in the folder, under this name."""
+
+    def root_of(self, path: str) -> str:
+        """The folder in which the files of an output at ``path`` are named."""
+        return path
+
+    def digests_path(self, inside: str) -> str:
+        """The name of the list of digests, which a format places at ``inside`` in a folder."""
+        return inside
+
+    def url_of(self, url: str, path: str) -> str:
+        """The URL of the file ``path`` of an output at ``url``."""
+        return f"{url}/{path}"
+
+
+@dataclass(frozen=True, slots=True)
+class SingleFile:
+    """The output is the file ``name``; what else is written lies beside it, and is named as it is."""
+
+    kind: ClassVar[Kind] = "file"
+    name: str
+
+    @property
+    def file_name(self) -> str:
+        return self.name
+
+    @property
+    def partial_name(self) -> str:
+        """What is ours while we write to an object store lies beside the file, under this name."""
+        return f".{self.name}{PARTIAL}"
+
+    def root_of(self, path: str) -> str:
+        """The folder in which the file lies."""
+        return path.rpartition("/")[0]
+
+    def digests_path(self, inside: str) -> str:
+        """Beside the file, wherever a format places it in a folder."""
+        return self.name + DIGESTS_SUFFIX
+
+    def url_of(self, url: str, path: str) -> str:
+        """The URL of ``path``, beside the file at ``url``."""
+        return url.removesuffix(self.name) + path
+
+
+OutputForm = Folder | SingleFile

@@ -1,0 +1,276 @@
+"""A key of an S3 bucket as the place of an output that is absent, old, or complete.
+
+Publishing completes the uploads, the last file last. Beside unfinished output, below ``.ckpt-tools-partial/``, lie
+small objects of ours: the lock of the process that writes, the log of what it did, and its notes. They are gone when
+the output is published.
+
+S3 renames nothing, so that an existing checkpoint cannot be swapped for another in one step. Its last file goes first,
+then the rest of it, then the new files come, the last of them last: whoever looks meanwhile finds no checkpoint.
+The objects that go are those that the caller names, and no other. Marks that tools make for folders, empty objects with
+a slash at the end of their names, are never ours, and stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ckpt_tools.errors import CkptError, DestinationExistsError
+from ckpt_tools.signals import held_back, let_through
+from ckpt_tools.stores.destination import Claim, Leftover, PartRules, Place
+from ckpt_tools.stores.marker_files import is_marker
+from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
+from ckpt_tools.stores.present import NOTHING, Present, Standing, check_free, check_only, folders_of
+from ckpt_tools.stores.s3.client import Bucket, Found
+from ckpt_tools.stores.s3.destination import LOG_NUMBER, MAX_PARTS, PART_BYTES, S3Destination, S3Log, copying_rules
+from ckpt_tools.stores.s3.lock import ObjectLock, is_held
+from ckpt_tools.stores.s3.store import S3Store
+from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes, in_parallel
+
+
+@dataclass(slots=True)
+class S3Claim(Claim):
+    """A place that this process alone writes to, as long as its lock says so."""
+
+    place: S3Place
+    destination: S3Destination
+    log: S3Log
+    lock: ObjectLock
+    overwrite: bool
+    published: bool = False
+
+    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
+        """Make the finished files visible, the last of ``paths`` last, and ``replaced`` go.
+
+        Raises:
+            DestinationExistsError: somebody else put something there meanwhile. StoreError: the service failed, or
+            another process took over.
+        """
+        self.lock.check()
+        self.place.check_free(overwrite=self.overwrite)
+        check_only(self.place.present(), self.place.url, replaced)
+        *data, last = paths
+        self._remove_debris(paths)
+        old = self._old([self.destination.prefix + path for path in paths], replaced)
+        self.destination.notes.publish(*self.destination.mark(last), old)
+        self._remove(old)
+        in_parallel(self.destination.complete, data)
+        self.destination.complete(last)
+        self.published = True
+        _quietly(self._tidy)
+
+    def _remove_debris(self, paths: Sequence[str]) -> None:
+        """What a killed run left half made, but for the files that it completed for us."""
+        notes = self.destination.notes
+        if partial_objects := notes.partial_objects():
+            marks = dict(map(self.destination.mark, paths))
+            kept = {key for key in partial_objects if key in marks and notes.token(key) == marks[key]}
+            self.place.bucket.delete([key for key in partial_objects if key not in kept])
+
+    def _old(self, new: Sequence[str], replaced: Mapping[str, int]) -> list[Found]:
+        """What has to go; but a single file is replaced as it is, in one step."""
+        names = {self.place.inside + path for path in replaced}
+        is_file = isinstance(self.place.form, SingleFile)
+        old = [] if is_file else [each for each in self.place.objects() if each.key in names]
+        return [] if len(new) == 1 and {each.key for each in old} <= set(new) else old
+
+    def _remove(self, old: Sequence[Found]) -> None:
+        """What makes it a checkpoint first."""
+        keys = [each.key for each in old]
+        self.place.bucket.delete([key for key in keys if is_marker(key)])
+        self.place.bucket.delete([key for key in keys if not is_marker(key)])
+
+    def _tidy(self) -> None:
+        """Uploads that were begun twice, as an answer was lost, and the notes."""
+        self.log.clear()
+        self.destination.notes.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class S3Place(Place):
+    """A key of a bucket, without a slash at its end, as the place of an output."""
+
+    bucket: Bucket
+    key: str
+
+    @property
+    def url(self) -> str:
+        return self.bucket.url(self.key)
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.key).name or self.bucket.name
+
+    @property
+    def parts(self) -> PartRules:
+        return PartRules(PART_BYTES, MAX_PARTS, copying_rules(self.bucket))
+
+    @property
+    def inside(self) -> str:
+        """The prefix of what is in it as a folder."""
+        return f"{self.key}/" if self.key else ""
+
+    @property
+    def beside(self) -> str:
+        """The prefix of what lies where it lies itself."""
+        return self.key.removesuffix(self.name)
+
+    @property
+    def _root(self) -> str:
+        """The prefix of the names that an output's files have in its layout."""
+        match self.form:
+            case SingleFile():
+                return self.beside
+            case Folder():
+                return self.inside
+
+    @property
+    def _partial(self) -> str:
+        return f"{self._root}{self.form.partial_name}/"
+
+    def objects(self) -> list[Found]:
+        """What is in the folder, but for what is ours alone."""
+        folder = self.taken_as(Folder())
+        partial_objects = set(folder._notes.partial_objects())
+        found = self.bucket.objects(self.inside)
+        return [each for each in found if each.key not in partial_objects and not each.key.startswith(folder._partial)]
+
+    @property
+    def _notes(self) -> UploadNotes:
+        return UploadNotes(self.bucket, f"{self._partial}notes/", self._root)
+
+    @property
+    def lock(self) -> ObjectLock:
+        return ObjectLock(self.bucket, f"{self._partial}lock", self.url)
+
+    @property
+    def _log(self) -> S3Log:
+        return S3Log(self.bucket, f"{self._partial}log/")
+
+    def present(self) -> Present | None:
+        match self.form:
+            case SingleFile():
+                return self._file()
+            case Folder():
+                return self._folder()
+
+    def _file(self) -> Present | None:
+        found = self.bucket.head(self.key) if self.key else None
+        return None if found is None else Present(S3Store(self.bucket, self.beside, self.name), {self.name: found.size})
+
+    def _folder(self) -> Present | None:
+        """The folder's own mark, and those of folders that hold files, say nothing more than these."""
+        sizes = {each.key.removeprefix(self.inside): each.size for each in self.objects()}
+        files = {path: size for path, size in sizes.items() if path and not path.endswith("/")}
+        full = {"", *(f"{folder}/" for folder in folders_of(files))}
+        others = [path or "/" for path, size in sizes.items() if path not in files and (size or path not in full)]
+        return Present(S3Store(self.bucket, self.inside), files, others) if files or others else None
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """Raises DestinationExistsError where the place may not, or cannot, be taken."""
+        single = self.bucket.head(self.key) if self.key else None
+        is_there: dict[Kind, bool] = {"file": single is not None, "folder": self._folder() is not None}
+        kinds = [kind for kind, found in is_there.items() if found]
+        check_free(self.url, Standing(bool(kinds), kinds), self.form.kind, overwrite=overwrite)
+
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[S3Claim]:
+        """As ``Place.claim``. S3 answers when bytes are safe, so that ``fsync`` asks for nothing more."""
+        return claimed(self, overwrite=overwrite, resume=resume)
+
+    def new_claim(self, *, overwrite: bool) -> S3Claim:
+        return S3Claim(
+            self, S3Destination(self.bucket, self._root, self._notes), self._log, self.lock, overwrite=overwrite
+        )
+
+    def _ways(self) -> list[S3Place]:
+        """As a folder or as a file: how it was written to is not said. A bucket itself is a folder."""
+        return [self.taken_as(Folder()), *([self.as_file()] if self.key else [])]
+
+    def leftovers(self) -> Sequence[Leftover]:
+        found: list[Leftover] = []
+        for way in self._ways():
+            if is_held(self.bucket.get(way.lock.key)):
+                raise DestinationExistsError(f"another process is writing to {self.url}; wait for it to end")
+            found += way._left()
+        return found
+
+    def _left(self) -> Iterator[Leftover]:
+        notes, partial = self._notes, self._partial
+        for key, upload in notes.open_uploads():
+            num_bytes = sum(part.size for part in self.bucket.parts(key, upload).values())
+            yield Leftover("open upload", self.bucket.url(key), num_bytes)
+        for key in notes.partial_objects():
+            partial_objects = self.bucket.head(key)
+            yield Leftover(
+                "half an output", self.bucket.url(key), 0 if partial_objects is None else partial_objects.size
+            )
+        for each in self.bucket.objects(partial):
+            kind = next((kind for kind, form in _KINDS.items() if form.fullmatch(each.key.removeprefix(partial))), None)
+            if kind is not None:
+                yield Leftover(kind, self.bucket.url(each.key), each.size)
+
+    def remove_leftovers(self) -> Sequence[Leftover]:
+        found = self.leftovers()
+        for way in self._ways():
+            if self.bucket.holds_any(way._partial):
+                way._remove_left()
+        return found
+
+    def _remove_left(self) -> None:
+        lock = self.lock
+        lock.take()
+        try:
+            self._notes.remove()
+            self._log.clear()
+        finally:
+            lock.release()
+
+
+_KINDS = {
+    "log": re.compile(rf"log/{LOG_NUMBER.pattern}"),
+    "lock": re.compile("lock"),
+    "note": re.compile(rf"notes/(begun/{TOKEN_FORM.pattern}/.+|publishing)", re.DOTALL),
+}
+"""The objects below ``.ckpt-tools-partial/`` that are ours."""
+
+
+@contextmanager
+def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Claim]:
+    """The place, taken; on leaving, what was not published is gone. With ``resume`` it is kept.
+
+    Raises:
+        DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing.
+        StoreError: the service failed.
+    """
+    place.check_free(overwrite=overwrite)
+    claim = place.new_claim(overwrite=overwrite)
+    # A signal ends what is done at the place, and neither taking it nor leaving it.
+    with held_back(), ExitStack() as leaving:
+        claim.lock.take()
+        leaving.callback(_quietly, claim.lock.release)
+        leaving.enter_context(claim.lock.beating())
+        with let_through():
+            place.check_free(overwrite=overwrite)
+            if not resume:
+                leaving.callback(_forget, claim)
+                _remove_earlier(claim)
+            yield claim
+
+
+def _remove_earlier(claim: S3Claim) -> None:
+    claim.destination.notes.remove()
+    claim.log.clear()
+
+
+def _forget(claim: S3Claim) -> None:
+    if not claim.published:
+        _quietly(lambda: _remove_earlier(claim))
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    """What cannot be removed now, ``clean`` removes later; the error that brought us here is the one to tell."""
+    with suppress(CkptError):
+        call()

@@ -1,0 +1,160 @@
+"""What a store, a destination and a claim can do beyond the least: asked of any of them, without asking its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import FileLayout, Layout, Payload
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.planning.plan import Plan
+from ckpt_tools.stores.destination import CopyingRules, Destination
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.stores.read_ahead import BlockCache
+from ckpt_tools.stores.source import Buffer, ServiceFile, Store, StoreWrapper
+from ckpt_tools.testing.stores import StoreTests
+from ckpt_tools.transfer.execute import TransferResult, execute
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+
+DATA = bytes(range(200))
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(Store):
+    """A store that can do no more than it must."""
+
+    inner: MemoryStore
+    url: str = "plain://"
+
+    def list(self) -> Mapping[str, int]:
+        return self.inner.list()
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self.inner.read_into(path, start, buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Able(StoreWrapper):
+    """A store that can do everything, and remembers what it was asked."""
+
+    store: Store
+    asked: list[str] = field(default_factory=list)
+
+    def version(self, path: str) -> str:
+        return f"version of {path}"
+
+    def locate(self, path: str) -> ServiceFile:
+        return ServiceFile("service", path, self.version(path))
+
+    def prefetch(self, path: str, start: int, stop: int) -> None:
+        self.asked.append(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarding(StoreWrapper):
+    store: Store
+
+
+@dataclass(frozen=True, slots=True)
+class Copying(Destination):
+    """A destination that copies, and does no more than it must otherwise."""
+
+    copied: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def copying(self) -> CopyingRules:
+        return CopyingRules("service", 1)
+
+    def begin(self, path: str, size_bytes: int) -> str:
+        return ""
+
+    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        raise AssertionError("all of it can be copied")
+
+    def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
+        self.copied[path] = self.copied.get(path, b"") + DATA[start:stop]
+        return ""
+
+    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
+        return False
+
+    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+        """Nothing is left to do."""
+
+    def abandon(self) -> None:
+        """Nothing is open."""
+
+
+class TestPlain(StoreTests):
+    def make(self, files: Mapping[str, bytes]) -> Store:
+        return Plain(MemoryStore({name: bytearray(data) for name, data in files.items()}))
+
+
+class TestForwarding(StoreTests):
+    def make(self, files: Mapping[str, bytes]) -> Store:
+        return Forwarding(MemoryStore({name: bytearray(data) for name, data in files.items()}))
+
+
+def store() -> MemoryStore:
+    return MemoryStore({"f": bytearray(DATA)})
+
+
+def test_a_store_need_not_do_more_than_list_and_read() -> None:
+    plain = Plain(store())
+    plain.prefetch("f", 0, 3)
+    assert (plain.version("f"), plain.locate("f")) == ("", None)
+
+
+def test_one_that_does_not_even_read_is_no_store() -> None:
+    class Listing(Store):
+        url = "listing://"
+
+        def list(self) -> Mapping[str, int]:
+            return {}
+
+    with pytest.raises(TypeError, match="read_into"):
+        Listing()  # type: ignore[abstract]
+
+
+def test_a_wrapper_forwards_all_that_a_store_can_do() -> None:
+    """Or a capability that is added later would be lost in every wrapper."""
+    public = {name for name in vars(Store) if not name.startswith("_")}
+    assert public <= vars(StoreWrapper).keys()
+
+
+@pytest.mark.parametrize("wrap", [Forwarding, lambda able: Overlay(able, {"mine": b"1"})])
+def test_what_the_store_below_can_do_a_wrapper_can(wrap: type[Forwarding]) -> None:
+    able = Able(store())
+    wrapper = wrap(able)
+    wrapper.prefetch("f", 0, 3)
+    assert (wrapper.version("f"), wrapper.locate("f"), able.asked) == (able.version("f"), able.locate("f"), ["f"])
+
+
+def test_a_cache_of_blocks_reads_ahead_itself() -> None:
+    able = Able(store())
+    cached = BlockCache(able, able.list())
+    cached.prefetch("f", 0, 3)
+    assert (cached.version("f"), cached.locate("f"), able.asked) == (able.version("f"), able.locate("f"), [])
+
+
+def test_an_overlay_keeps_its_literals_to_itself() -> None:
+    able = Able(store())
+    overlay = Overlay(able, {"mine": b"1"})
+    overlay.prefetch("mine", 0, 1)
+    assert (overlay.version("mine"), overlay.locate("mine"), able.asked) == ("", None, [])
+
+
+@pytest.mark.parametrize("source", [Able(store()), Overlay(BlockCache(Able(store()), {"f": 200}), {})])
+def test_a_destination_copies_what_lies_in_its_service(source: Store) -> None:
+    shard = Shard(Box((0,), (200,)), ByteRange("f", 0, 200))
+    entry = TensorEntry((200,), DType.UINT8, Kind.PARAMETER, ShardTable.build((200,), DType.UINT8, [shard]))
+    file = FileLayout("out", (Payload(StateKey("w"), Box.whole((200,)), (200,), DType.UINT8),))
+    plan, target = Plan(Manifest("test", {StateKey("w"): entry}), Layout((file,)), 64, 1), Copying()
+    result = execute(plan, source, target, runner=ThreadRunner(1), on_bytes=lambda _: None)
+    assert (result, target.copied) == (TransferResult(0, 200, 200), {"out": DATA})
