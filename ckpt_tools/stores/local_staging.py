@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import Leftover, PartRules
@@ -465,7 +466,9 @@ def _check_free(place: Path, *, is_file: bool, overwrite: bool) -> None:
 
 
 def _exists(place: Path) -> DestinationExistsError:
-    return DestinationExistsError(f"{place} exists; choose another destination, or replace it with --overwrite")
+    return DestinationExistsError(
+        f"{place} exists; choose another destination, or replace it with {option('overwrite', True)}"
+    )
 
 
 def _is_folder(path: Path) -> bool:

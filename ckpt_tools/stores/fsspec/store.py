@@ -22,6 +22,7 @@ from functools import partial as partial_call
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -63,7 +64,7 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     except ImportError as error:
         raise UsageError(f"{url} needs a package that is not installed: {error}") from error
     except TypeError as error:
-        raise UsageError(f"--storage-option: {error}") from error
+        raise UsageError(f"{option('storage_options')} does not fit: {error}") from error
     except ValueError as error:
         raise UnsupportedError(f"{url}: {error}") from error
     return fs, str(path).rstrip("/")
@@ -384,7 +385,7 @@ class FsspecPlace:
         inside = self.present(is_file=False) is not None
         if (single or inside) and not overwrite:
             raise DestinationExistsError(
-                f"{self.url} exists; choose another destination, or replace it with --overwrite"
+                f"{self.url} exists; choose another destination, or replace it with {option('overwrite', True)}"
             )
         if inside if is_file else single:
             kind = "folder" if is_file else "file"
@@ -401,7 +402,8 @@ class FsspecPlace:
         """
         if resume:
             raise UsageError(
-                f"--resume: what was written to {self.url} cannot be continued, only to paths and s3:// URLs"
+                f"{option('resume', True)}: what was written to {self.url} cannot be continued, "
+                "only to paths and s3:// URLs"
             )
         self.check_free(is_file=is_file, overwrite=overwrite)
         partial = self._partial(is_file=is_file)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import PurePosixPath
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
 from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import CopyingRules, Leftover, PartRules
@@ -345,7 +346,7 @@ class S3Place:
         inside = self._folder() is not None
         if (single is not None or inside) and not overwrite:
             raise DestinationExistsError(
-                f"{self.url} exists; choose another destination, or replace it with --overwrite"
+                f"{self.url} exists; choose another destination, or replace it with {option('overwrite', True)}"
             )
         if inside if is_file else single is not None and not self.key.endswith("/"):
             kind = "folder" if is_file else "file"
