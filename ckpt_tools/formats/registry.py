@@ -15,14 +15,15 @@ from typing import Any
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.formats.base import Reader, Writer
 from ckpt_tools.formats.foreign import rank_in_name, refuse_ranks
 from ckpt_tools.stores.source import Source
 
 
-@dataclass(frozen=True, slots=True)
-class FormatInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class FormatInfo(Shown):
     """One row of the table of formats."""
 
     name: str
@@ -30,6 +31,9 @@ class FormatInfo:
     writes: bool
     holds: str
     about: str
+
+    def shown(self) -> dict[str, object]:
+        return {"name": self.name, "reads": self.reads, "writes": self.writes, "holds": self.holds, "about": self.about}
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "read": self.reads, "write": self.writes, "holds": self.holds, "about": self.about}
