@@ -1,14 +1,14 @@
 """ckpt-tools: open any sharded training checkpoint and write any other.
 
-The public API is the verbs of the command line, ``inspect``, ``plan``, ``convert``, ``reshard``, ``consolidate``,
-``verify``, ``diff``, ``checksum``, ``sign``, ``scan``, ``clean`` and ``formats``, and the errors they raise. They are
-loaded when they are first used, so that importing the package costs nothing.
+The public API is what ``__all__`` lists: the verbs of the command line as functions, the classes of their results,
+the errors that they raise, and the types of the formats' names. docs/python.md describes them. Each is loaded when it
+is first used, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckpt_tools.api import (
@@ -26,23 +26,129 @@ if TYPE_CHECKING:
         sign,
         verify,
     )
-    from ckpt_tools.errors import CkptError
-    from ckpt_tools.stores.claims import claim
+    from ckpt_tools.checkpoint import Checkpoint, LazyTensor
+    from ckpt_tools.conversion import ConvertReport, PlanReport
+    from ckpt_tools.core.notes import Note, Outcome
+    from ckpt_tools.core.option_names import ReadFormat, WrittenFormat
+    from ckpt_tools.core.summary import Summary, TensorSummary
+    from ckpt_tools.errors import (
+        CkptError,
+        DestinationExistsError,
+        DifferenceError,
+        FormatError,
+        IncompleteError,
+        LossError,
+        MalformedError,
+        MemoryBudgetError,
+        SourceNotFoundError,
+        StoreError,
+        UnsafeError,
+        UnsupportedError,
+        UsageError,
+    )
+    from ckpt_tools.formats.registry import FormatInfo
+    from ckpt_tools.stores.claims import UrlClaim, claim
+    from ckpt_tools.stores.destination import Leftover
+    from ckpt_tools.stores.leftovers import CleanReport
     from ckpt_tools.torch.load_into import load_into
     from ckpt_tools.torch.storage_reader import storage_reader
+    from ckpt_tools.verification.deviation import Deviation
+    from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
+    from ckpt_tools.verification.scan.findings import Danger, Finding, ScanReport
+    from ckpt_tools.verification.signing import SignReport
+    from ckpt_tools.verification.verify import ChecksumReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CkptError": "ckpt_tools.errors",
-    "claim": "ckpt_tools.stores.claims",
-    "load_into": "ckpt_tools.torch.load_into",
-    "storage_reader": "ckpt_tools.torch.storage_reader",
+    "api": (
+        "checksum",
+        "clean",
+        "consolidate",
+        "convert",
+        "diff",
+        "formats",
+        "inspect",
+        "open",
+        "plan",
+        "reshard",
+        "scan",
+        "sign",
+        "verify",
+    ),
+    "checkpoint": ("Checkpoint", "LazyTensor"),
+    "conversion": ("ConvertReport", "PlanReport"),
+    "core.notes": ("Note", "Outcome"),
+    "core.option_names": ("ReadFormat", "WrittenFormat"),
+    "core.summary": ("Summary", "TensorSummary"),
+    "errors": (
+        "CkptError",
+        "DestinationExistsError",
+        "DifferenceError",
+        "FormatError",
+        "IncompleteError",
+        "LossError",
+        "MalformedError",
+        "MemoryBudgetError",
+        "SourceNotFoundError",
+        "StoreError",
+        "UnsafeError",
+        "UnsupportedError",
+        "UsageError",
+    ),
+    "formats.registry": ("FormatInfo",),
+    "stores.claims": ("UrlClaim", "claim"),
+    "stores.destination": ("Leftover",),
+    "stores.leftovers": ("CleanReport",),
+    "torch.load_into": ("load_into",),
+    "torch.storage_reader": ("storage_reader",),
+    "verification.deviation": ("Deviation",),
+    "verification.report": ("Aspect", "Difference", "VerifyReport"),
+    "verification.scan.findings": ("Danger", "Finding", "ScanReport"),
+    "verification.signing": ("SignReport",),
+    "verification.verify": ("ChecksumReport",),
 }
-"""Where names are that are no verbs."""
+"""Where each public name is."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Aspect",
+    "Checkpoint",
+    "ChecksumReport",
     "CkptError",
+    "CleanReport",
+    "ConvertReport",
+    "Danger",
+    "DestinationExistsError",
+    "Deviation",
+    "Difference",
+    "DifferenceError",
+    "Finding",
+    "FormatError",
+    "FormatInfo",
+    "IncompleteError",
+    "LazyTensor",
+    "Leftover",
+    "LossError",
+    "MalformedError",
+    "MemoryBudgetError",
+    "Note",
+    "Outcome",
+    "PlanReport",
+    "ReadFormat",
+    "ScanReport",
+    "SignReport",
+    "SourceNotFoundError",
+    "StoreError",
+    "Summary",
+    "TensorSummary",
+    "UnsafeError",
+    "UnsupportedError",
+    "UrlClaim",
+    "UsageError",
+    "VerifyReport",
+    "WrittenFormat",
     "__version__",
     "checksum",
     "claim",
@@ -63,7 +169,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module(_HOMES.get(name, "ckpt_tools.api")), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    # Type checkers would take every name for one that is here.
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

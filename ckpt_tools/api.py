@@ -1,9 +1,9 @@
-"""The verbs: one function a command, with the same names and the same meaning.
+"""The verbs: one function for each command, with the same names, the same meaning and the same defaults.
 
-Options left out take the defaults stated in the signatures. Every function raises ``CkptError`` and nothing else on
-bad input.
+A verb hands its own parameters on as ``locals()``, which is read before anything else is assigned: a list of 27 names
+written five times is a list in which one is forgotten.
 
-``storage_options`` say how stores that are no local folders are reached, as fsspec's do: credentials, an endpoint.
+A verb imports its implementation when it is called, because every command imports this module.
 """
 
 from __future__ import annotations
@@ -12,18 +12,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.conversion import SAME, ConvertReport, PlanReport, Prepared, plan_report, prepare, run
-from ckpt_tools.core.applicability import ARGUMENTS, Case, check
-from ckpt_tools.core.option_names import DEFAULT_MEMORY
-from ckpt_tools.core.options import ConvertOptions, parse_size
-from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.reading import check_reading, read_checkpoint
-from ckpt_tools.stores.urls import implied_format, is_remote, open_place, open_source, reaching_stores
-from ckpt_tools.transfer.workers import REMOTE_WORKERS, WorkerPool, default_workers
+from ckpt_tools.core.option_names import (
+    DEFAULT_MEMORY,
+    DEFAULT_RUNNER,
+    DTypeName,
+    ReadFormat,
+    Runner,
+    State,
+    Weights,
+    WrittenFormat,
+    option,
+)
 
-# What few verbs need is imported by them: each of these rooms costs a conversion 5 to 15 ms of its start.
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import numpy as np
+    import torch
+
     from ckpt_tools.checkpoint import Checkpoint
+    from ckpt_tools.conversion import ConvertReport, PlanReport, Prepared
+    from ckpt_tools.core.options import ConvertOptions
     from ckpt_tools.core.progress import Progress
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.registry import FormatInfo
@@ -33,71 +42,114 @@ if TYPE_CHECKING:
     from ckpt_tools.verification.signing import SignReport
     from ckpt_tools.verification.verify import ChecksumReport
 
-_RUNNING = ("resume", "fsync", "on_progress", "storage_options")
-"""Options of ``convert`` that change nothing about what is to be done."""
+    DTypeLike: TypeAlias = DTypeName | torch.dtype | np.dtype[Any] | type[np.generic]
+    """A dtype that weights can be cast to, by its name or as torch, numpy or ml_dtypes has it."""
+
+_SAME: Any = "same"
+"""In the place of a format: the source's own. Not a value that a caller may pass."""
 
 
 def _silent(done: int, total: int) -> None:
-    """The default progress: none."""
+    """The progress of a caller that wants none."""
 
 
-@reaching_stores
 def inspect(
     src: str | Path,
     *,
-    from_: str | None = None,
+    from_: ReadFormat | None = None,
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Summary:
-    """What the checkpoint at ``src`` holds, from its headers alone."""
-    from ckpt_tools.core.summary import summarize
+    """Summarize the checkpoint at ``src`` from its headers; no tensor is read.
 
-    options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
-    _, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    Args:
+        src: A path, or a URL of a store: ``s3://``, ``gs://``, ``http://``, ... A folder or one file.
+        from_: The format of the source. Default: detected.
+        tag: Which checkpoint of a DeepSpeed folder. Default: the tag that its file ``latest`` names.
+        model_key: Where the model is in a tree, such as ``"app.model"``. Default: found by its content.
+        optim_key: Where the optimizer is in a tree. Default: found by its content.
+        storage_options: How the store is reached (credentials, ``endpoint_url``), as ``docs/stores.md`` lists them.
+            Only for URLs. Default: the environment's.
+
+    Returns:
+        A ``Summary``: format, step, world size, tensors, parameters, bytes.
+
+    Raises:
+        SourceNotFoundError: nothing is at ``src``.
+        FormatError: it is not a checkpoint that can be read.
+        StoreError: the disk or the network failed.
+        UsageError: an option does not apply to this format.
+
+    Example:
+        >>> import ckpt_tools
+        >>> summary = ckpt_tools.inspect("run")
+        >>> summary.format, summary.world_size, summary.num_parameters
+        ('dcp', 2, 36)
+    """
+    asked = locals()
+    from ckpt_tools.core.summary import summarize
+    from ckpt_tools.formats.reading import check_reading, read_checkpoint
+    from ckpt_tools.stores.urls import check_storage_options
+
+    options = _options(asked)
+    check_storage_options(storage_options, src)
+    _, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options.reading)
     return summarize(manifest, str(src))
 
 
-@reaching_stores
 def open(
     src: str | Path,
     *,
-    from_: str | None = None,
+    from_: ReadFormat | None = None,
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """The checkpoint at ``src`` as a mapping of names to tensors that are read when indexed, and only where."""
-    from ckpt_tools.checkpoint import Checkpoint
+    """Open the checkpoint at ``src`` as a mapping from names to tensors, which are read when they are indexed.
 
-    options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
-    source, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    Args:
+        src, from_, tag, model_key, optim_key, storage_options: As for ``inspect``.
+
+    Returns:
+        A ``Checkpoint``. Indexing one of its tensors reads those elements and no others.
+
+    Raises:
+        CkptError: As ``inspect`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> checkpoint = ckpt_tools.open("run")
+        >>> checkpoint["encoder.weight"].shape
+        (4, 8)
+        >>> checkpoint["encoder.weight"][1, :3]
+        array([ 8.,  9., 10.], dtype=float32)
+    """
+    asked = locals()
+    from ckpt_tools.checkpoint import Checkpoint
+    from ckpt_tools.formats.reading import check_reading, read_checkpoint
+    from ckpt_tools.stores.urls import check_storage_options
+
+    options = _options(asked)
+    check_storage_options(storage_options, src)
+    source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options.reading)
     return Checkpoint.of(source.store, manifest)
 
 
-@reaching_stores
-def plan(src: str | Path, dst: str | Path, **options: Any) -> PlanReport:
-    """What ``convert`` with the same arguments will read, write, cast, drop and, with ``overwrite``, remove; writes
-    nothing, and refuses what ``convert`` refuses."""
-    known = {name: options.pop(name) for name in list(options) if name not in _RUNNING}
-    return plan_report(_prepared(src, dst, **known))
-
-
-@reaching_stores
-def convert(
+def plan(
     src: str | Path,
     dst: str | Path,
     *,
-    to: str | None = None,
-    from_: str | None = None,
+    to: WrittenFormat | None = None,
+    from_: ReadFormat | None = None,
     world_size: int | None = None,
-    state: str | None = None,
-    dtype: str | None = None,
-    weights: str | None = None,
+    state: State | None = None,
+    dtype: DTypeLike | None = None,
+    weights: Weights | None = None,
     max_shard_size: str | int | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -108,242 +160,582 @@ def convert(
     tag: str | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
-    runner: str = "threads",
+    runner: Runner = DEFAULT_RUNNER,
     address: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
     strict: bool = False,
     fsync: bool = False,
     checksum: bool = False,
-    on_progress: Progress = _silent,
+    on_progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> ConvertReport:
-    """Write the checkpoint at ``src`` to ``dst`` in another format, or cut otherwise.
+) -> PlanReport:
+    """Say what ``convert`` with the same arguments would do; write nothing.
 
-    ``dst`` is absent, as it was, or complete, whatever happens. With ``resume`` what a killed or failed run of the same
-    conversion wrote is checked and not written again, and is kept where this one fails too. ``on_progress`` hears of
-    bytes written and in all.
+    Args:
+        src, dst and all others: As for ``convert``. ``resume``, ``fsync`` and ``on_progress`` change nothing about
+            what is to be done.
 
-    With ``overwrite`` the one checkpoint that lies at ``dst`` itself is replaced. Where anything else is there, or the
-    source is, or is a folder above or below it, nothing is replaced, and DestinationExistsError says why.
+    Returns:
+        A ``PlanReport``: files and bytes to write, bytes to read, peak memory, what would be cast, dropped, renamed
+        and, with ``overwrite``, removed.
 
-    With ``checksum`` the digests of what was written lie with it, for ``verify``.
+    Raises:
+        CkptError: As ``convert`` does before it writes.
 
-    With ``runner="ray"`` the work is done by processes of a Ray cluster: the one at ``address``, or one of this machine
-    alone that is started for it.
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.plan("run", "bf16.safetensors", dtype="bfloat16")
+        >>> report.num_tensors, report.bytes_read
+        (2, 144)
+        >>> [str(note.outcome.value) for note in report.notes]
+        ['cast']
     """
-    if workers is None and runner == "threads":
-        workers = _workers(None, src, dst)
-    prepared = _prepared(
-        src,
-        dst,
-        to=to,
-        from_=from_,
-        world_size=world_size,
-        state=state,
-        dtype=dtype,
-        weights=weights,
-        max_shard_size=max_shard_size,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        key_map=key_map,
-        model_key=model_key,
-        optim_key=optim_key,
-        tag=tag,
-        memory=memory,
-        workers=workers,
-        runner=runner,
-        address=address,
-        strict=strict,
-        overwrite=overwrite,
-        checksum=checksum,
-    )
-    pool = WorkerPool(runner, address, workers)
-    return run(
-        prepared,
-        pool=pool,
-        fsync=fsync,
-        on_progress=on_progress,
-        resume=resume,
-    )
+    asked = locals()
+    from ckpt_tools.conversion import plan_report
+
+    return plan_report(_prepared(asked))
 
 
-@reaching_stores
-def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **options: Any) -> ConvertReport:
-    """The model's weights alone as one model: safetensors, or what ``dst`` or ``to`` says. Takes ``convert``'s
-    options."""
-    chosen = to or implied_format(open_place(dst).name) or "safetensors"
-    return convert(src, dst, to=chosen, state="model", **options)
-
-
-@reaching_stores
-def reshard(src: str | Path, dst: str | Path, *, world_size: int, **options: Any) -> ConvertReport:
-    """The same checkpoint in the same format for another number of ranks. Takes ``convert``'s options."""
-    return convert(src, dst, to=SAME, world_size=world_size, **options)
-
-
-def _prepared(
+def convert(
     src: str | Path,
     dst: str | Path,
     *,
-    to: str | None = None,
-    from_: str | None = None,
+    to: WrittenFormat | None = None,
+    from_: ReadFormat | None = None,
+    world_size: int | None = None,
+    state: State | None = None,
+    dtype: DTypeLike | None = None,
+    weights: Weights | None = None,
+    max_shard_size: str | int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+    tag: str | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
-    runner: str = "threads",
+    runner: Runner = DEFAULT_RUNNER,
     address: str | None = None,
-    strict: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
+    strict: bool = False,
+    fsync: bool = False,
     checksum: bool = False,
-    **options: Any,
-) -> Prepared:
-    return prepare(
-        src,
-        dst,
-        to=to,
-        from_=from_,
-        options=ConvertOptions(**options),
-        memory_bytes=parse_size(DEFAULT_MEMORY if memory is None else memory),
-        memory_is_limit=memory is not None,
-        num_workers=WorkerPool(runner, address, workers).workers_per_process,
-        strict=strict,
-        overwrite=overwrite,
-        checksum=checksum,
-    )
+    on_progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ConvertReport:
+    """Write the checkpoint at ``src`` to ``dst`` in another format, or for another number of ranks.
+
+    Whatever happens, ``dst`` is absent, as it was before, or complete.
+
+    Args:
+        src: The source: a path, or a URL of a store.
+        dst: The destination: a path, or a URL of a store that can be written to. A name that ends in
+            ``.safetensors``, ``.pt``, ``.pth`` or ``.bin`` is one file; any other is a folder.
+        to: The format to write, one of those that ``formats`` lists. Default: the one that the ending of ``dst``
+            implies.
+        from_: The format of the source. Default: detected.
+        world_size: The number of ranks to write for; for dcp and zero1 to zero3. Default: the source's.
+        state: ``"model"`` for weights alone, ``"all"`` for the whole training state. Default: all if the target
+            format is made for it.
+        dtype: Cast the weights, and nothing else: ``"float32"``, ``"bfloat16"``, ``"float16"``, or the same as a
+            dtype of torch, numpy or ml_dtypes. Default: no cast.
+        weights: Which copy stands for a weight if one copy is written: the fp32 ``"master"``, or the ``"model"``'s
+            own. Default: ``"master"``, if there is one.
+        max_shard_size: Cut safetensors or torch into files of at most this size: bytes, or ``"5GB"``, ``"512MiB"``.
+            Default: one file.
+        include: Globs; only tensors with matching names are written. Default: all tensors.
+        exclude: Globs; tensors with matching names are left out.
+        rename: Rules ``"REGEX=REPLACEMENT"``, applied to names in this order.
+        key_map: A file with a JSON object of old names to new names, applied before ``rename``.
+        model_key: Where the model is in the tree that is read, or written to dcp: ``"app.model"``.
+        optim_key: Where the optimizer is in the tree that is read, or written to dcp.
+        tag: Which checkpoint of a DeepSpeed folder is read, or the name of the one that is written.
+        memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
+            index needs.
+        workers: The number of threads, or of processes with ``runner="ray"``. Default: one for each processor.
+        runner: ``"threads"`` of this process, or processes of a ``"ray"`` cluster. Default: ``"threads"``.
+        address: The Ray cluster. Default: a cluster of this machine alone, which ends with the call.
+        overwrite: Replace the one checkpoint that is at ``dst`` itself. If anything else is there, nothing is
+            replaced.
+        resume: Continue what a killed or failed run of the same conversion wrote; if this one fails, keep what it
+            wrote.
+        strict: Raise ``LossError`` if anything would be dropped that was not asked to be.
+        fsync: Return when the output would survive a power failure.
+        checksum: Write the digests of the output with it, for ``verify``.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+        storage_options: How stores are reached, the same for ``src`` and ``dst``.
+
+    Returns:
+        A ``ConvertReport``: bytes, seconds, and the plan, whose ``notes`` say what was cast or dropped.
+
+    Raises:
+        UsageError: arguments do not fit each other or this checkpoint.
+        SourceNotFoundError: nothing is at ``src``.
+        FormatError: ``src`` cannot be read, or the target format cannot hold it.
+        DestinationExistsError: something is at ``dst`` that may not be replaced.
+        LossError: with ``strict``, something would be dropped.
+        MemoryBudgetError: ``memory`` is too small for this checkpoint.
+        StoreError: the disk or the network failed.
+        UnsafeError: reading on would run code or leave the checkpoint's folder.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.convert("run", "half.safetensors", dtype="bfloat16", include=["*.weight"])
+        >>> report.plan.num_tensors
+        1
+        >>> str(ckpt_tools.open("half.safetensors")["encoder.weight"].dtype)
+        'bfloat16'
+    """
+    asked = locals()
+    from ckpt_tools.conversion import run
+    from ckpt_tools.transfer.workers import WorkerPool
+
+    if workers is None and runner == "threads":
+        workers = _workers(None, src, dst)
+    prepared = _prepared({**asked, "workers": workers})
+    pool = WorkerPool(runner, address, workers)
+    return run(prepared, pool=pool, fsync=fsync, on_progress=on_progress or _silent, resume=resume)
 
 
-def _workers(asked: int | None, *urls: str | Path | None) -> int:
-    """The threads for what lies at ``urls``."""
-    if asked is not None and asked < 1:
-        raise UsageError(f"--workers {asked}: at least one is needed")
-    is_distant = any(url is not None and is_remote(url) for url in urls)
-    return asked or max(default_workers(), REMOTE_WORKERS if is_distant else 1)
+def consolidate(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: WrittenFormat | None = None,
+    from_: ReadFormat | None = None,
+    world_size: int | None = None,
+    dtype: DTypeLike | None = None,
+    weights: Weights | None = None,
+    max_shard_size: str | int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+    tag: str | None = None,
+    memory: str | int | None = None,
+    workers: int | None = None,
+    runner: Runner = DEFAULT_RUNNER,
+    address: str | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    strict: bool = False,
+    fsync: bool = False,
+    checksum: bool = False,
+    on_progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ConvertReport:
+    """Write the model's weights alone, as one model.
+
+    Args:
+        src, dst: As for ``convert``.
+        to: The format to write. Default: the one that the ending of ``dst`` implies, else ``"safetensors"``.
+        All others: As for ``convert``; ``state`` is ``"model"``.
+
+    Returns:
+        A ``ConvertReport``.
+
+    Raises:
+        CkptError: As ``convert`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.consolidate("run", "weights")
+        >>> list(report.plan.files)
+        ['model.safetensors']
+    """
+    asked = locals()
+    from ckpt_tools.stores.urls import check_storage_options, implied_format, open_place
+
+    check_storage_options(storage_options, src, dst)
+    chosen = to or implied_format(open_place(dst, storage_options).name) or "safetensors"
+    return convert(**{**asked, "to": chosen, "state": "model"})
 
 
-@reaching_stores
+def reshard(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    world_size: int,
+    from_: ReadFormat | None = None,
+    state: State | None = None,
+    dtype: DTypeLike | None = None,
+    weights: Weights | None = None,
+    max_shard_size: str | int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+    tag: str | None = None,
+    memory: str | int | None = None,
+    workers: int | None = None,
+    runner: Runner = DEFAULT_RUNNER,
+    address: str | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    strict: bool = False,
+    fsync: bool = False,
+    checksum: bool = False,
+    on_progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ConvertReport:
+    """Write the same checkpoint in the same format for another number of ranks.
+
+    Args:
+        src, dst: As for ``convert``.
+        world_size: The number of ranks to write for, at least 1.
+        All others: As for ``convert``; ``to`` is the format of the source.
+
+    Returns:
+        A ``ConvertReport``.
+
+    Raises:
+        UsageError: the format of the source is not written for a number of ranks.
+        CkptError: As ``convert`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.reshard("run", "run-4", world_size=4)
+        >>> ckpt_tools.inspect("run-4").world_size
+        4
+    """
+    return convert(**{**locals(), "to": _SAME})
+
+
 def verify(
     src: str | Path,
     dst: str | Path | None = None,
     *,
-    from_: str | None = None,
+    from_: ReadFormat | None = None,
+    state: State | None = None,
+    dtype: DTypeLike | None = None,
+    weights: Weights | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+    tag: str | None = None,
     digests: str | Path | None = None,
     public_key: str | Path | None = None,
     signature: str | Path | None = None,
     workers: int | None = None,
-    on_progress: Progress = _silent,
+    on_progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    **options: Any,
 ) -> VerifyReport:
-    """Whether ``dst`` holds the tensors of ``src``, bit for bit, under the options it was converted with.
+    """Check bit for bit that ``dst`` holds the tensors of ``src``; without ``dst``, that ``src`` is whole.
 
-    Without ``dst``: whether every byte of ``src`` can be read, agrees with the checksums stored in it, and every tensor
-    with its digest: as ``digests`` lists those of the checkpoint that was converted to ``src`` with ``options``, else
-    as the list that lies with ``src`` does, if there is one. With ``public_key``, first of all, whether the signature
-    of ``digests``, else of ``src``, is by its owner.
+    Without ``dst`` every byte of ``src`` is read and compared with the checksums stored in it, and every tensor with
+    its digest, if there is a list of digests.
+
+    Args:
+        src: The checkpoint that was converted, or the one that is checked alone.
+        dst: What ``src`` was converted to.
+        from_: The format of ``src``. Default: detected.
+        state, dtype, weights, include, exclude, rename, key_map, model_key, optim_key, tag: As they were for
+            ``convert``.
+        digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``.
+            Default: the list that lies with ``src``, if there is one.
+        public_key: Without ``dst``: a PEM file. The signature of ``digests``, else of ``src``, is checked first.
+        signature: Where the signature is. Default: with what it signs.
+        workers: The number of threads. Default: one for each processor, and at least 8 for stores.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+        storage_options: How stores are reached, the same for all URLs.
+
+    Returns:
+        A ``VerifyReport``; ``report.equal`` says whether everything agrees. Differences are not raised.
+
+    Raises:
+        DifferenceError: the signature does not fit.
+        CkptError: something cannot be read; an argument does not apply.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.verify("model.safetensors", "run")
+        >>> report.equal, report.num_tensors
+        (True, 2)
     """
-    from ckpt_tools.verification.signing import check_signature
+    asked = locals()
+    from ckpt_tools.core.applicability import ARGUMENTS, Case, check
+    from ckpt_tools.formats.reading import check_reading, read_checkpoint
+    from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import Running, verify_alone, verify_pair
 
-    chosen = ConvertOptions(**options)
+    chosen = _options(asked)
     given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
     case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
     check(ARGUMENTS["verify"], given, case)
+    check_storage_options(storage_options, src, dst, digests)
     if public_key is not None:
+        from ckpt_tools.verification.signing import check_signature
+
         check_signature(digests or src, public_key=public_key, signature=signature)
-    source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
-    how = Running(_workers(workers, src, dst), on_progress)
+    source, manifest = read_checkpoint(src, chosen.reading, format_name=from_, storage_options=storage_options)
+    how = Running(_workers(workers, src, dst), on_progress or _silent, storage_options)
     if dst is None:
         check_reading(manifest, chosen.reading)
         return verify_alone(source, manifest, chosen, how, against=digests)
     return verify_pair(source, manifest, dst, chosen, how)
 
 
-@reaching_stores
 def diff(
     a: str | Path,
     b: str | Path,
     *,
-    from_: str | None = None,
+    from_: ReadFormat | None = None,
+    state: State | None = None,
+    weights: Weights | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
+    model_key: str | None = None,
+    optim_key: str | None = None,
+    tag: str | None = None,
     workers: int | None = None,
-    on_progress: Progress = _silent,
+    on_progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    **options: Any,
 ) -> VerifyReport:
-    """What differs between the tensors of ``a`` and ``b``, in whatever formats: optimizer state too, bit for bit, and
-    how far the values are apart.
+    """Compare the tensors of two checkpoints of any formats: which differ, and by how much.
 
-    ``state="model"`` compares weights alone; ``rename`` and ``key_map`` turn names of ``a`` into those of ``b``, and
-    ``include`` and ``exclude`` choose among the latter. ``from_``, ``tag`` and the keys say how ``a`` is read. Where
-    one side alone keeps fp32 masters, ``weights`` says which copy of it is compared.
+    Args:
+        a, b: The checkpoints: paths, or URLs of stores.
+        from_, tag, model_key, optim_key: How ``a`` is read, as for ``inspect``.
+        state: ``"model"`` compares weights alone. Default: everything, optimizer state too.
+        weights: Which copy of a weight is compared if one checkpoint alone keeps fp32 masters: ``"master"`` or
+            ``"model"``. Default: ``"master"``.
+        rename, key_map: Turn names of ``a`` into names of ``b``, as for ``convert``.
+        include, exclude: Globs that choose among the names of ``b``.
+        workers: The number of threads. Default: one for each processor, and at least 8 for stores.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+        storage_options: How stores are reached, the same for ``a`` and ``b``.
+
+    Returns:
+        A ``VerifyReport``; ``report.differences`` lists what differs.
+
+    Raises:
+        CkptError: a checkpoint cannot be read; an argument does not apply.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.diff("model.safetensors", "other.safetensors")
+        >>> report.num_differing
+        1
+        >>> report.differences[0].key.fqn, report.differences[0].aspect.value
+        ('encoder.bias', 'values')
     """
+    asked = locals()
+    from ckpt_tools.core.options import ConvertOptions
+    from ckpt_tools.formats.reading import read_checkpoint
+    from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import Running, compare_all
 
-    chosen = ConvertOptions(**options)
-    check(ARGUMENTS["diff"], chosen.given, Case())
-    first = read_checkpoint(a, chosen.reading, format_name=from_)
-    second = read_checkpoint(b, ConvertOptions().reading)
-    return compare_all(first, second, chosen, Running(_workers(workers, a, b), on_progress))
+    chosen = _options(asked)
+    check_storage_options(storage_options, a, b)
+    first = read_checkpoint(a, chosen.reading, format_name=from_, storage_options=storage_options)
+    second = read_checkpoint(b, ConvertOptions().reading, storage_options=storage_options)
+    return compare_all(first, second, chosen, Running(_workers(workers, a, b), on_progress or _silent, storage_options))
 
 
-@reaching_stores
 def checksum(
     src: str | Path,
     *,
     output: str | Path | None = None,
-    from_: str | None = None,
+    from_: ReadFormat | None = None,
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
     workers: int | None = None,
     overwrite: bool = False,
-    on_progress: Progress = _silent,
+    on_progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ChecksumReport:
-    """Write down the digest of every tensor of ``src``, where ``verify`` finds them: in its folder, or beside its file.
+    """Write the digest of every tensor of ``src`` to a list, for ``verify``.
 
-    ``output`` names another file, or is ``-`` for none: the report holds them.
+    Args:
+        src, from_, tag, model_key, optim_key, storage_options: As for ``inspect``.
+        output: The file to write; ``"-"`` writes no file. Default: in the folder of ``src``, or beside its file,
+            where ``verify`` looks for it.
+        workers: The number of threads. Default: one for each processor, and at least 8 for stores.
+        overwrite: Replace a list that is there.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+
+    Returns:
+        A ``ChecksumReport`` with the digests, and where they were written.
+
+    Raises:
+        DestinationExistsError: a list is there, or something that is not a list.
+        CkptError: As ``inspect`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.checksum("model.safetensors", output="model.digests.json")
+        >>> len(report.digests), report.num_bytes
+        (2, 144)
+        >>> ckpt_tools.verify("run", digests="model.digests.json").num_digests
+        2
     """
+    asked = locals()
+    from ckpt_tools.core.applicability import ARGUMENTS, Case, check
+    from ckpt_tools.formats.reading import check_reading, read_checkpoint
+    from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import Running, write_digests
 
-    options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
+    options = _options(asked)
     check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
-    source, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    check_storage_options(storage_options, src, output)
+    source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options.reading)
-    how = Running(_workers(workers, src), on_progress)
+    how = Running(_workers(workers, src), on_progress or _silent, storage_options)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
-@reaching_stores
 def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
-    """What a loader that executes pickles would run of any file of ``src``; nothing is run."""
+    """List what a loader that executes pickles would run of any file of ``src``; run nothing.
+
+    Args:
+        src: A path, or a URL of a store. It need not be a checkpoint.
+        storage_options: As for ``inspect``.
+
+    Returns:
+        A ``ScanReport``. ``report.unsafe``: something would run, or a file name leads out of ``src``.
+        ``report.clean``: nothing was found, and every pickle was followed to its end.
+
+    Raises:
+        SourceNotFoundError: nothing is at ``src``.
+        StoreError: the disk or the network failed.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.scan("run")
+        >>> report.clean, report.unsafe
+        (True, False)
+    """
+    from ckpt_tools.stores.urls import check_storage_options, open_source
     from ckpt_tools.verification.scan import scan_source
 
-    return scan_source(open_source(src), str(src))
+    check_storage_options(storage_options, src)
+    return scan_source(open_source(src, storage_options), str(src))
 
 
-@reaching_stores
 def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> CleanReport:
-    """Remove what killed or failed runs left of ours at ``dst`` or beside it; with ``dry_run``, only list it.
+    """Remove what killed or failed runs of ``convert`` left at ``dst`` or beside it, and nothing else.
 
-    A run under way is left alone: the error says that there is one.
+    Args:
+        dst: The destination of those runs: a path, or a URL of a store.
+        dry_run: List it, and remove nothing.
+        storage_options: As for ``inspect``.
+
+    Returns:
+        A ``CleanReport`` with what was found.
+
+    Raises:
+        DestinationExistsError: a run is writing there now; nothing was removed.
+        StoreError: the disk or the network failed.
+
+    Example:
+        >>> import ckpt_tools
+        >>> ckpt_tools.clean("run", dry_run=True).leftovers
+        ()
     """
     from ckpt_tools.stores.leftovers import clean as clean_place
+    from ckpt_tools.stores.urls import check_storage_options, open_place
 
-    return clean_place(open_place(dst), dry_run=dry_run)
+    check_storage_options(storage_options, dst)
+    return clean_place(open_place(dst, storage_options), dry_run=dry_run)
 
 
 def sign(
     src: str | Path, *, private_key: str | Path, signature: str | Path | None = None, overwrite: bool = False
 ) -> SignReport:
-    """Sign every file of ``src``, which may be a list of digests, for ``verify`` and for ``model_signing`` to check."""
+    """Sign every file of ``src`` by OpenSSF model-signing, for ``verify`` and for ``model_signing`` to check.
+
+    Args:
+        src: A local checkpoint, or a list of digests that ``checksum`` wrote.
+        private_key: A PEM file with an elliptic-curve key.
+        signature: Where the signature goes. Default: ``model.sig`` in the folder ``src``, or ``<file>.sig``.
+        overwrite: Replace a signature that is there.
+
+    Returns:
+        A ``SignReport``: where the signature was written.
+
+    Raises:
+        DestinationExistsError: a signature is there, or something that is not a signature.
+        SourceNotFoundError: ``src`` or the key is not there.
+        UsageError: the key cannot be used, or the extra ``sign`` is not installed.
+
+    Example:
+        >>> import ckpt_tools
+        >>> ckpt_tools.sign("model.safetensors", private_key="key.pem").signature
+        'model.safetensors.sig'
+        >>> ckpt_tools.verify("model.safetensors", public_key="key.pub").equal
+        True
+    """
     from ckpt_tools.verification.signing import sign_with_key
 
     return sign_with_key(src, private_key=private_key, signature=signature, overwrite=overwrite)
 
 
 def formats() -> tuple[FormatInfo, ...]:
-    """The formats that can be read and written."""
+    """List the formats that can be read and written.
+
+    Returns:
+        A ``FormatInfo`` for each format; its ``name`` is what ``to`` and ``from_`` accept.
+
+    Example:
+        >>> import ckpt_tools
+        >>> [row.name for row in ckpt_tools.formats() if row.writes][:3]
+        ['dcp', 'zero1', 'zero2']
+    """
     from ckpt_tools.formats.registry import table
 
     return table()
+
+
+def _options(asked: Mapping[str, Any]) -> ConvertOptions:
+    """Those among a verb's parameters that decide what is read, written or compared."""
+    from dataclasses import fields
+
+    from ckpt_tools.core.options import ConvertOptions
+
+    return ConvertOptions(**{each.name: asked[each.name] for each in fields(ConvertOptions) if each.name in asked})
+
+
+def _prepared(asked: Mapping[str, Any]) -> Prepared:
+    """The conversion that the parameters of ``plan`` or ``convert`` describe."""
+    from ckpt_tools.conversion import prepare
+    from ckpt_tools.core.options import parse_size
+    from ckpt_tools.stores.urls import check_storage_options
+    from ckpt_tools.transfer.workers import WorkerPool
+
+    check_storage_options(asked["storage_options"], asked["src"], asked["dst"])
+    memory = asked["memory"]
+    pool = WorkerPool(asked["runner"], asked["address"], asked["workers"])
+    same_names = ("src", "dst", "to", "from_", "strict", "overwrite", "checksum", "storage_options")
+    return prepare(
+        **{name: asked[name] for name in same_names},
+        options=_options(asked),
+        memory_bytes=parse_size(DEFAULT_MEMORY if memory is None else memory),
+        memory_is_limit=memory is not None,
+        num_workers=pool.workers_per_process,
+    )
+
+
+def _workers(asked: int | None, *urls: str | Path | None) -> int:
+    """The threads for what lies at ``urls``."""
+    from ckpt_tools.errors import UsageError
+    from ckpt_tools.stores.urls import is_remote
+    from ckpt_tools.transfer.workers import REMOTE_WORKERS, default_workers
+
+    if asked is not None and asked < 1:
+        raise UsageError(f"{option('workers', asked)}: at least one is needed")
+    is_distant = any(url is not None and is_remote(url) for url in urls)
+    return asked or max(default_workers(), REMOTE_WORKERS if is_distant else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from ckpt_tools.core.apply_options import apply_options, case_of
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, WriteOptions
+from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer
@@ -26,7 +28,7 @@ from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.output_form import OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, already_exists
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.urls import check_ending, implied_format, open_place
+from ckpt_tools.stores.urls import StorageOptions, check_ending, implied_format, open_place
 from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.journal import AfterQuietStart, FromFirstByte
 from ckpt_tools.transfer.runners.threads import ThreadRunner
@@ -54,10 +56,11 @@ class Prepared:
     removed: Mapping[str, int]
     """What is there now and goes: names and sizes."""
     renamed: Mapping[str, str] = field(default_factory=dict)
+    storage_options: StorageOptions = None
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanReport(Shown):
     """What a conversion will do. Sizes in bytes. ``renamed`` are the names that change, by their old ones.
     ``removed_files`` lie at the destination now and are replaced."""
 
@@ -77,6 +80,18 @@ class PlanReport:
     def removed_bytes(self) -> int:
         return sum(self.removed_files.values())
 
+    def shown(self) -> dict[str, object]:
+        return {
+            "source_format": self.source_format,
+            "target_format": self.target_format,
+            "num_tensors": self.num_tensors,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "files": len(self.files),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "notes": len(self.notes),
+        }
+
     def to_json(self) -> dict[str, Any]:
         return {
             "source_format": self.source_format,
@@ -94,8 +109,8 @@ class PlanReport:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class ConvertReport(Shown):
     """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again; of
     ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` says where
     the digests lie that were asked for."""
@@ -108,6 +123,16 @@ class ConvertReport:
     bytes_copied: int
     seconds: float
     digests: str | None = None
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "destination": self.destination,
+            "target_format": self.plan.target_format,
+            "num_tensors": self.plan.num_tensors,
+            "bytes_written": self.bytes_written,
+            "seconds": round(self.seconds, 3),
+            "notes": len(self.plan.notes),
+        }
 
     def to_json(self) -> dict[str, Any]:
         done = {
@@ -140,15 +165,16 @@ def prepare(
     strict: bool,
     overwrite: bool,
     checksum: bool,
+    storage_options: StorageOptions = None,
 ) -> Prepared:
     """Everything about a conversion but the moving of bytes; writes nothing.
 
     Raises:
         CkptError: whatever stands in the way is found here, before the destination is touched.
     """
-    place = open_place(dst)
+    place = open_place(dst, storage_options)
     writer = None if to == SAME else _writer(to, place.name)
-    source, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
     source_format, reading = manifest.format, reading_bytes(manifest)
     writer = writer or _same_writer(manifest, place.name)
     whole = is_whole(options, writer)
@@ -172,11 +198,23 @@ def prepare(
         reading_bytes=reading,
         copies=_copies(source, place),
     )
-    removed = removed_files(src, dst, place, layout, checksum=checksum) if overwrite else NOTHING
-    if not overwrite:
-        check_absent(place, checksum=checksum)
+    removed = NOTHING
+    if overwrite:
+        removed = removed_files(src, dst, place, layout, checksum=checksum, storage_options=storage_options)
+    else:
+        check_absent(place, checksum=checksum, storage_options=storage_options)
     return Prepared(
-        source.store, plan, notes, source_format, writer.name, place, overwrite, checksum, removed, made.renamed
+        source.store,
+        plan,
+        notes,
+        source_format,
+        writer.name,
+        place,
+        overwrite,
+        checksum,
+        removed,
+        made.renamed,
+        storage_options,
     )
 
 
@@ -201,9 +239,11 @@ def _writer(to: str | None, name: str) -> Writer:
     check_ending(name, to)
     implied = implied_format(name)
     if to is None and implied is None:
-        raise UsageError(f"say with --to in which format {name} is to be written")
+        raise UsageError(f"say with {option('to')} in which format {name} is to be written")
     if to is not None and implied is not None and to != implied:
-        raise UsageError(f"{name} is a {implied} file and --to says {to}; name a folder or drop --to")
+        raise UsageError(
+            f"{name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop {option('to')}"
+        )
     return writer_for(to or implied or "")
 
 
@@ -231,7 +271,7 @@ def _write_options(form: OutputForm, manifest: Manifest, options: ConvertOptions
 def _refuse_losses(notes: tuple[Note, ...]) -> None:
     lost = [note.what for note in notes if note.outcome is Outcome.DROPPED and not note.asked]
     if lost:
-        raise LossError(f"with --strict nothing may be left behind, and this would drop {listed(lost)}")
+        raise LossError(f"with {option('strict', True)} nothing may be left behind, and this would drop {listed(lost)}")
 
 
 def plan_report(prepared: Prepared) -> PlanReport:
@@ -325,18 +365,25 @@ def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -
         prepared.target_format,
         num_workers=prepared.plan.num_workers,
         on_total=lambda total: _Meter(on_progress, total).add,
+        storage_options=prepared.storage_options,
     )
 
 
-def check_absent(place: Place, *, checksum: bool) -> None:
+def check_absent(place: Place, *, checksum: bool, storage_options: StorageOptions = None) -> None:
     """Raises DestinationExistsError where something is at the destination, or digests that would be of another file."""
     place.check_free(overwrite=False)
-    if (url := digests_beside(place)) is not None:
+    if (url := digests_beside(place, storage_options)) is not None:
         raise already_exists(url) if checksum else _of_another(url)
 
 
 def removed_files(
-    src: str | Path, dst: str | Path, place: Place, layout: Layout, *, checksum: bool
+    src: str | Path,
+    dst: str | Path,
+    place: Place,
+    layout: Layout,
+    *,
+    checksum: bool,
+    storage_options: StorageOptions = None,
 ) -> Mapping[str, int]:
     """What goes of what is at the destination now: one checkpoint, and its digests where they lie beside it.
 
@@ -347,26 +394,28 @@ def removed_files(
     from ckpt_tools.verification.digest_files import check_list
     from ckpt_tools.verification.replacing import check_apart, replaced_files
 
-    check_apart(src, dst)
+    check_apart(src, dst, storage_options)
     removed = replaced_files(place, [file.path for file in layout.files])
-    url = digests_beside(place)
+    url = digests_beside(place, storage_options)
     if url is None:
         return removed
     if not checksum:
         raise _of_another(url)
-    return {**removed, **check_list(open_place(url))}
+    return {**removed, **check_list(open_place(url, storage_options))}
 
 
-def digests_beside(place: Place) -> str | None:
+def digests_beside(place: Place, storage_options: StorageOptions = None) -> str | None:
     """Where a list of digests lies beside a file, if there is one: it would speak of another file than before."""
     if not isinstance(place.form, SingleFile):
         return None
     url = place.url + DIGESTS_SUFFIX
-    return None if open_place(url).as_file().present() is None else url
+    return None if open_place(url, storage_options).as_file().present() is None else url
 
 
 def _of_another(url: str) -> DestinationExistsError:
-    return DestinationExistsError(f"{url} would be of another file then; remove it, or replace it with --checksum")
+    return DestinationExistsError(
+        f"{url} would be of another file then; remove it, or replace it with {option('checksum', True)}"
+    )
 
 
 @dataclass(slots=True)
@@ -378,8 +427,3 @@ class _Meter:
     def add(self, num_bytes: int) -> None:
         self.done += num_bytes
         self.on_progress(self.done, self.total)
-
-
-def model_options(options: ConvertOptions) -> ConvertOptions:
-    """The same options for the weights alone."""
-    return replace(options, state="model")

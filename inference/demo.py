@@ -29,7 +29,7 @@ from .training_package import config, launchers, result
 NUM_WORKERS = 2
 DEMO_ENGINES: tuple[config.EngineName, ...] = ("fsdp2", "zero3")
 RESULTS_NAME = "results.json"
-FORMAT_FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
+FORMAT_FILES: dict[ckpt_tools.WrittenFormat, str] = {"safetensors": "model.safetensors", "torch": "model.pt"}
 LEAST_ACCURACY = 0.90
 
 MAX_LISTED = 8
@@ -153,7 +153,7 @@ def describe(checkpoint: Path) -> str:
     )
 
 
-def convert_and_check(run: result.RunResult, format_name: str, folder: Path) -> Row:
+def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenFormat, folder: Path) -> Row:
     """Convert a run's checkpoint into a file of ``folder``, verify it and predict with it."""
     checkpoint, file = Path(run.checkpoint), folder / FORMAT_FILES[format_name]
     report = ckpt_tools.convert(checkpoint, file, to=format_name, state="model", overwrite=True)

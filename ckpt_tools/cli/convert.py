@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 _destination = click.argument("dst", metavar="DST")
 _to = click.option("--to", metavar="FORMAT", help="The format to write; see formats. A file's ending implies it.")
-_state = click.option(
-    "--state",
-    type=click.Choice(["model", "all"]),
-    help="Weights alone, or the whole training state. Default: all where the format can hold it.",
-)
+_state = options.state("Weights alone, or the whole training state. Default: all where the format can hold it.")
 _max_shard_size = click.option(
     "--max-shard-size", metavar="SIZE", help="Cut safetensors or torch into files of at most this."
 )

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 @click.argument("b", metavar="B")
 @options.storage
 @options.reading
-@click.option(
-    "--state", type=click.Choice(["model", "all"]), help="Weights alone, or everything; everything if left out."
-)
+@options.state("Weights alone, or everything. Default: everything.")
 @options.weights
 @options.naming
 @options.workers

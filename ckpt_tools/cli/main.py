@@ -26,6 +26,7 @@ from ckpt_tools.cli.scan import scan_command
 from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
 from ckpt_tools.cli.wrapping import say
+from ckpt_tools.core.option_names import on_command_line
 from ckpt_tools.errors import CkptError, StoreError
 
 
@@ -74,7 +75,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     verbose = "--verbose" in words or "-v" in words
     try:
-        with ended_by_signals(words, is_process=arguments is None):
+        with on_command_line(), ended_by_signals(words, is_process=arguments is None):
             code = group.main(words, prog_name="ckpt-tools", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except CkptError as error:

@@ -7,7 +7,15 @@ from typing import Any, TypeVar
 
 import click
 
-from ckpt_tools.core.option_names import DEFAULT_MEMORY, DTYPE_NAMES, RUNNERS
+from ckpt_tools.core.option_names import (
+    DEFAULT_MEMORY,
+    DEFAULT_RUNNER,
+    DEFAULT_WEIGHTS,
+    DTYPE_NAMES,
+    RUNNERS,
+    STATES,
+    WEIGHTS,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -51,10 +59,16 @@ reading = _all(
     click.option("--optim-key", help="Where the optimizer lives in a DCP tree. Default: found out."),
 )
 
+
+def state(text: str) -> Callable[[Command], Command]:
+    """``--state`` with the help that a command gives it."""
+    return click.option("--state", type=click.Choice(STATES), help=text)
+
+
 weights = click.option(
     "--weights",
-    type=click.Choice(["master", "model"]),
-    help="Which copy of a weight: the fp32 master if there is one, or the model's own. Default: master.",
+    type=click.Choice(WEIGHTS),
+    help=f"Which copy of a weight: the fp32 master if there is one, or the model's own. Default: {DEFAULT_WEIGHTS}.",
 )
 
 naming = _all(
@@ -85,7 +99,7 @@ clustering = _all(
     click.option(
         "--runner",
         type=click.Choice(RUNNERS),
-        default=RUNNERS[0],
+        default=DEFAULT_RUNNER,
         show_default=True,
         help="Where the work is done: threads of this process, or processes of a Ray cluster, each with --memory.",
     ),

@@ -16,7 +16,7 @@ from ckpt_tools.core.wording import count
 @options.source
 @click.argument("dst", metavar="[DST]", required=False)
 @options.reading
-@click.option("--state", type=click.Choice(["model", "all"]), help="As it was for convert.")
+@options.state("As it was for convert.")
 @options.choosing
 @click.option("--digests", metavar="FILE", help="Check SRC against these digests; those that lie with it if left out.")
 @click.option("--public-key", metavar="FILE", help="Check the signature of SRC, or of --digests, with this key first.")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.core.option_names import option, spelled
 from ckpt_tools.errors import UsageError
 
 RANKED = ("dcp", "zero1", "zero2", "zero3")
@@ -69,16 +70,10 @@ class Rule:
 
     def check(self, given: Mapping[str, Any], case: Case) -> None:
         """Raises UsageError for an option that is given and does not apply."""
-        for option in self.options:
-            value = given.get(option)
+        for name in self.options:
+            value = given.get(name)
             if value and self.value in (None, value) and not self.applies(case):
-                raise UsageError(f"{flag(option)} is for {self.what}; {self.here(case)}")
-
-
-def flag(option: str) -> str:
-    """The option's name on the command line."""
-    names = {"from_": "--from", "storage_options": "--storage-option"}
-    return names.get(option, f"--{option.replace('_', '-')}")
+                raise UsageError(f"{option(name)} is for {spelled(self.what)}; {self.here(case)}")
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -115,7 +110,7 @@ _OPTIM_KEY = Rule(
 _WEIGHTS = Rule(
     ("weights",),
     lambda case: not (case.has_masters and case.keeps_both),
-    "outputs that hold one copy of each weight; choose --state model, or leave it out",
+    "outputs that hold one copy of each weight; choose {state:model}, or leave it out",
     lambda case: f"{case.target} keeps the fp32 masters and the model's weights",
     value="model",
 )
@@ -147,7 +142,7 @@ COMPARING = (*READING, _WEIGHTS)
 OF_TWO_COPIES = Rule(
     ("weights",),
     lambda case: not (case.has_masters and case.keeps_both),
-    "checkpoints of which one alone keeps fp32 masters, or for --state model",
+    "checkpoints of which one alone keeps fp32 masters, or for {state:model}",
     lambda case: "here both keep them, and both copies are compared",
     value="model",
 )
@@ -170,39 +165,19 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
             ("signature",),
             lambda case: case.has_key,
             "checking a signature",
-            lambda case: "name the key too, with --public-key",
+            lambda case: f"name the key too, with {option('public_key')}",
         ),
         Rule(
             _CHOOSING,
             lambda case: case.has_destination or case.has_digests,
-            "verify with DST or --digests",
+            "verify with {dst} or {digests}",
             lambda case: "a checkpoint alone is checked whole, as it is stored",
         ),
         Rule(
             ("dtype",),
             lambda case: case.has_destination,
-            "verify with DST",
+            "verify with {dst}",
             lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",
-        ),
-        Rule(
-            ("world_size", "max_shard_size"),
-            lambda case: False,
-            "writing",
-            lambda case: "verify compares tensors however they are cut; leave it out",
-        ),
-    ),
-    "diff": (
-        Rule(
-            ("dtype",),
-            lambda case: False,
-            "convert, consolidate and verify",
-            lambda case: "diff compares elements as they are stored, and tensors of other dtypes by their values",
-        ),
-        Rule(
-            ("world_size", "max_shard_size"),
-            lambda case: False,
-            "writing",
-            lambda case: "diff compares tensors however they are cut; leave it out",
         ),
     ),
     "checksum": (
@@ -210,7 +185,7 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
             ("overwrite",),
             lambda case: not case.is_printed,
             "digests that are written to a file",
-            lambda case: "with --output - they are printed",
+            lambda case: f"with {option('output', '-')} they are not written",
         ),
     ),
 }

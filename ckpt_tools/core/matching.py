@@ -6,16 +6,17 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed, nearest
 from ckpt_tools.errors import UsageError
 
 
 def check_globs(names: Collection[str], *, include: Iterable[str], exclude: Iterable[str]) -> None:
     """Raises UsageError for a glob that matches none of ``names``."""
-    for option, globs in (("--include", include), ("--exclude", exclude)):
+    for name, globs in (("include", include), ("exclude", exclude)):
         for glob in globs:
-            if not any(fnmatchcase(name, glob) for name in names):
-                raise _matches_nothing(option, glob, _letters(glob), names)
+            if not any(fnmatchcase(each, glob) for each in names):
+                raise _matches_nothing(name, glob, _letters(glob), names)
 
 
 def check_renaming(
@@ -30,24 +31,24 @@ def check_renaming(
     unknown = [old for old in key_map if old not in known]
     if unknown:
         quoted = [f"'{old}'" for old in unknown]
-        text = f"--key-map renames {listed(quoted)}, which the checkpoint does not hold"
+        text = f"{option('key_map')} renames {listed(quoted)}, which the checkpoint does not hold"
         raise UsageError(f"{text}; {_nearest(unknown[0], names)}")
     current = [key_map.get(name, name) for name in names] if rules else []
     for text, pattern, replacement in rules:
         if not any(pattern.search(name) for name in current):
-            raise _matches_nothing("--rename", text, _letters(pattern.pattern), current)
+            raise _matches_nothing("rename", text, _letters(pattern.pattern), current)
         current = [pattern.sub(replacement, name) for name in current]
 
 
-def _matches_nothing(option: str, pattern: str, letters: str, names: Collection[str]) -> UsageError:
-    return UsageError(f"{option} '{pattern}' matches no tensor; {_nearest(letters, names)}")
+def _matches_nothing(name: str, pattern: str, letters: str, names: Collection[str]) -> UsageError:
+    return UsageError(f"{option(name, pattern)} matches no tensor; {_nearest(letters, names)}")
 
 
 def _nearest(wanted: str, names: Collection[str]) -> str:
     if not names:
         return "the checkpoint holds no tensors"
     found = nearest(wanted, names)
-    return f"the nearest {'name is' if len(found) == 1 else 'names are'} {', '.join(found)} (see inspect --tensors)"
+    return f"the nearest {'name is' if len(found) == 1 else 'names are'} {', '.join(found)} (see {option('tensors')})"
 
 
 def _letters(pattern: str) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ckpt_tools.core.showing import Shown
+
 
 class Outcome(Enum):
     """What happened to an item on its way."""
@@ -20,8 +22,8 @@ class Outcome(Enum):
     """The target has no place for it, or it was not asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+@dataclass(frozen=True, slots=True, repr=False)
+class Note(Shown):
     """One line of the ledger. ``asked`` tells what the user chose from what the target forced."""
 
     outcome: Outcome
@@ -30,6 +32,15 @@ class Note:
     count: int = 1
     num_bytes: int = 0
     asked: bool = False
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "outcome": self.outcome.value,
+            "what": self.what,
+            "why": self.why,
+            "count": self.count,
+            "num_bytes": self.num_bytes,
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {

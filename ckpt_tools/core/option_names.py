@@ -1,8 +1,90 @@
-"""The option values that the command line prints in its help, apart from what parses them: help imports no numpy."""
+"""Options by name: the values that are accepted, the defaults, and how a message spells them.
 
+The command line and the functions of the API both take them from here. This module imports nothing that costs time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, TypeAlias, get_args
+
+WrittenFormat: TypeAlias = Literal["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal"]
+"""What ``to`` accepts."""
+ReadFormat: TypeAlias = Literal["dcp", "universal", "deepspeed", "safetensors", "torch", "zero1", "zero2", "zero3"]
+"""What ``from_`` accepts; ``deepspeed`` is any ZeRO stage."""
+State: TypeAlias = Literal["model", "all"]
+Weights: TypeAlias = Literal["master", "model"]
+DTypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Runner: TypeAlias = Literal["threads", "ray"]
+
+STATES: tuple[str, ...] = get_args(State)
+WEIGHTS: tuple[str, ...] = get_args(Weights)
+"""The copies of a weight: the fp32 master of the optimizer, or the model's own."""
+DTYPE_NAMES: tuple[str, ...] = get_args(DTypeName)
+"""The dtypes that weights can be cast to."""
+RUNNERS: tuple[str, ...] = get_args(Runner)
+"""Where tasks run: in threads of this process, or in processes of a Ray cluster."""
+
+DEFAULT_WEIGHTS: Weights = "master"
 DEFAULT_MEMORY = "512MiB"
+DEFAULT_RUNNER: Runner = "threads"
 
-DTYPE_NAMES = ("float32", "bfloat16", "float16")
-"""What weights can be cast to."""
-RUNNERS = ("threads", "ray")
-"""Where tasks run: in this process, or in those of a Ray cluster."""
+_ARGUMENTS = {"src": "SRC", "dst": "DST"}
+_FLAGS = {"from_": "--from", "storage_options": "--storage-option", "tensors": "inspect --tensors"}
+"""Flags that are not named as their parameter is."""
+_PARAMETERS = {"tensors": "inspect(...).tensors"}
+"""What Python has in the place of an option of the command line."""
+
+_is_command_line = False
+"""How messages spell options. It is of the process and not of a thread: worker threads raise errors too."""
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """While the block runs, messages spell options as the command line does."""
+    global _is_command_line
+    before, _is_command_line = _is_command_line, True
+    try:
+        yield
+    finally:
+        _is_command_line = before
+
+
+def flag(name: str) -> str:
+    """The parameter ``name`` as the command line spells it: ``--max-shard-size``, or ``DST`` for an argument."""
+    return _ARGUMENTS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+
+
+def option(name: str, value: object = None) -> str:
+    """The parameter ``name``, with a value if there is one, as the reader of a message types it.
+
+    Python callers read ``weights='model'``, users of the command line ``--weights model``.
+    """
+    return _typed(name, value) if _is_command_line else _passed(name, value)
+
+
+def spelled(template: str) -> str:
+    """``template`` with ``{weights}`` and ``{weights:model}`` as ``option`` gives them."""
+    return re.sub(r"\{(\w+)(?::([^}]+))?\}", lambda match: option(match[1], match[2]), template)
+
+
+def _passed(name: str, value: object) -> str:
+    if name in _ARGUMENTS or name in _PARAMETERS:
+        return _PARAMETERS.get(name, name)
+    return f"{name}=" if value is None else f"{name}={value!r}" if _is_plain(value) else f"{name}={str(value)!r}"
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | Mapping)
+
+
+def _typed(name: str, value: object) -> str:
+    if value is None or value is True:
+        return flag(name)
+    if isinstance(value, Mapping):
+        return " ".join(_typed(name, f"{key}={each}") for key, each in value.items())
+    from shlex import quote
+
+    return f"{flag(name)} {quote(str(value))}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.option_names import DTYPE_NAMES
+from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, DTYPE_NAMES, STATES, WEIGHTS, option
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 
 _UNITS = {"": 1, "B": 1}
@@ -58,18 +58,21 @@ class ConvertOptions:
     names: Mapping[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        _one_of("--state", self.state, ("model", "all", None))
-        _one_of("--dtype", self.dtype, (*WEIGHT_DTYPES, None))
-        _one_of("--weights", self.weights, ("master", "model", None))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        for name in ("include", "exclude", "rename"):
+            object.__setattr__(self, name, _several(getattr(self, name)))
+        _one_of("state", self.state, STATES)
+        _one_of("dtype", self.dtype, DTYPE_NAMES)
+        _one_of("weights", self.weights, WEIGHTS)
         if self.world_size is not None and self.world_size < 1:
-            raise UsageError(f"--world-size {self.world_size}: at least one rank is needed")
+            raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
         if self.key_map is not None:
             object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
 
     @property
     def weight_copy(self) -> str:
         """Which copy of a weight stands for it: the master unless asked otherwise, so that no precision is lost."""
-        return self.weights or "master"
+        return self.weights or DEFAULT_WEIGHTS
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -89,9 +92,22 @@ class ConvertOptions:
         return ReadOptions(tag=self.tag, model_key=self.model_key, optim_key=self.optim_key)
 
 
-def _one_of(option: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{option} {value!r} is not one of {', '.join(name for name in allowed if name)}")
+def dtype_name(dtype: Any) -> str | None:
+    """The name of a dtype, given as one or as torch, numpy or ml_dtypes has it: ``bfloat16`` of ``torch.bfloat16``."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return str(name).removeprefix("torch.")
+
+
+def _several(given: str | Iterable[str]) -> tuple[str, ...]:
+    """One string is one pattern, and not one for each of its letters."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        raise UsageError(f"{option(name, value)} is not one of {', '.join(allowed)}")
 
 
 def read_key_map(path: Path) -> Mapping[str, str]:
@@ -99,13 +115,13 @@ def read_key_map(path: Path) -> Mapping[str, str]:
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise SourceNotFoundError(f"--key-map {path}: {error.strerror}") from error
+        raise SourceNotFoundError(f"{option('key_map', path)}: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"--key-map {path} is not valid JSON: {error}") from error
+        raise UsageError(f"{option('key_map', path)} is not valid JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise UsageError(f"--key-map {path} must be a JSON object that maps old names to new ones")
+        raise UsageError(f"{option('key_map', path)} must be a JSON object that maps old names to new ones")
     if not found:
-        raise UsageError(f"--key-map {path} is empty, so it renames nothing")
+        raise UsageError(f"{option('key_map', path)} is empty, so it renames nothing")
     return found
 
 

@@ -15,6 +15,7 @@ from ckpt_tools.core.casts import check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError, UsageError
 
@@ -56,7 +57,9 @@ def one_copy(manifest: Manifest, *, weights: str) -> Transformed:
         masters = [entry for key, entry in manifest.tensors.items() if key.slot == MASTER]
         notes = (
             replace(
-                _dropped(f"{MASTER} of {count(len(masters), 'tensor')}", masters), why="--weights model", asked=True
+                _dropped(f"{MASTER} of {count(len(masters), 'tensor')}", masters),
+                why=option("weights", "model"),
+                asked=True,
             ),
         )
         return replace(manifest, tensors=kept), notes if masters else ()
@@ -107,7 +110,7 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
         if entry.kind is Kind.EXTRA or is_chosen(key.fqn, include, exclude)
     }
     if all(entry.kind is Kind.EXTRA for entry in kept.values()):
-        raise UsageError("--include and --exclude leave no tensor")
+        raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor")
     left = len(manifest.tensors) - len(kept)
     aliases = {
         alias: owner
@@ -212,12 +215,12 @@ def parsed_rules(rules: Iterable[str]) -> list[tuple[str, re.Pattern[str], str]]
 def _rule(rule: str) -> tuple[re.Pattern[str], str]:
     regex, separator, replacement = rule.rpartition("=")
     if not separator:
-        raise UsageError(f"--rename {rule!r} is not REGEX=REPLACEMENT")
+        raise UsageError(f"{option('rename', rule)} is not REGEX=REPLACEMENT")
     try:
         pattern = re.compile(regex)
         pattern.sub(replacement, "")
     except (re.error, IndexError) as error:
-        raise UsageError(f"--rename {rule!r}: {error}") from error
+        raise UsageError(f"{option('rename', rule)}: {error}") from error
     return pattern, replacement
 
 

@@ -12,18 +12,22 @@ from ckpt_tools.formats.registry import reader_for
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import open_source
+from ckpt_tools.stores.urls import StorageOptions, open_source
 
 
 def read_checkpoint(
-    url: str | Path, options: ReadOptions, *, format_name: str | None = None
+    url: str | Path,
+    options: ReadOptions,
+    *,
+    format_name: str | None = None,
+    storage_options: StorageOptions = None,
 ) -> tuple[Source, Manifest]:
     """The manifest of what is at ``url``, with the source whose files its shards name.
 
     Raises:
         CkptError: as ``open_source``, ``reader_for`` and the reader say.
     """
-    return read_source(open_source(url), options, format_name=format_name)
+    return read_source(open_source(url, storage_options), options, format_name=format_name)
 
 
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:

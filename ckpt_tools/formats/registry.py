@@ -13,15 +13,17 @@ from importlib import import_module
 from typing import Any
 
 from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.formats.base import Reader, Writer
 from ckpt_tools.formats.foreign import rank_in_name, refuse_ranks
 from ckpt_tools.stores.source import Source
 
 
-@dataclass(frozen=True, slots=True)
-class FormatInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class FormatInfo(Shown):
     """One row of the table of formats."""
 
     name: str
@@ -29,6 +31,9 @@ class FormatInfo:
     writes: bool
     holds: str
     about: str
+
+    def shown(self) -> dict[str, object]:
+        return {"name": self.name, "reads": self.reads, "writes": self.writes, "holds": self.holds, "about": self.about}
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "read": self.reads, "write": self.writes, "holds": self.holds, "about": self.about}
@@ -152,7 +157,8 @@ def reader_for(source: Source, name: str | None) -> Reader:
     _refuse_known(source)
     known = ", ".join(_READERS)
     raise UnsupportedError(
-        f"{source.store.url} is in no format that we know ({known}); if it is one of them, say which with --from"
+        f"{source.store.url} is in no format that we know ({known}); "
+        f"if it is one of them, say which with {option('from_')}"
     )
 
 
@@ -187,7 +193,9 @@ def _refuse_archive(source: Source, path: str) -> None:
         open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     except (MalformedError, IncompleteError):
         return
-    raise UnsupportedError("it is a file of torch.save by its content, not by its name; add --from torch", path=path)
+    raise UnsupportedError(
+        f"it is a file of torch.save by its content, not by its name; add {option('from_', 'torch')}", path=path
+    )
 
 
 def writer_for(name: str) -> Writer:

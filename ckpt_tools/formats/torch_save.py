@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_tools.core.boxes import Box, contiguous_strides
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
 from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry, TensorRef
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.value_refs import extracted, replaced
 from ckpt_tools.core.values import PARAMETER, OrderedDict, StorageRef, StoredTensor
@@ -216,7 +217,9 @@ class TorchWriter:
         if is_model_only(manifest):
             return _model_layout(manifest, options)
         if options.max_shard_bytes is not None:
-            raise UnsupportedError("a whole state is one file; leave --max-shard-size out, or write --state model")
+            raise UnsupportedError(
+                f"a whole state is one file; leave {option('max_shard_size')} out, or write {option('state', 'model')}"
+            )
         entries = entries_of(manifest, StateTree(("model",), ("optim",)))
         return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
 
@@ -228,7 +231,7 @@ def _model_layout(manifest: Manifest, options: WriteOptions) -> Layout:
         return Layout((_file_layout(options.file_name or "pytorch_model.bin", parts[0], manifest.aliases),))
     if options.file_name is not None:
         raise UnsupportedError(
-            f"{options.file_name} is one file, and --max-shard-size asks for {len(parts)}; name a folder"
+            f"{options.file_name} is one file, and {option('max_shard_size')} asks for {len(parts)}; name a folder"
         )
     names = [f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin" for number in range(1, len(parts) + 1)]
     files = [_file_layout(name, part, manifest.aliases) for name, part in zip(names, parts, strict=True)]

@@ -17,6 +17,7 @@ from operator import sub
 from ckpt_tools.core.boxes import flat_interval, is_contiguous
 from ckpt_tools.core.layout import FILES_KEPT, Crc32, FileLayout, Layout, LazyFile, Literal, Payload
 from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.core.wording import count, size
 from ckpt_tools.errors import MemoryBudgetError
@@ -166,7 +167,7 @@ def make_plan(
         raise MemoryBudgetError(
             f"this checkpoint needs at least {size(needed, at_least=True)} of memory with "
             f"{count(num_workers, 'worker')}, and the budget is {size(memory_bytes)}: "
-            "raise --memory or lower --workers"
+            f"raise {option('memory')} or lower {option('workers')}"
         )
     fitting = (memory_bytes - fixed) // (num_workers * BUFFERS_PER_TASK)
     aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES

@@ -28,15 +28,29 @@ class UrlClaim:
 
 @contextmanager
 def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iterator[UrlClaim]:
-    """Hold ``url``, a folder of an object store, while the block runs.
+    """Hold ``url``, a folder of a store, while the block runs: no other program that asks can hold it too.
 
     A small object, ``URL/.ckpt-tools-partial/lock``, says who holds it, and is written again every 15 seconds. The
     lock of a process of this machine that has ended is taken over at once, any other after a minute without a sign of
     life. S3 has conditions that decide between two who begin at once; on other stores both may believe to be first.
 
+    Args:
+        url: A URL of a store that can be written to, such as ``s3://bucket/run``. Not a local path.
+        storage_options: How the store is reached (credentials, ``endpoint_url``). Default: the environment's.
+
+    Returns:
+        A context manager that gives a ``UrlClaim``; its ``check()`` raises ``StoreError`` if another process has
+        taken over.
+
     Raises:
-        DestinationExistsError: another process holds it. StoreError: the store failed. UsageError: it is not a URL of
-        a store that can be written to.
+        DestinationExistsError: another process holds it.
+        StoreError: the store failed.
+        UsageError: ``url`` is not a URL of a store that can be written to.
+
+    Example:
+        >>> import ckpt_tools
+        >>> with ckpt_tools.claim("memory://examples/run") as claim:
+        ...     claim.check()
     """
     lock = lock_of(url, storage_options or {})
     lock.take()

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.core.showing import Shown
 from ckpt_tools.stores.destination import Leftover, Place
 
 
-@dataclass(frozen=True, slots=True)
-class CleanReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class CleanReport(Shown):
     """What was left at ``destination``, and whether it is gone now."""
 
     destination: str
@@ -20,6 +21,14 @@ class CleanReport:
     @property
     def num_bytes(self) -> int:
         return sum(left.num_bytes for left in self.leftovers)
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "destination": self.destination,
+            "is_removed": self.is_removed,
+            "leftovers": len(self.leftovers),
+            "num_bytes": self.num_bytes,
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from posixpath import dirname
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.output_form import Kind
 
@@ -55,7 +56,9 @@ def check_free(url: str, standing: Standing, kind: Kind, *, overwrite: bool) -> 
 
 
 def already_exists(url: str) -> DestinationExistsError:
-    return DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
+    return DestinationExistsError(
+        f"{url} exists; choose another destination, or replace it with {option('overwrite', True)}"
+    )
 
 
 def check_only(present: Present | None, url: str, replaced: Mapping[str, int]) -> None:

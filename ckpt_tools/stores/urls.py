@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.core.applicability import STORES, Case, check
@@ -20,10 +17,6 @@ from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.local_staging import LocalPlace
 from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source
-
-P = ParamSpec("P")
-
-Result = TypeVar("Result")
 
 FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 """Destinations that are one file, and the format each implies."""
@@ -41,28 +34,14 @@ FILES_OR_FOLDERS = {".ckpt": ("safetensors", "torch")}
 """Lightning calls a torch file so, and the folder of a sharded checkpoint too: an ending that is refused for formats
 that could be one file."""
 
-_URLS = ("src", "dst", "a", "b", "digests", "output")
-"""The parameters of verbs that may name places in stores."""
-
-_STORAGE_OPTIONS: ContextVar[Mapping[str, Any]] = ContextVar("storage_options", default=MappingProxyType({}))
-"""How the stores of the call under way are reached: it may open several, of which one names another."""
+StorageOptions: TypeAlias = Mapping[str, Any] | None
+"""How stores that are not local are reached: credentials, an endpoint. One call uses the same for every store."""
 
 
-def reaching_stores(verb: Callable[P, Result]) -> Callable[P, Result]:
-    """``verb``, whose keyword ``storage_options`` says how every store that it opens is reached."""
-
-    @wraps(verb)
-    def call(*given: P.args, **options: P.kwargs) -> Result:
-        asked: Any = options.get("storage_options")
-        urls = [*given, *(value for name, value in options.items() if name in _URLS)]
-        check(STORES, {"storage_options": asked}, Case(is_remote=any(is_remote(str(url)) for url in urls)))
-        token = _STORAGE_OPTIONS.set(_STORAGE_OPTIONS.get() if asked is None else asked)
-        try:
-            return verb(*given, **options)
-        finally:
-            _STORAGE_OPTIONS.reset(token)
-
-    return call
+def check_storage_options(storage_options: StorageOptions, *urls: str | Path | None) -> None:
+    """Raises UsageError if there are storage options and none of ``urls``, which a user named, is of a store."""
+    case = Case(is_remote=any(url is not None and is_remote(url) for url in urls))
+    check(STORES, {"storage_options": storage_options}, case)
 
 
 def is_remote(url: str | Path) -> bool:
@@ -77,7 +56,7 @@ def local_path(url: str | Path) -> Path:
     return Path(unquote(urlsplit(str(url)).path)) if str(url).startswith("file://") else Path(url).expanduser()
 
 
-def open_source(url: str | Path) -> Source:
+def open_source(url: str | Path, storage_options: StorageOptions = None) -> Source:
     """What is at ``url``: a folder, or one file, as a store of that file alone.
 
     An index stands for its shards, and ``.metadata`` or ``latest`` for the folder.
@@ -87,20 +66,20 @@ def open_source(url: str | Path) -> Source:
     """
     folder, _, name = str(url).rpartition("/") if is_remote(url) else ("", "", local_path(url).name)
     if name in MARKERS and folder:
-        return _open(folder)
+        return _open(folder, storage_options)
     if not name.endswith(".index.json"):
-        return _open(url)
-    source = _open(folder if is_remote(url) else local_path(url).parent)
+        return _open(url, storage_options)
+    source = _open(folder if is_remote(url) else local_path(url).parent, storage_options)
     if name not in source.files:
         raise SourceNotFoundError(f"there is no file {url}")
     return replace(source, files={path: size for path, size in source.files.items() if _beside(path, name)})
 
 
-def _open(url: str | Path) -> Source:
+def _open(url: str | Path, storage_options: StorageOptions) -> Source:
     if is_remote(url):
         from ckpt_tools.stores.remote import open_remote_source
 
-        return open_remote_source(str(url), _STORAGE_OPTIONS.get())
+        return open_remote_source(str(url), storage_options or {})
     path = local_path(url)
     try:
         is_there, is_folder = path.exists(), path.is_dir()
@@ -117,38 +96,38 @@ def _beside(name: str, index: str) -> bool:
     return name == index or not name.endswith(".index.json")
 
 
-def open_place(url: str | Path) -> Place:
+def open_place(url: str | Path, storage_options: StorageOptions = None) -> Place:
     """Where an output is to be, one file if the name implies it; nothing is touched.
 
     Raises:
         UsageError: nothing can be written there.
     """
-    place = _place_at(url)
+    place = _place_at(url, storage_options)
     return place if implied_format(place.name) is None else place.as_file()
 
 
-def _place_at(url: str | Path) -> Place:
+def _place_at(url: str | Path, storage_options: StorageOptions) -> Place:
     if is_remote(url):
         from ckpt_tools.stores.remote import open_remote_place
 
-        return open_remote_place(str(url), _STORAGE_OPTIONS.get())
+        return open_remote_place(str(url), storage_options or {})
     return LocalPlace(local_path(url))
 
 
-def whereabouts(url: str | Path) -> tuple[str, PurePosixPath]:
+def whereabouts(url: str | Path, storage_options: StorageOptions = None) -> tuple[str, PurePosixPath]:
     """The service that keeps what is at ``url``, and its whole path there: links are followed, ``..`` is resolved.
 
     A file that stands for the folder it lies in, such as ``.metadata`` or an index, is that folder.
     """
-    service, path = _located(url)
+    service, path = _located(url, storage_options)
     return (service, path.parent) if path.name in MARKERS or path.name.endswith(".index.json") else (service, path)
 
 
-def _located(url: str | Path) -> tuple[str, PurePosixPath]:
+def _located(url: str | Path, storage_options: StorageOptions) -> tuple[str, PurePosixPath]:
     if is_remote(url):
         from ckpt_tools.stores.remote import located
 
-        service, path = located(str(url), _STORAGE_OPTIONS.get())
+        service, path = located(str(url), storage_options or {})
     else:
         service, path = "file", str(local_path(url))
     return service, PurePosixPath(os.path.realpath(path) if service == "file" else posixpath.normpath(f"/{path}"))

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
-from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
+from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.reading import check_reading, read_checkpoint
 from ckpt_tools.formats.state_dict.build import user_entries
+from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.dtensors import local_parts
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole
 from ckpt_tools.torch.revive import revive
@@ -43,28 +45,50 @@ def load_into(
     optimizer: torch.optim.Optimizer | None,
     url: str | Path,
     *,
-    from_: str | None = None,
+    from_: ReadFormat | None = None,
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
-    weights: str = "master",
+    weights: Weights = DEFAULT_WEIGHTS,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, and return everything else in it.
+    """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, in place, and return everything else in it.
 
-    Weights and buffers are cast to the dtypes that the model has; ``weights`` chooses the fp32 ``"master"`` or the
-    ``"model"`` copy where a checkpoint has both. With an ``optimizer`` its state and hyperparameters are loaded too.
-    The result holds the scheduler's state, the step and the user's own entries by name, as plain objects; in the place
-    of one that only code of the checkpoint's choosing could make is an inert ``core.values.Opaque``. The other
-    options are those of every reading command.
+    Every rank of a job calls it, and reads its own part of the model alone.
+
+    Args:
+        model: A module with plain tensors or DTensors. Parameters and buffers keep their dtypes; values are cast.
+        optimizer: Its state and hyperparameters are loaded too. None loads the model alone.
+        url: A path, or a URL of a store, of a checkpoint of any format.
+        from_: The format of the checkpoint. Default: detected.
+        tag: Which checkpoint of a DeepSpeed folder. Default: the tag that its file ``latest`` names.
+        model_key: Where the model is in a tree, such as ``"app.model"``. Default: found by its content.
+        optim_key: Where the optimizer is in a tree. Default: found by its content.
+        weights: Which copy of a weight, if the checkpoint has both: the fp32 ``"master"``, or the ``"model"``'s own.
+            Default: ``"master"``.
+        storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
+
+    Returns:
+        The scheduler's state, the step and the user's own entries by name, as plain objects. An object that only
+        code of the checkpoint's choosing could make stays an inert ``ckpt_tools.core.values.Opaque``.
 
     Raises:
-        UsageError: model, optimizer and checkpoint do not fit; nothing was loaded then.
+        UsageError: model, optimizer and checkpoint do not fit; nothing was loaded.
         CkptError: the checkpoint cannot be read.
+
+    Example:
+        >>> import ckpt_tools, torch
+        >>> model = torch.nn.ModuleDict({"encoder": torch.nn.Linear(8, 4)})
+        >>> extras = ckpt_tools.load_into(model, None, "run")
+        >>> model["encoder"].weight[1, :3].tolist()
+        [8.0, 9.0, 10.0]
     """
-    options = ReadOptions(tag=tag, model_key=model_key, optim_key=optim_key)
-    source, manifest = read_checkpoint(url, options, format_name=from_)
+    check_storage_options(storage_options, url)
+    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, weights=weights)
+    options = chosen.reading
+    source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options)
-    manifest, _ = transforms.one_copy(manifest, weights=weights)
+    manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy)
     manifest, _ = transforms.without_wrappers(manifest)
     loader = _Loader(manifest, TensorReader(source.store, SCRATCH_BYTES), _Problems())
     targets = list(loader.model_targets(model))

@@ -9,6 +9,7 @@ checkpoint names is ever called.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest, TensorRef
-from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
+from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
 from ckpt_tools.formats.reading import check_reading, read_checkpoint
 from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
+from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole, torch_dtype
 from ckpt_tools.torch.name_matching import JobNames
 from ckpt_tools.torch.revive import revive
@@ -37,27 +40,45 @@ if TYPE_CHECKING:
 def storage_reader(
     url: str | Path,
     *,
-    from_: str | None = None,
+    from_: ReadFormat | None = None,
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
-    weights: str = "master",
+    weights: Weights = DEFAULT_WEIGHTS,
     job_model_key: str | None = None,
     job_optim_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> StorageReader:
-    """A reader for ``dcp.load(state_dict, storage_reader=...)`` of the checkpoint at ``url``.
+    """Make a reader for ``torch.distributed.checkpoint.load`` of the checkpoint at ``url``.
 
-    Where model and optimizer are in ``state_dict`` is found out; ``job_model_key`` (``"app.model"``) and
-    ``job_optim_key`` say it. ``weights`` chooses the ``"master"`` or the ``"model"`` copy where a checkpoint has both;
-    the other options are those of every reading command.
+    Args:
+        url: A path, or a URL of a store, of a checkpoint of any format.
+        from_, tag, model_key, optim_key, storage_options: How the checkpoint is read, as for ``load_into``.
+        weights: Which copy of a weight, if the checkpoint has both: the fp32 ``"master"``, or the ``"model"``'s own.
+            Default: ``"master"``.
+        job_model_key: Where the model is in the state dict to load, such as ``"app.model"``. Default: found by names.
+        job_optim_key: Where the optimizer is in the state dict to load. Default: found by names.
+
+    Returns:
+        A ``torch.distributed.checkpoint.StorageReader``.
 
     Raises:
         CkptError: the checkpoint cannot be opened.
+
+    Example:
+        >>> import ckpt_tools, torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> state = {"model": {"encoder.weight": torch.zeros(4, 8), "encoder.bias": torch.zeros(4)}}
+        >>> dcp.load(state, storage_reader=ckpt_tools.storage_reader("model.safetensors"), no_dist=True)
+        >>> state["model"]["encoder.bias"].tolist()
+        [0.0, 1.0, 2.0, 3.0]
     """
-    options = ReadOptions(tag=tag, model_key=model_key, optim_key=optim_key)
-    source, manifest = read_checkpoint(url, options, format_name=from_)
+    check_storage_options(storage_options, url)
+    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, weights=weights)
+    options = chosen.reading
+    source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options)
-    manifest, _ = transforms.one_copy(manifest, weights=weights)
+    manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy)
     manifest, _ = transforms.without_wrappers(manifest)
     # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
     tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False)

@@ -22,6 +22,7 @@ from xxhash import xxh3_128
 
 from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.planning.plan import Plan
@@ -99,7 +100,7 @@ class Journal:
         if heading != [_PLAN, FORMAT, fingerprint(plan, source)]:
             raise UsageError(
                 "what a killed run left there is of another source, of other options, or of another version of "
-                "ckpt-tools; resume it as it was begun, or start afresh without --resume"
+                f"ckpt-tools; resume it as it was begun, or start afresh without {option('resume', True)}"
             )
         return cls(log, plan, destination, runner, _left=left)._with_handles()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
-from ckpt_tools.core.option_names import RUNNERS
+from ckpt_tools.core.option_names import DEFAULT_RUNNER, RUNNERS, option
 from ckpt_tools.errors import UsageError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.stores.destination import Destination
@@ -27,17 +27,17 @@ class WorkerPool:
         UsageError: no such runner, an address for threads, or fewer than one worker.
     """
 
-    runner: str = "threads"
+    runner: str = DEFAULT_RUNNER
     address: str | None = None
     num_workers: int | None = None
 
     def __post_init__(self) -> None:
         if self.runner not in RUNNERS:
-            raise UsageError(f"--runner {self.runner!r} is not one of {', '.join(RUNNERS)}")
+            raise UsageError(f"{option('runner', self.runner)} is not one of {', '.join(RUNNERS)}")
         if self.address is not None and self.runner != "ray":
-            raise UsageError("--address is for --runner ray")
+            raise UsageError(f"{option('address')} is for {option('runner', 'ray')}")
         if self.num_workers is not None and self.num_workers < 1:
-            raise UsageError(f"--workers {self.num_workers}: at least one is needed")
+            raise UsageError(f"{option('workers', self.num_workers)}: at least one is needed")
 
     @property
     def workers_per_process(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.formats.reading import read_checkpoint, read_source
@@ -18,7 +19,7 @@ from ckpt_tools.stores.destination import Claim, Destination, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import open_place, open_source
+from ckpt_tools.stores.urls import StorageOptions, open_place, open_source
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digests
 
@@ -26,21 +27,21 @@ OnTotal = Callable[[int], digests.OnBytes]
 """Told how many bytes there are to hash, gives what is to hear of them."""
 
 
-def read_digests(url: str | Path) -> Digests:
+def read_digests(url: str | Path, storage_options: StorageOptions = None) -> Digests:
     """The list of digests at ``url``. Raises as ``digests.loads`` does, and SourceNotFoundError."""
-    source = open_source(url)
+    source = open_source(url, storage_options)
     if len(source.files) != 1:
         raise UsageError(f"{url} is no file of digests")
     return digests.read_list(source, next(iter(source.files)))
 
 
-def stored_digests(source: Source, manifest: Manifest) -> Digests | None:
+def stored_digests(source: Source, manifest: Manifest, storage_options: StorageOptions = None) -> Digests | None:
     """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as ``digests.loads``."""
     if not _is_one_file(source):
         inside = digests.place_in(manifest)
         return digests.read_list(source, inside) if inside in source.files else None
     try:
-        return read_digests(digests_url(source, manifest))
+        return read_digests(digests_url(source, manifest), storage_options)
     except SourceNotFoundError:
         return None
 
@@ -75,7 +76,7 @@ def check_list(place: Place) -> Mapping[str, int]:
     if present.others or not digests.is_list(Source(present.store, present.files), place.name):
         raise DestinationExistsError(
             f"{place.url} is not a list of digests, so it is not replaced; remove it yourself, or choose another "
-            "--output"
+            f"{option('output')}"
         )
     return present.files
 
@@ -112,15 +113,19 @@ def write_staged(claim: Claim, place: Place, format_name: str, *, num_workers: i
     return [path]
 
 
-def write_published(place: Place, format_name: str, *, num_workers: int, on_total: OnTotal) -> str:
+def write_published(
+    place: Place, format_name: str, *, num_workers: int, on_total: OnTotal, storage_options: StorageOptions = None
+) -> str:
     """Write the list of output that was just published; its URL.
 
     Raises:
         CkptError: it cannot be read or written; the checkpoint itself is whole.
     """
     try:
-        source, manifest = read_checkpoint(place.url, ReadOptions(), format_name=format_name)
-        target = open_place(digests_url(source, manifest))
+        source, manifest = read_checkpoint(
+            place.url, ReadOptions(), format_name=format_name, storage_options=storage_options
+        )
+        target = open_place(digests_url(source, manifest), storage_options)
         write_list(target, lambda: _digests(source, manifest, num_workers, on_total), overwrite=True)
     except CkptError as error:
         error.message += f"; {place.url} is written, and its digests are not"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 from ckpt_tools.formats.registry import reader_for
@@ -16,7 +17,7 @@ from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, listed
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import whereabouts
+from ckpt_tools.stores.urls import StorageOptions, whereabouts
 from ckpt_tools.verification.digests import is_list, place_in
 from ckpt_tools.verification.signing import is_signature
 
@@ -26,9 +27,9 @@ MAX_SIGNATURE_BYTES = 512 << 20
 _ELSEWHERE = "choose another destination"
 
 
-def check_apart(src: str | Path, dst: str | Path) -> None:
+def check_apart(src: str | Path, dst: str | Path, storage_options: StorageOptions = None) -> None:
     """Raises DestinationExistsError where one of the two is, or lies in, the other."""
-    (service, source), (other, target) = whereabouts(src), whereabouts(dst)
+    (service, source), (other, target) = whereabouts(src, storage_options), whereabouts(dst, storage_options)
     if service != other:
         return
     is_same = _same_file if service == "file" else PurePosixPath.__eq__
@@ -66,12 +67,12 @@ def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
     if others and not files:
         raise DestinationExistsError(
             f"{place.url} is not a checkpoint itself: the one that is there lies deeper ({listed(others)}), and "
-            f"--overwrite replaces no folder that holds others; {_ELSEWHERE}"
+            f"{option('overwrite', True)} replaces no folder that holds others; {_ELSEWHERE}"
         )
     if others:
         raise DestinationExistsError(
-            f"{place.url} holds what is not part of the checkpoint there: {listed(others)}; --overwrite replaces the "
-            f"checkpoint alone: move the rest away, or {_ELSEWHERE}"
+            f"{place.url} holds what is not part of the checkpoint there: {listed(others)}; "
+            f"{option('overwrite', True)} replaces the checkpoint alone: move the rest away, or {_ELSEWHERE}"
         )
     _check_tags(place, files, written)
     return files

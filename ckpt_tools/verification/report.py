@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note
+from ckpt_tools.core.showing import Shown
 from ckpt_tools.verification.deviation import Deviation
 
 
@@ -27,14 +28,21 @@ class Aspect(Enum):
     """A stored record does not have the checksum stored with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference(Shown):
     """One tensor that is not the same; ``deviation`` says how far apart its elements are, where they were compared."""
 
     key: StateKey
     aspect: Aspect
     what: str
     deviation: Deviation | None = None
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "key": str(self.key),
+            "aspect": self.aspect.value,
+            "what": self.what,
+        }
 
     def to_json(self) -> dict[str, Any]:
         found = {
@@ -46,8 +54,8 @@ class Difference:
         return found if self.deviation is None else {**found, **self.deviation.to_json()}
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Shown):
     """What was compared. ``num_bytes`` are logical bytes of the tensors on one side.
 
     ``num_digests`` are tensors whose elements were compared with a digest written down for them; None where there were
@@ -72,6 +80,17 @@ class VerifyReport:
     @property
     def num_equal(self) -> int:
         return self.num_tensors - self.num_differing
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "equal": self.equal,
+            "num_tensors": self.num_tensors,
+            "num_differing": self.num_differing,
+            "num_bytes": self.num_bytes,
+            "differences": len(self.differences),
+            "num_digests": self.num_digests,
+            "notes": len(self.notes),
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {

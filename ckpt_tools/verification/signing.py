@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -29,11 +31,16 @@ from ckpt_tools.stores.urls import local_path
 FILE_SUFFIX = ".sig"
 
 
-@dataclass(frozen=True, slots=True)
-class SignReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class SignReport(Shown):
     """Where the signature was written."""
 
     signature: str
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "signature": self.signature,
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {"signature": self.signature}
@@ -61,10 +68,13 @@ def sign_with_key(
 def _check_replaceable(target: Path, *, overwrite: bool) -> None:
     """Raises DestinationExistsError where a signature may not be replaced, or something else is in its place."""
     if not overwrite:
-        raise DestinationExistsError(f"{target} exists; choose another --signature, or replace it with --overwrite")
+        raise DestinationExistsError(
+            f"{target} exists; choose another {option('signature')}, or replace it with {option('overwrite', True)}"
+        )
     if target.is_symlink() or not _is_signature(target):
         raise DestinationExistsError(
-            f"{target} is not a signature, so it is not replaced; remove it yourself, or choose another --signature"
+            f"{target} is not a signature, so it is not replaced; remove it yourself, or choose another "
+            f"{option('signature')}"
         )
 
 

@@ -11,14 +11,16 @@ from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Cas
 from ckpt_tools.core.apply_options import apply_options, case_of
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.progress import Meter, Progress
+from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.reading import read_checkpoint
 from ckpt_tools.formats.registry import writers
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import open_place
+from ckpt_tools.stores.urls import StorageOptions, open_place
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
 from ckpt_tools.verification.digest_files import digests_url, read_digests, stored_digests, write_list
@@ -29,10 +31,11 @@ from ckpt_tools.verification.report import VerifyReport
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """By how many threads, and who hears of it."""
+    """By how many threads, who hears of it, and how stores are reached."""
 
     num_workers: int
     on_progress: Progress
+    storage_options: StorageOptions = None
 
 
 def verify_alone(
@@ -45,7 +48,8 @@ def verify_alone(
     Raises:
         CkptError: bytes cannot be read; the digests are none.
     """
-    listed = read_digests(against) if against is not None else stored_digests(source, manifest)
+    reach = how.storage_options
+    listed = read_digests(against, reach) if against is not None else stored_digests(source, manifest, reach)
     report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
     if listed is None:
         return report
@@ -89,7 +93,7 @@ def verify_pair(
     Raises:
         CkptError: one of them cannot be read.
     """
-    other_source, other = read_checkpoint(dst, _reading_beside(manifest, options))
+    other_source, other = read_checkpoint(dst, _reading_beside(manifest, options), storage_options=how.storage_options)
     target = writers().get(other.format)
     whole = options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE))
     holds_masters = target is None or target.holds_masters
@@ -135,7 +139,7 @@ def compare_all(
             side.selected(lambda fqn: transforms.is_chosen(fqn, options.include, options.exclude)) for side in sides
         ]
         if not any(side.tensors for side in sides):
-            raise UsageError("--include and --exclude leave no tensor on either side")
+            raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor on either side")
     report = compare(sides[0], sides[1], num_workers=how.num_workers, on_progress=how.on_progress)
     return replace(report, notes=notes)
 
@@ -158,13 +162,20 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
     return [transforms.one_copy(each, weights=options.weight_copy)[0] for each in manifests], (note,)
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksumReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class ChecksumReport(Shown):
     """The digests of a checkpoint's tensors, and where they were written; None where they were not."""
 
     digests: Digests
     num_bytes: int
     destination: str | None
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "destination": self.destination,
+            "digests": len(self.digests),
+            "num_bytes": self.num_bytes,
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -190,5 +201,5 @@ def write_digests(
 
     if output == "-":
         return ChecksumReport(made(), meter.total, None)
-    place = open_place(output or digests_url(source, manifest))
+    place = open_place(output or digests_url(source, manifest), how.storage_options)
     return ChecksumReport(write_list(place, made, overwrite=overwrite), meter.total, place.url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import ckpt_tools
 from ckpt_tools.cli.main import group, main
 from ckpt_tools.core import applicability
 from ckpt_tools.core.matching import check_globs, check_renaming
+from ckpt_tools.core.option_names import flag
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.registry import writers
 
@@ -112,7 +114,7 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any], str]] = [
     ("safetensors", "dcp", {"optim_key": "optim"}, "optimizer state to dcp"),
     ("zero2", "universal", {"model_key": "model"}, "reads zero2 and writes universal"),
     ("zero2", "zero3", {"weights": "model"}, "one copy of each weight.*zero3 keeps"),
-    ("dcp", "dcp", {"address": "auto"}, "--runner ray"),
+    ("dcp", "dcp", {"address": "auto"}, r"runner[ =]'?ray"),
     ("dcp", "dcp", {"storage_options": {"key": "x"}}, "s3://"),
 ]
 
@@ -139,8 +141,10 @@ def test_the_command_line_refuses_it_too(
 ) -> None:
     (name, value), *_ = options.items()
     word = "key=x" if isinstance(value, dict) else str(value)
-    given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, applicability.flag(name), word]
-    assert said_by(given, capsys)[0] == 2
+    given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, flag(name), word]
+    code, printed = said_by(given, capsys)
+    assert code == 2
+    assert re.search(said, " ".join(printed.split()))
 
 
 def said_by(given: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -176,17 +180,16 @@ COMPARISONS: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("inspect", ["zero2"], {"model_key": "model"}, "trees"),
     ("open", ["safetensors"], {"optim_key": "optim"}, "trees"),
     ("checksum", ["safetensors"], {"tag": "t", "output": "-"}, "DeepSpeed"),
-    ("checksum", ["safetensors"], {"overwrite": True, "output": "-"}, "printed"),
+    ("checksum", ["safetensors"], {"overwrite": True, "output": "-"}, "not written"),
     ("verify", ["torch"], {"tag": "t"}, "DeepSpeed"),
-    ("verify", ["torch"], {"dtype": "bfloat16"}, "DST"),
-    ("verify", ["torch"], {"state": "model"}, "DST or --digests"),
-    ("verify", ["torch"], {"weights": "master"}, "DST or --digests"),
-    ("verify", ["torch"], {"include": ["*"]}, "DST or --digests"),
-    ("verify", ["torch"], {"exclude": ["a.b"]}, "DST or --digests"),
-    ("verify", ["torch"], {"rename": ["a=b"]}, "DST or --digests"),
-    ("verify", ["torch"], {"key_map": "map.json"}, "DST or --digests"),
-    ("verify", ["torch"], {"signature": "x.sig"}, "--public-key"),
-    ("verify", ["torch"], {"world_size": 2}, "leave it out"),
+    ("verify", ["torch"], {"dtype": "bfloat16"}, "with dst;"),
+    ("verify", ["torch"], {"state": "model"}, "dst or digests="),
+    ("verify", ["torch"], {"weights": "master"}, "dst or digests="),
+    ("verify", ["torch"], {"include": ["*"]}, "dst or digests="),
+    ("verify", ["torch"], {"exclude": ["a.b"]}, "dst or digests="),
+    ("verify", ["torch"], {"rename": ["a=b"]}, "dst or digests="),
+    ("verify", ["torch"], {"key_map": "map.json"}, "dst or digests="),
+    ("verify", ["torch"], {"signature": "x.sig"}, "public_key="),
     ("verify", ["torch"], {"digests": "digests.json", "dtype": "bfloat16"}, "before a cast"),
     ("verify", ["torch"], {"digests": "digests.json", "include": ["no.*"]}, "nearest"),
     ("verify", ["torch"], {"digests": "digests.json", "rename": ["^no="]}, "nearest"),
@@ -195,11 +198,7 @@ COMPARISONS: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("verify", ["torch", "safetensors"], {"public_key": "k"}, "one checkpoint"),
     ("verify", ["torch", "safetensors"], {"signature": "k"}, "one checkpoint"),
     ("verify", ["torch", "safetensors"], {"tag": "t"}, "DeepSpeed"),
-    ("verify", ["torch", "safetensors"], {"max_shard_size": "1MB"}, "leave it out"),
     ("verify", ["torch", "safetensors"], {"exclude": ["no.*"]}, "nearest"),
-    ("diff", ["torch", "safetensors"], {"dtype": "bfloat16"}, "as they are stored"),
-    ("diff", ["torch", "safetensors"], {"world_size": 2}, "leave it out"),
-    ("diff", ["torch", "safetensors"], {"max_shard_size": 2}, "leave it out"),
     ("diff", ["torch", "safetensors"], {"tag": "t"}, "DeepSpeed"),
     ("diff", ["safetensors", "torch"], {"model_key": "t"}, "trees"),
     ("diff", ["zero2", "zero2"], {"weights": "model"}, "both keep them"),
@@ -225,7 +224,7 @@ def test_other_verbs_refuse_what_does_not_apply(
 
 
 def test_resume_is_refused_where_nothing_can_be_continued(made: Paths) -> None:
-    with pytest.raises(UsageError, match="--resume"):
+    with pytest.raises(UsageError, match="resume=True"):
         ckpt_tools.convert(made["torch"], "memory://options/out", to="dcp", resume=True)
 
 
@@ -247,13 +246,13 @@ def test_the_tag_and_keys_that_are_not_of_the_source_are_of_the_destination(made
 
 
 MATCHLESS: list[tuple[dict[str, Any], str]] = [
-    ({"rename": ["^a=b", "^c="]}, r"--rename '\^c=' matches no tensor; the nearest names are "),
+    ({"rename": ["^a=b", "^c="]}, r"rename='\^c=' matches no tensor; the nearest names are "),
     ({"rename": ["^a[.]v=b"]}, "the nearest names are a.w, a.b "),
-    ({"exclude": ["a.w", "a.x"]}, "--exclude 'a.x' matches no tensor; the nearest names are a.w, a.b "),
-    ({"include": ["a.w", "a.x"]}, "--include 'a.x' matches no tensor; the nearest names are a.w, a.b "),
+    ({"exclude": ["a.w", "a.x"]}, "exclude='a.x' matches no tensor; the nearest names are a.w, a.b "),
+    ({"include": ["a.w", "a.x"]}, "include='a.x' matches no tensor; the nearest names are a.w, a.b "),
     (
         {"key_map": {"a.w": "x", "a.ww": "y"}},
-        "--key-map renames 'a.ww', which the checkpoint does not hold; the nearest",
+        "key_map= renames 'a.ww', which the checkpoint does not hold; the nearest",
     ),
     ({"key_map": {}}, "is empty"),
 ]

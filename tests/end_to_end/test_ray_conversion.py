@@ -175,9 +175,9 @@ def test_the_command_prints_its_report_alone(large: Path, cluster: Cluster, tmp_
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"runner": "spark"}, "--runner 'spark' is not one of threads, ray"),
-        ({"address": "auto"}, "--address is for --runner ray"),
-        ({"runner": "ray", "workers": 0}, "--workers 0: at least one"),
+        ({"runner": "spark"}, "runner='spark' is not one of threads, ray"),
+        ({"address": "auto"}, "address= is for runner='ray'"),
+        ({"runner": "ray", "workers": 0}, "workers=0: at least one"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, object], reason: str, large: Path, tmp_path: Path) -> None:

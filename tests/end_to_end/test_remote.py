@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt_tools
@@ -170,6 +171,39 @@ def test_storage_options_stand_for_the_environment(
     assert ckpt_tools.inspect(url, storage_options=options).format == "dcp"
     with pytest.raises(CkptError):
         ckpt_tools.inspect(url, storage_options={**options, "secret": "wrong"})
+
+
+def test_every_function_takes_storage_options(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment knows nothing, so that a store opened without the options is an error."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name)
+    reach: dict[str, Any] = {"storage_options": {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": s3.endpoint}}
+    folder = f"s3://{BUCKET}/{s3.new_prefix()}"
+    torch.save({"layer.weight": torch.arange(8.0).reshape(2, 4), "layer.bias": torch.ones(2)}, tmp_path / "a.pt")
+    file, run, other = f"{folder}a.safetensors", f"{folder}run", f"{folder}other"
+    for _ in range(2):  # replaced, with the digests beside it, the second time
+        ckpt_tools.convert(tmp_path / "a.pt", file, checksum=True, overwrite=True, **reach)
+    assert ckpt_tools.verify(file, **reach).num_digests == 2
+    assert ckpt_tools.plan(file, run, to="dcp", **reach).num_tensors == 2
+    ckpt_tools.convert(file, run, to="dcp", world_size=2, **reach)
+    ckpt_tools.reshard(run, other, world_size=1, checksum=True, **reach)
+    ckpt_tools.consolidate(run, f"{folder}weights", **reach)
+    assert ckpt_tools.checksum(file, output=f"{folder}digests.json", **reach).num_bytes == 40
+    assert ckpt_tools.verify(run, digests=f"{folder}digests.json", **reach).num_digests == 2
+    assert ckpt_tools.verify(file, run, **reach).equal
+    assert ckpt_tools.diff(run, other, **reach).equal
+    assert ckpt_tools.scan(run, **reach).clean
+    assert not ckpt_tools.clean(run, **reach).leftovers
+    assert ckpt_tools.inspect(run, **reach).format == "dcp"
+    assert ckpt_tools.open(run, **reach)["layer.bias"][...].tolist() == [1, 1]
+    with ckpt_tools.claim(f"{folder}claimed", **reach) as claim:
+        claim.check()
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(4, 2)})
+    ckpt_tools.load_into(model, None, run, **reach)
+    assert model["layer"].weight.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert ckpt_tools.storage_reader(run, **reach).read_metadata().state_dict_metadata
+    with pytest.raises(CkptError):
+        ckpt_tools.load_into(model, None, run)
 
 
 def test_opening_is_lazy(dcp: Path, s3: S3Server, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +364,7 @@ def test_replacing_in_a_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp
     assert set(memory.find("/out")) == before
     ckpt_tools.convert(dcp, "memory://out", to="safetensors", overwrite=True)
     assert memory.find("/out") == ["/out/model.safetensors"]
-    with pytest.raises(UsageError, match="--resume"):
+    with pytest.raises(UsageError, match="resume=True"):
         ckpt_tools.convert(dcp, "memory://other", to="dcp", resume=True)
     with pytest.raises(SourceNotFoundError):
         ckpt_tools.inspect("memory://nothing")

@@ -313,7 +313,7 @@ def test_a_tag_chosen_where_latest_is_missing() -> None:
     del files["latest"]
     assert read(files).step == 7
     files |= {path.replace(TAG, "global_step10"): content for path, content in files.items()}
-    with pytest.raises(UnsupportedError, match=r"--tag \(global_step10, global_step7\)"):
+    with pytest.raises(UnsupportedError, match=r"tag= \(global_step10, global_step7\)"):
         read(files)
     assert read(files, "global_step10").step == 7
 

@@ -382,7 +382,7 @@ class TestWords:
 
     def test_a_torch_file_with_another_ending_is_told_the_option(self, tmp_path: Path) -> None:
         torch.save({"w": torch.ones(2)}, tmp_path / "model.weights")
-        assert "--from torch" in refusal(tmp_path / "model.weights")
+        assert "from_='torch'" in refusal(tmp_path / "model.weights")
         assert ckpt_tools.inspect(tmp_path / "model.weights", from_="torch").num_parameters == 2
 
     @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_latest_universal_chooses_and_a_tag_overrides(edited: Callable[[str], Pa
     assert {path.split("/")[0] for path in files_of(read(folder))} == {TAG}
     assert {path.split("/")[0] for path in files_of(read(folder, "other"))} == {"other"}
     (folder / "latest_universal").unlink()
-    with pytest.raises(UnsupportedError, match="name one with --tag"):
+    with pytest.raises(UnsupportedError, match="name one with tag="):
         read(folder)
 
 

@@ -181,7 +181,7 @@ def test_stage_3_has_a_model_file_a_rank_and_bf16_marks_optimizer_files_alone() 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "latest", "a\\b", "a\nb"])
 def test_a_tag_that_is_no_folder_is_refused(tag: str) -> None:
     manifest = small().manifest(PARAMS, extra={"deepspeed": {"tag": tag}})
-    with pytest.raises(UsageError, match="--tag"):
+    with pytest.raises(UsageError, match="tag="):
         layout_of(manifest, stage=1)
 
 
@@ -548,12 +548,12 @@ def test_without_a_config_it_says_stage_and_type_and_nothing_else() -> None:
 
 def test_weights_of_several_types_are_refused() -> None:
     made = Checkpoint().weight("a", floats(3)).weight("b", floats(3).astype(BF16))
-    with pytest.raises(UnsupportedError, match=r"float32 \(a\), bfloat16 \(b\); choose one with --dtype"):
+    with pytest.raises(UnsupportedError, match=r"float32 \(a\), bfloat16 \(b\); choose one with dtype="):
         layout_of(made.manifest("ab"), stage=1)
 
 
 def test_weights_of_a_type_that_deepspeed_does_not_train_in_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="--dtype"):
+    with pytest.raises(UnsupportedError, match="dtype="):
         layout_of(Checkpoint().weight("a", floats(3).astype(np.float64)).manifest("a"), stage=1)
 
 

@@ -337,7 +337,7 @@ class TestBudget:
 
     def test_one_that_cannot_be_met_is_refused_with_the_one_that_can(self) -> None:
         manifest = manifest_of(5, shards_each=1000)
-        with pytest.raises(MemoryBudgetError, match=r"needs at least [\d.]+ MB .* --memory") as caught:
+        with pytest.raises(MemoryBudgetError, match=r"needs at least [\d.]+ MB .* memory=") as caught:
             make_plan(manifest, Layout(()), memory_bytes=1000, num_workers=2)
         needed = parse_size(str(caught.value).partition("at least ")[2].partition(" of")[0])
         peak = make_plan(manifest, Layout(()), memory_bytes=needed, num_workers=2).peak_memory_bytes

@@ -124,7 +124,7 @@ def test_it_stays_old_where_the_work_fails(tmp_path: Path, is_file: bool) -> Non
 @BOTH
 def test_it_is_not_replaced_unasked(tmp_path: Path, is_file: bool) -> None:
     put(tmp_path / "out", "old", is_file=is_file)
-    with pytest.raises(DestinationExistsError, match=r"out exists; .* --overwrite") as caught:
+    with pytest.raises(DestinationExistsError, match=r"out exists; .* overwrite=True") as caught:
         convert(tmp_path / "out", "new", is_file=is_file)
     assert caught.value.exit_code == 8
     assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")

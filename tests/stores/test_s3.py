@@ -152,7 +152,7 @@ def test_a_part_sent_twice_counts_once(place: S3Place, runs: str, s3: S3Server) 
 
 def test_a_place_that_is_taken_is_refused(place: S3Place, runs: str, s3: S3Server) -> None:
     s3.put(runs, {"out/x": b"1"})
-    with pytest.raises(DestinationExistsError, match="--overwrite"):
+    with pytest.raises(DestinationExistsError, match="overwrite=True"):
         place.claim(overwrite=False, resume=False).__enter__()
     with pytest.raises(DestinationExistsError, match="is a folder"):
         place.as_file().claim(overwrite=True, resume=False).__enter__()

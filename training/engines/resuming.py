@@ -20,6 +20,8 @@ from ckpt_tools.errors import FormatError
 from ..config import TrainConfig
 from ..engines.base import Progress
 
+_FORMATS: Mapping[int, ckpt_tools.WrittenFormat] = {1: "zero1", 2: "zero2", 3: "zero3"}
+
 
 def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
     """How far the run had come that wrote these entries beside model and optimizer. Raises ``FormatError``."""
@@ -71,7 +73,7 @@ def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> Iterator[
     folder, leads = _temporary_folder(), int(os.environ["LOCAL_RANK"]) == 0
     try:
         if leads:
-            ckpt_tools.convert(checkpoint, folder, to=f"zero{stage}", world_size=world_size, dtype=dtype_name)
+            ckpt_tools.convert(checkpoint, folder, to=_FORMATS[stage], world_size=world_size, dtype=dtype)
         torch.distributed.barrier()
         yield folder
         torch.distributed.barrier()

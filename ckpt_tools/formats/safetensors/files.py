@@ -24,6 +24,7 @@ from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.value_refs import references
@@ -291,7 +292,7 @@ class SafetensorsWriter:
         parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
         if len(parts) > 1 and options.file_name is not None:
             raise UnsupportedError(
-                f"{options.file_name} is one file, and --max-shard-size asks for {len(parts)}; name a folder"
+                f"{options.file_name} is one file, and {option('max_shard_size')} asks for {len(parts)}; name a folder"
             )
         names = [options.file_name or "model.safetensors"] if len(parts) == 1 else _shard_names(len(parts))
         files = [
@@ -340,12 +341,16 @@ def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise UnsupportedError(f"a header of {len(text):,} bytes is more than the format allows; use --max-shard-size")
+        raise UnsupportedError(
+            f"a header of {len(text):,} bytes is more than the format allows; use {option('max_shard_size')}"
+        )
     return struct.pack("<Q", len(text)) + text
 
 
 def _dtype_name(name: str, dtype: DType) -> str:
     found = dtype.safetensors_name
     if found is None:
-        raise UnsupportedError(f"safetensors has no {dtype.value}; write it with --to torch or exclude it", key=name)
+        raise UnsupportedError(
+            f"safetensors has no {dtype.value}; write it with {option('to', 'torch')} or exclude it", key=name
+        )
     return found

@@ -17,6 +17,7 @@ import numpy as np
 from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
@@ -198,7 +199,7 @@ class _Found:
         name = _dotted(path)
         if name in self.paths:
             raise UnsupportedError(
-                "two entries of the tree would have this name; choose others with --model-key", key=name
+                f"two entries of the tree would have this name; choose others with {option('model_key')}", key=name
             )
         if len(self.paths) == MAX_ENTRIES:
             raise UnsupportedError(f"more than {MAX_ENTRIES:,} entries are no checkpoint")

@@ -20,6 +20,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef
 from ckpt_tools.core.manifest import TreePath as TreePath
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import Distinct, StoredTensor
 from ckpt_tools.core.wording import listed
@@ -87,26 +88,26 @@ def find_tree(
     Raises:
         UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers.
     """
-    optim = _optim_prefix(paths.values()) if optim_key is None else _given(optim_key, paths, "--optim-key")
+    optim = _optim_prefix(paths.values()) if optim_key is None else _given(optim_key, paths, "optim_key")
     if model_key is not None:
-        return Tree(_given(model_key, paths, "--model-key"), optim)
+        return Tree(_given(model_key, paths, "model_key"), optim)
     known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
     return Tree(_model_prefix(paths, numels, optim, known), optim)
 
 
-def _given(key: str, paths: Mapping[str, TreePath], option: str) -> TreePath:
+def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
     prefixes = {path[:length] for path in paths.values() for length in range(len(path) + 1)}
     for prefix in prefixes:
         if ".".join(map(str, prefix)) == key:
             return prefix
-    raise UsageError(f"{option} {key!r} names nothing in this checkpoint")
+    raise UsageError(f"{option(name, key)} names nothing in this checkpoint")
 
 
 def _optim_prefix(paths: Iterable[TreePath]) -> TreePath | None:
     found = Counter(prefix for path in paths if (prefix := _optim_part(path)) is not None)
     if len(found) > 1:
         names = listed([".".join(map(str, prefix)) for prefix in found])
-        raise UnsupportedError(f"there are several optimizers ({names}); choose one with --optim-key")
+        raise UnsupportedError(f"there are several optimizers ({names}); choose one with {option('optim_key')}")
     return next(iter(found), None)
 
 
@@ -419,8 +420,8 @@ def _aliases(ties: Mapping[str, str], roles: Mapping[str, LeafRole]) -> tuple[di
 def _groups(options: Mapping[Option, Any]) -> tuple[ParamGroup, ...]:
     """The optimizer's groups; where options are kept by parameter, parameters with the same options are a group."""
     by_owner: defaultdict[int | str, dict[str, Any]] = defaultdict(dict)
-    for option, value in options.items():
-        by_owner[option.owner][option.name] = value
+    for each, value in options.items():
+        by_owner[each.owner][each.name] = value
     numbered = {owner: options for owner, options in by_owner.items() if isinstance(owner, int)}
     if numbered:
         return tuple(_numbered_group(numbered[number]) for number in sorted(numbered))

@@ -19,6 +19,7 @@ from functools import partial as partial_call
 from pathlib import PurePosixPath
 from typing import Any
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import Claim, Leftover, Place
@@ -158,7 +159,8 @@ class FsspecPlace(Place):
         """
         if resume:
             raise UsageError(
-                f"--resume: what was written to {self.url} cannot be continued, only to paths and s3:// URLs"
+                f"{option('resume', True)}: what was written to {self.url} cannot be continued, "
+                "only to paths and s3:// URLs"
             )
         self.check_free(overwrite=overwrite)
         partial = self._partial

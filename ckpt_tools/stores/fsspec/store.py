@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.fsspec import errors as fsspec_errors
 from ckpt_tools.stores.fsspec.errors import shown
@@ -33,7 +34,7 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     except ImportError as error:
         raise UsageError(f"{url} needs a package that is not installed: {error}") from error
     except TypeError as error:
-        raise UsageError(f"--storage-option: {error}") from error
+        raise UsageError(f"{option('storage_options')} does not fit: {error}") from error
     except ValueError as error:
         raise UnsupportedError(f"{url}: {error}") from error
     return fs, str(path).rstrip("/")

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from isal import isal_zlib
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried, without_credentials
 from ckpt_tools.stores.source import Buffer
@@ -44,8 +45,12 @@ MAX_DELETED = 1000
 
 INSTALL = "pip install 'ckpt-tools[s3]'"
 
-_CREDENTIALS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or --storage-option key=... secret=..."
 _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403"}
+
+
+def _credentials() -> str:
+    given = option("storage_options", {"key": "...", "secret": "..."})
+    return f"check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or {given}"
 
 
 class RefusedError(StoreError):
@@ -78,12 +83,14 @@ class S3Options:
         names = [each.name for each in fields(cls) if each.name != "retry"]
         unknown = sorted(set(options) - {*names, "retries"})
         if unknown:
-            raise UsageError(f"--storage-option {unknown[0]}: s3:// knows {', '.join(names)} and retries")
+            raise UsageError(
+                f"{option('storage_options', {unknown[0]: '...'})}: s3:// knows {', '.join(names)} and retries"
+            )
         try:
             given = {name: _PARSERS.get(name, str)(value) for name, value in options.items() if name != "retries"}
             policy = RetryPolicy(attempts=1 + int(options["retries"])) if "retries" in options else RetryPolicy()
         except ValueError as error:
-            raise UsageError(f"--storage-option: {error}") from error
+            raise UsageError(f"{option('storage_options')} does not fit: {error}") from error
         return cls(**given, retry=policy)
 
 
@@ -379,7 +386,7 @@ class Bucket:
         except exceptions.ClientError as error:
             raise self._answered(operation, key, error.response) from error
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
-            raise StoreError(f"no credentials for S3 were found; {_CREDENTIALS}", path=self.url(key)) from error
+            raise StoreError(f"no credentials for S3 were found; {_credentials()}", path=self.url(key)) from error
         except (exceptions.CredentialRetrievalError, exceptions.TokenRetrievalError) as error:
             raise StoreError(f"credentials for S3 cannot be had: {error}", path=self.url(key)) from error
         except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:
@@ -410,7 +417,7 @@ class Bucket:
         if code == "NoSuchBucket" or (status == 404 and operation.startswith("list_objects")):
             return SourceNotFoundError(f"there is no bucket {self.name}")
         if code in _REFUSED:
-            return RefusedError(f"access was refused ({code}); {_CREDENTIALS}", path=self.url(key), status=status)
+            return RefusedError(f"access was refused ({code}); {_credentials()}", path=self.url(key), status=status)
         text = f"the S3 service refused {operation}: {code} {message}"
         return RefusedError(text.rstrip(), path=self.url(key), status=status)
 

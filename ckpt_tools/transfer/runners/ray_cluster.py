@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from typing import Any
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import StoreError, UsageError
 from ckpt_tools.signals import STOPPING, heeded, held_back
 
@@ -51,13 +52,18 @@ def _imported() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UsageError("--runner ray needs Ray; install it with: pip install 'ckpt-tools[ray]'") from error
+        raise UsageError(
+            f"{option('runner', 'ray')} needs Ray; install it with: pip install 'ckpt-tools[ray]'"
+        ) from error
     return ray
 
 
 def _connect(ray: Any, address: str | None, num_workers: int) -> None:
     if address is not None and address.startswith("ray://"):
-        raise UsageError(f"--address {address} is a Ray client's: run on a node of the cluster, with --address auto")
+        raise UsageError(
+            f"{option('address', address)} is a Ray client's: run on a node of the cluster, "
+            f"with {option('address', 'auto')}"
+        )
     if address not in (None, "auto", "local"):
         _look_for(address)
     local = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ckpt_tools.core.showing import Shown
+
 MAX_FINDINGS = 1000
 """Findings kept; more are counted."""
 
@@ -21,8 +23,8 @@ class Danger(StrEnum):
     """What could not be followed: damaged, of an unknown kind, or made so that it cannot be."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+@dataclass(frozen=True, slots=True, repr=False)
+class Finding(Shown):
     """``what`` is the call, or the reason; ``place`` says which pickle of the file, and where in it."""
 
     file: str
@@ -30,12 +32,20 @@ class Finding:
     danger: Danger
     what: str
 
+    def shown(self) -> dict[str, object]:
+        return {
+            "file": self.file,
+            "place": self.place,
+            "danger": self.danger.value,
+            "what": self.what,
+        }
+
     def __str__(self) -> str:
         return ": ".join(part for part in (self.file, self.place, self.what) if part)
 
 
-@dataclass(frozen=True, slots=True)
-class ScanReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class ScanReport(Shown):
     """The findings, ``num_findings`` in all, in ``num_pickles`` pickles of ``num_files`` files."""
 
     source: str
@@ -48,6 +58,16 @@ class ScanReport:
     @property
     def clean(self) -> bool:
         return not self.num_findings
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "source": self.source,
+            "clean": self.clean,
+            "unsafe": self.unsafe,
+            "num_findings": self.num_findings,
+            "num_pickles": self.num_pickles,
+            "num_files": self.num_files,
+        }
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"clean": self.clean}

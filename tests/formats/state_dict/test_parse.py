@@ -95,12 +95,12 @@ def test_keys_override() -> None:
 
 
 def test_a_key_that_leads_nowhere() -> None:
-    with pytest.raises(UsageError, match="--model-key 'nets'"):
+    with pytest.raises(UsageError, match="model_key='nets'"):
         found(STATEFUL, model_key="nets")
 
 
 def test_two_optimizers_need_a_choice() -> None:
     tree = paths(("g", "param_groups", 0, "lr"), ("d", "param_groups", 0, "lr"), ("model", "w"))
-    with pytest.raises(UnsupportedError, match="--optim-key"):
+    with pytest.raises(UnsupportedError, match="optim_key="):
         found(tree)
     assert found(tree, optim_key="d").optim == ("d",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
 from ckpt_tools.stores.source import Source, checked_name
@@ -27,7 +28,7 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
         return _latest(source, folders, latest)
     if len(folders) > 1:
         raise UnsupportedError(
-            f"there is no file {latest!r}, and several tags: name one with --tag ({_listed(folders)})"
+            f"there is no file {latest!r}, and several tags: name one with {option('tag')} ({_listed(folders)})"
         )
     return folders[0]
 

@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import is_deepspeed, untrained
@@ -134,7 +135,7 @@ class _Reading:
             kinds = ", ".join(f"{dtype.value} ({name})" for dtype, name in found.items())
             raise UnsupportedError(
                 f"DeepSpeed trains all parameters in one of float32, bfloat16 and float16, and these are {kinds}; "
-                "choose one with --dtype"
+                f"choose one with {option('dtype')}"
             )
         return next(iter(found))
 

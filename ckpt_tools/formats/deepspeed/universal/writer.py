@@ -17,6 +17,7 @@ from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
 from ckpt_tools.errors import UsageError
@@ -65,7 +66,7 @@ def _grouped(manifest: Manifest) -> Manifest:
 
 def _checked_tag(tag: str) -> str:
     if tag in ("", ".", "..", LATEST) or any(character in tag for character in "/\\\0\n"):
-        raise UsageError(f"--tag {tag!r} is no name for the folder of a checkpoint")
+        raise UsageError(f"{option('tag', tag)} is not a name for the folder of a checkpoint")
     return tag
 
 

@@ -12,6 +12,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UsageError
@@ -44,7 +45,7 @@ class ZeroWriter:
 
 def _checked_tag(tag: str) -> str:
     if tag in ("", ".", "..", "latest") or any(character in tag for character in "/\\\0\n"):
-        raise UsageError(f"--tag {tag!r} is no name for the folder of a checkpoint")
+        raise UsageError(f"{option('tag', tag)} is not a name for the folder of a checkpoint")
     return tag
 
 

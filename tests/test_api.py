@@ -1,0 +1,302 @@
+"""The public API: its names, its keywords, how it spells options, and how results show themselves."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import click
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import ckpt_tools
+from ckpt_tools import api, errors
+from ckpt_tools.cli.beside import BesideCommand
+from ckpt_tools.cli.main import group, main
+from ckpt_tools.core import option_names
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.core.option_names import option, spelled
+from ckpt_tools.core.options import dtype_name
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.formats.registry import readers, writers
+from ckpt_tools.stores.leftovers import CleanReport
+from ckpt_tools.verification.report import Aspect
+
+PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
+COMMANDS = [name for name, command in group.commands.items() if not isinstance(command, BesideCommand)]
+VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, name) for name in [*COMMANDS, "open"]}
+FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in ("load_into", "storage_reader", "claim")}}
+
+ONLY_PRINTED = {"as_json", "quiet", "tensors", "dry_run"}
+"""Options of commands about how a result is printed; ``convert --dry-run`` is ``plan``."""
+
+ONLY_IN_PYTHON = {
+    "reshard": {"state", "dtype", "weights", "max_shard_size", "include", "exclude", "rename", "key_map"},
+    "consolidate": {"world_size"},
+    "plan": {"runner", "address", "resume", "fsync"},
+}
+
+
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(FUNCTIONS[name]).parameters)
+
+
+@pytest.mark.parametrize("name", ckpt_tools.__all__)
+def test_a_public_name_resolves_and_is_documented(name: str) -> None:
+    assert getattr(ckpt_tools, name) is not None
+    assert name == "__version__" or re.search(rf"`(ckpt_tools\.)?{name}[`(]", PAGE), f"docs/python.md lacks {name}"
+
+
+def test_dir_shows_the_public_names_alone() -> None:
+    assert dir(ckpt_tools) == sorted(ckpt_tools.__all__)
+
+
+def test_nothing_else_is_public() -> None:
+    found = {name for name, value in vars(ckpt_tools).items() if not isinstance(value, types.ModuleType)}
+    public = {name for name in found if not name.startswith("_")}
+    assert public - {"annotations", "TYPE_CHECKING"} <= set(ckpt_tools.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'convrt'"):
+        ckpt_tools.convrt  # noqa: B018
+
+
+def test_every_error_is_public() -> None:
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, CkptError)}
+    assert kinds <= set(ckpt_tools.__all__)
+
+
+def test_every_result_is_public() -> None:
+    names = {re.split(r"[^A-Za-z]", str(inspect.signature(verb).return_annotation))[-1] for verb in VERBS.values()}
+    assert {name for name in names if name} <= set(ckpt_tools.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_keyword_is_written_out(name: str) -> None:
+    kinds = {each.kind for each in parameters(name).values()}
+    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_misspelt_keyword_is_an_error_of_the_function_itself(name: str) -> None:
+    required = [each.name for each in parameters(name).values() if each.default is each.empty]
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'storage_option'"):
+        FUNCTIONS[name](**dict.fromkeys(required, "x"), storage_option={})
+
+
+def test_verbs_that_convert_take_the_same_keywords() -> None:
+    whole = parameters("convert")
+    assert parameters("plan") == whole
+    assert parameters("consolidate") == {name: each for name, each in whole.items() if name != "state"}
+    resharding = {name: each for name, each in whole.items() if name not in {"to", "world_size"}}
+    assert {name: each for name, each in parameters("reshard").items() if name != "world_size"} == resharding
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_and_its_function_have_the_same_options(name: str) -> None:
+    given = {each.name for each in group.commands[name].params if each.expose_value} - ONLY_PRINTED
+    given |= {"dry_run"} if name == "clean" else set()
+    taken = parameters(name).keys() - {"on_progress"}
+    assert taken - given == ONLY_IN_PYTHON.get(name, set())
+    assert given - taken == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_and_its_function_have_the_same_choices_and_defaults(name: str) -> None:
+    taken = parameters(name)
+    for each in group.commands[name].params:
+        if isinstance(each, click.Option) and isinstance(each.type, click.Choice):
+            annotation = str(taken[str(each.name)].annotation).split(" ")[0]
+            accepted = getattr(option_names, annotation.replace("DTypeLike", "DTypeName"))
+            assert tuple(each.type.choices) == get_args(accepted)
+    needed = {"reshard": ["--world-size", "1"], "sign": ["--private-key", "k"]}.get(name, [])
+    places = ["x" for each in group.commands[name].params if isinstance(each, click.Argument)]
+    parsed = group.commands[name].make_context(name, [*places, *needed]).params
+    optional = [each.name for each in taken.values() if each.default is not each.empty and each.name in parsed]
+    assert {each: parsed[each] or None for each in optional if each != "dst"} == {
+        each: taken[each].default or None for each in optional if each != "dst"
+    }
+
+
+def test_choices_are_those_of_the_registry() -> None:
+    assert set(get_args(option_names.WrittenFormat)) == set(writers())
+    assert set(get_args(option_names.ReadFormat)) == {*readers(), "zero1", "zero2", "zero3"}
+    assert get_origin(option_names.WrittenFormat) is Literal
+
+
+DTYPES = [torch.bfloat16, ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), "bfloat16"]
+HALVES = [torch.float16, torch.half, np.float16, np.half, np.dtype("float16"), np.dtype("<f2")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [*((each, "bfloat16") for each in DTYPES), *((each, "float16") for each in HALVES), (np.single, "float32")],
+)
+def test_dtypes_are_known_by_name(dtype: Any, name: str) -> None:
+    assert dtype_name(dtype) == name
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    tensors = {"a.w": np.arange(16, dtype=np.float32).reshape(4, 4), "a.b": np.zeros(4, np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "dcp", to="dcp", world_size=2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, ml_dtypes.bfloat16, np.float16])
+def test_verbs_take_dtypes_of_libraries(dtype: Any, made: Path) -> None:
+    source, out = made / "model.safetensors", made / "out.safetensors"
+    assert ckpt_tools.plan(source, out, dtype=dtype).bytes_written < ckpt_tools.plan(source, out).bytes_written
+    ckpt_tools.convert(source, out, dtype=dtype)
+    assert ckpt_tools.open(out)["a.w"].dtype.name == dtype_name(dtype)
+    assert ckpt_tools.verify(source, out, dtype=dtype).equal
+    ckpt_tools.consolidate(made / "dcp", made / "one", dtype=dtype)
+    ckpt_tools.reshard(made / "dcp", made / "three", world_size=3, dtype=dtype)
+    assert ckpt_tools.diff(made / "one", made / "three").equal
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, np.float64, float, object()])
+def test_other_dtypes_are_refused(dtype: Any, made: Path) -> None:
+    with pytest.raises(UsageError, match=r"^dtype='.*' is not one of float32, bfloat16, float16$"):
+        ckpt_tools.plan(made / "dcp", made / "x.pt", dtype=dtype)
+
+
+def test_one_pattern_need_not_be_in_a_list(made: Path) -> None:
+    report = ckpt_tools.plan(made / "dcp", made / "x.pt", include="a.w", rename="^a=b")
+    assert report.renamed == {"a.w": "b.w"}
+
+
+MESSAGES: list[tuple[str, list[str], dict[str, Any], str, str]] = [
+    ("convert", ["dcp", "model.safetensors"], {}, "overwrite=True", "--overwrite"),
+    ("convert", ["dcp", "out"], {}, "say with to= in", "say with --to in"),
+    ("plan", ["dcp", "x.pt"], {"to": "dcp"}, "which to='dcp' contradicts", "which --to dcp contradicts"),
+    ("plan", ["dcp", "x.pt"], {"world_size": 2}, "world_size= is for", "--world-size is for"),
+    ("plan", ["dcp", "x.pt"], {"include": ["c.*"]}, "include='c.*' matches no", "--include 'c.*' matches no"),
+    ("plan", ["dcp", "x.pt"], {"include": ["c"]}, "(see inspect(...).tensors)", "(see inspect --tensors)"),
+    ("plan", ["dcp", "x.pt"], {"rename": ["^c="]}, "rename='^c=' matches no", "--rename '^c=' matches no"),
+    ("plan", ["dcp", "x.pt"], {"rename": ["abc"]}, "rename='abc' is not", "--rename abc is not"),
+    ("plan", ["dcp", "x.pt"], {"key_map": "no.json"}, "key_map='no.json': No such", "--key-map no.json: No such"),
+    ("plan", ["dcp", "x.pt"], {"model_key": "m.n"}, "model_key='m.n' names", "--model-key m.n names"),
+    (
+        "plan",
+        ["dcp", "x.pt"],
+        {"memory": "1kB"},
+        "raise memory= or lower workers=",
+        "raise --memory or lower --workers",
+    ),
+    ("convert", ["dcp", "x.pt"], {"address": "a"}, "is for runner='ray'", "is for --runner ray"),
+    ("convert", ["dcp", "memory://m/x"], {"to": "dcp", "resume": True}, "resume=True: what", "--resume: what"),
+    ("verify", ["dcp"], {"state": "model"}, "verify with dst or digests=;", "verify with DST or --digests;"),
+    ("verify", ["dcp"], {"signature": "s"}, "with public_key=", "with --public-key"),
+    ("checksum", ["dcp"], {"output": "-", "overwrite": True}, "with output='-' they", "with --output - they"),
+    ("inspect", ["dcp"], {"tag": "t"}, "tag= is for", "--tag is for"),
+    ("inspect", ["dcp"], {"from_": "nonsense"}, "no format 'nonsense'", "no format 'nonsense'"),
+    ("scan", ["dcp"], {"storage_options": {"k": "v"}}, "storage_options= is for", "--storage-option is for"),
+    (
+        "inspect",
+        ["s3://b/k"],
+        {"storage_options": {"what": "1"}},
+        "storage_options={'what': '...'}: s3:// knows",
+        "--storage-option what=...: s3:// knows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("verb", "places", "options", "python", "command_line"), MESSAGES)
+def test_a_message_spells_options_for_its_reader(
+    verb: str,
+    places: list[str],
+    options: dict[str, Any],
+    python: str,
+    command_line: str,
+    made: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(made)
+    with pytest.raises(CkptError) as caught:
+        VERBS[verb](*places, **options)
+    assert python in str(caught.value)
+    with pytest.raises(SystemExit):
+        main([verb, *places, *words(options)])
+    assert command_line in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(CkptError) as again:
+        VERBS[verb](*places, **options)
+    assert str(again.value) == str(caught.value)
+
+
+def words(options: dict[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        yield option_names.flag(name)
+        if isinstance(value, dict):
+            yield from (f"{key}={each}" for key, each in value.items())
+        elif value is not True:
+            yield value[0] if isinstance(value, list) else str(value)
+
+
+def test_templates_name_options_and_values() -> None:
+    template = "for {dst}, {weights} or {state:model}"
+    assert spelled(template) == "for dst, weights= or state='model'"
+    with option_names.on_command_line():
+        assert spelled(template) == "for DST, --weights or --state model"
+        assert option("key_map", Path("a b.json")) == "--key-map 'a b.json'"
+    assert option("from_") == "from_="
+
+
+def reports(made: Path) -> list[Any]:
+    """A result of every kind, with long names and many parts."""
+    rename = [f"^a=<b>&{'long' * 50}"]
+    (made / "odd\nname").mkdir()
+    out = made / "odd\nname" / ("x" * 200)
+    converted = ckpt_tools.convert(made / "dcp", out, to="safetensors", rename=rename, dtype="float16")
+    differing = ckpt_tools.diff(made / "dcp", out)
+    many = replace(differing, differences=differing.differences * 100_000)
+    torch.save({"f": torch.nn.Linear(2, 2)}, made / "evil.pt")
+    scanned = ckpt_tools.scan(made / "evil.pt")
+    return [
+        converted,
+        converted.plan,
+        *converted.plan.notes,
+        many,
+        replace(many.differences[0], key=StateKey("k" * 5000), aspect=Aspect.VALUES, what="w\n" * 5000),
+        scanned,
+        replace(scanned, findings=scanned.findings * 100_000),
+        *scanned.findings,
+        ckpt_tools.checksum(out),
+        ckpt_tools.clean(out),
+        replace(ckpt_tools.clean(out), destination="d" * 10_000),
+        *ckpt_tools.formats(),
+    ]
+
+
+def test_results_are_one_short_line_whatever_their_size(made: Path) -> None:
+    for report in reports(made):
+        shown = repr(report)
+        assert len(shown) < 200 and "\n" not in shown, shown
+        assert shown.startswith(f"{type(report).__name__}(")
+
+
+def test_notebooks_show_a_small_escaped_table(made: Path) -> None:
+    for report in reports(made):
+        drawn = report._repr_html_()
+        assert drawn.startswith("<table>") and len(drawn) < 5000
+        assert "<b>" not in drawn
+    assert "&lt;b&gt;" in "".join(report._repr_html_() for report in reports_of_markup())
+
+
+def reports_of_markup() -> list[Any]:
+    return [CleanReport("<b>bold</b>", (), is_removed=True)]
+
+
+def test_json_is_what_it_was(made: Path) -> None:
+    """``shown`` is for people; programs have everything."""
+    report = ckpt_tools.diff(made / "dcp", made / "model.safetensors")
+    assert json.loads(json.dumps(report.to_json()))["tensors"] == 2

@@ -1,0 +1,75 @@
+"""The examples in the docstrings of the public API, and those in docs/python.md, run as they are printed."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from safetensors.numpy import save_file
+
+import ckpt_tools
+
+PAGE = Path(__file__).parent.parent / "docs" / "python.md"
+VERBS = [name for name in ckpt_tools.__all__ if name.islower() and not name.startswith("_")]
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the examples name: a file, another with one tensor changed, a run of two ranks, a key."""
+    monkeypatch.chdir(tmp_path)
+    tensors = {
+        "encoder.weight": np.arange(32, dtype=np.float32).reshape(4, 8),
+        "encoder.bias": np.arange(4, dtype=np.float32),
+    }
+    save_file(tensors, "model.safetensors")
+    save_file({**tensors, "encoder.bias": np.ones(4, np.float32)}, "other.safetensors")
+    ckpt_tools.convert("model.safetensors", "run", to="dcp", world_size=2)
+    key = ec.generate_private_key(ec.SECP256R1())
+    private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    Path("key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, *private))
+    public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    Path("key.pub").write_bytes(public)
+    return tmp_path
+
+
+def run(text: str, name: str) -> None:
+    """Raises AssertionError, with what doctest prints, unless there are examples and all of them pass."""
+    test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+    printed: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(test, out=printed.append)
+    assert test.examples, f"{name} has no example"
+    assert not result.failed, "".join(printed)
+
+
+def docstring(name: str) -> str:
+    """``formats`` is a package too, which Python puts in the place of the function."""
+    from ckpt_tools import api
+
+    found: Any = getattr(api, name, None) or getattr(ckpt_tools, name)
+    return found.__doc__ or ""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", VERBS)
+def test_the_example_of_a_verb_runs(name: str, examples: Path) -> None:
+    run(docstring(name), name)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_verb_says_what_it_takes_returns_and_raises(name: str) -> None:
+    text = docstring(name)
+    assert re.match(r"[A-Z][^\n]*[.;:]?", text)
+    wanted = ["Returns:", "Example:"] if name == "formats" else ["Args:", "Returns:", "Raises:", "Example:"]
+    at = [text.find(f"\n    {heading}") for heading in wanted]
+    assert -1 not in at and at == sorted(at), f"{name}: {dict(zip(wanted, at, strict=True))}"
+
+
+def test_the_examples_of_the_page_run(examples: Path) -> None:
+    blocks = re.findall(r"```python\n(>>>.*?)```", PAGE.read_text(), re.DOTALL)
+    run("\n".join(blocks), "python.md")
