@@ -12,18 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.conversion import SAME, ConvertReport, PlanReport, Prepared, plan_report, prepare, run
 from ckpt_tools.core.applicability import ARGUMENTS, Case, check
 from ckpt_tools.core.option_names import DEFAULT_MEMORY
 from ckpt_tools.core.options import ConvertOptions, parse_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.reading import check_reading, read_checkpoint
 from ckpt_tools.stores.urls import implied_format, is_remote, open_place, open_source, reaching_stores
-from ckpt_tools.transfer.workers import REMOTE_WORKERS, WorkerPool, default_workers
 
 # What few verbs need is imported by them: each of these rooms costs a conversion 5 to 15 ms of its start.
 if TYPE_CHECKING:
     from ckpt_tools.checkpoint import Checkpoint
+    from ckpt_tools.conversion import ConvertReport, PlanReport, Prepared
     from ckpt_tools.core.progress import Progress
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.registry import FormatInfo
@@ -83,6 +82,8 @@ def open(
 def plan(src: str | Path, dst: str | Path, **options: Any) -> PlanReport:
     """What ``convert`` with the same arguments will read, write, cast, drop and, with ``overwrite``, remove; writes
     nothing, and refuses what ``convert`` refuses."""
+    from ckpt_tools.conversion import plan_report
+
     known = {name: options.pop(name) for name in list(options) if name not in _RUNNING}
     return plan_report(_prepared(src, dst, **known))
 
@@ -132,6 +133,9 @@ def convert(
     With ``runner="ray"`` the work is done by processes of a Ray cluster: the one at ``address``, or one of this machine
     alone that is started for it.
     """
+    from ckpt_tools.conversion import run
+    from ckpt_tools.transfer.workers import WorkerPool
+
     if workers is None and runner == "threads":
         workers = _workers(None, src, dst)
     prepared = _prepared(
@@ -180,6 +184,8 @@ def consolidate(src: str | Path, dst: str | Path, *, to: str | None = None, **op
 @reaching_stores
 def reshard(src: str | Path, dst: str | Path, *, world_size: int, **options: Any) -> ConvertReport:
     """The same checkpoint in the same format for another number of ranks. Takes ``convert``'s options."""
+    from ckpt_tools.conversion import SAME
+
     return convert(src, dst, to=SAME, world_size=world_size, **options)
 
 
@@ -198,6 +204,9 @@ def _prepared(
     checksum: bool = False,
     **options: Any,
 ) -> Prepared:
+    from ckpt_tools.conversion import prepare
+    from ckpt_tools.transfer.workers import WorkerPool
+
     return prepare(
         src,
         dst,
@@ -215,6 +224,8 @@ def _prepared(
 
 def _workers(asked: int | None, *urls: str | Path | None) -> int:
     """The threads for what lies at ``urls``."""
+    from ckpt_tools.transfer.workers import REMOTE_WORKERS, default_workers
+
     if asked is not None and asked < 1:
         raise UsageError(f"--workers {asked}: at least one is needed")
     is_distant = any(url is not None and is_remote(url) for url in urls)

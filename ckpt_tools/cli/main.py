@@ -17,7 +17,6 @@ from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.wrapping import say
 from ckpt_tools.errors import CkptError, StoreError
 
-
 COMMANDS = {
     "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),
     "plan": Home("convert", "Say what convert would read, write, cast, drop and remove."),
@@ -41,7 +40,11 @@ COMMANDS = {
 """The commands. A summary is the first sentence of the command's own help, which is not imported to list them."""
 
 
-@click.group(cls=Group, homes=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Group,
+    homes=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(__version__, prog_name="ckpt-tools")
 def group() -> None:
     """Open any sharded training checkpoint and write any other, without executing a pickle.

@@ -16,7 +16,6 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.formats.base import Reader, Writer
-from ckpt_tools.formats.foreign import rank_in_name, refuse_ranks
 from ckpt_tools.stores.source import Source
 
 
@@ -65,6 +64,15 @@ _READERS = {
     "torch": "torch_save:TorchReader",
 }
 """Where each is, the most telling first: their order is the order of detection."""
+
+_SIGNS = {
+    "dcp": (".metadata",),
+    "universal": ("/fp32.pt",),
+    "deepspeed": ("_states.pt",),
+    "safetensors": (".safetensors", ".safetensors.index.json"),
+    "torch": (".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"),
+}
+"""How the names of files end, of which every source of the format has one: without any, its reader is not imported."""
 
 _WRITERS = {
     "safetensors": "safetensors.files:SafetensorsWriter",
@@ -147,13 +155,17 @@ def reader_for(source: Source, name: str | None) -> Reader:
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
     for known_name in _READERS:
-        if _reader(known_name).detect(source):
+        if _has_sign(source, known_name) and _reader(known_name).detect(source):
             return _reader(known_name)
     _refuse_known(source)
     known = ", ".join(_READERS)
     raise UnsupportedError(
         f"{source.store.url} is in no format that we know ({known}); if it is one of them, say which with --from"
     )
+
+
+def _has_sign(source: Source, name: str) -> bool:
+    return any(path.endswith(_SIGNS[name]) for path in source.files)
 
 
 _FOREIGN = {
@@ -169,6 +181,8 @@ _FOREIGN = {
 
 def _refuse_known(source: Source) -> None:
     """Raises UnsupportedError where files of a layout that is known and not read lie here, or below."""
+    from ckpt_tools.formats.foreign import rank_in_name, refuse_ranks
+
     refuse_ranks({path: rank for path in source.files if (rank := rank_in_name(path)) is not None})
     for path in source.files:
         name = path.rpartition("/")[2]

@@ -10,16 +10,17 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.core.applicability import STORES, Case, check
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError, UsageError
-from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.local import LocalStore
-from ckpt_tools.stores.local_staging import LocalPlace
 from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.destination import Place
 
 P = ParamSpec("P")
 
@@ -123,6 +124,8 @@ def open_place(url: str | Path) -> Place:
         from ckpt_tools.stores.remote import open_remote_place
 
         return open_remote_place(str(url), _STORAGE_OPTIONS.get())
+    from ckpt_tools.stores.local_staging import LocalPlace
+
     return LocalPlace(local_path(url))
 
 
