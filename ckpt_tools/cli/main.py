@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from ckpt_tools import __version__
+from ckpt_tools.cli import collector
 from ckpt_tools.cli.ending import end, ended_by_signals
 from ckpt_tools.cli.group import Group, Home
 from ckpt_tools.cli.render import printable
@@ -57,10 +58,13 @@ def group() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented code."""
+    is_process = arguments is None
+    if is_process:
+        collector.rest()
     try:
         _run(arguments)
     finally:
-        if arguments is None:
+        if is_process:
             # The process ends: else the interpreter looks for circles in everything it knows first, for 25 ms.
             gc.freeze()
 

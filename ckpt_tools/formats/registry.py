@@ -209,6 +209,11 @@ def writer_for(name: str) -> Writer:
     return _writer(_checked(_WRITERS, name, "written"))
 
 
+def known_writer(name: str) -> Writer | None:
+    """The writer called ``name``, if the format is one that is written."""
+    return _writer(name) if name in _WRITERS else None
+
+
 def _checked(known: Mapping[str, str], name: str, verb: str) -> str:
     if name not in known:
         raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join(known)}")
