@@ -16,7 +16,6 @@ from ckpt_tools.core.applicability import ARGUMENTS, Case, check
 from ckpt_tools.core.option_names import DEFAULT_MEMORY
 from ckpt_tools.core.options import ConvertOptions, parse_size
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.reading import check_reading, read_checkpoint
 from ckpt_tools.stores.urls import implied_format, is_remote, open_place, open_source, reaching_stores
 
 # What few verbs need is imported by them: each of these rooms costs a conversion 5 to 15 ms of its start.
@@ -52,6 +51,7 @@ def inspect(
 ) -> Summary:
     """What the checkpoint at ``src`` holds, from its headers alone."""
     from ckpt_tools.core.summary import summarize
+    from ckpt_tools.formats.reading import check_reading, read_checkpoint
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     _, manifest = read_checkpoint(src, options.reading, format_name=from_)
@@ -71,6 +71,7 @@ def open(
 ) -> Checkpoint:
     """The checkpoint at ``src`` as a mapping of names to tensors that are read when indexed, and only where."""
     from ckpt_tools.checkpoint import Checkpoint
+    from ckpt_tools.formats.reading import check_reading, read_checkpoint
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
@@ -253,6 +254,7 @@ def verify(
     as the list that lies with ``src`` does, if there is one. With ``public_key``, first of all, whether the signature
     of ``digests``, else of ``src``, is by its owner.
     """
+    from ckpt_tools.formats.reading import check_reading, read_checkpoint
     from ckpt_tools.verification.signing import check_signature
     from ckpt_tools.verification.verify import Running, verify_alone, verify_pair
 
@@ -288,6 +290,7 @@ def diff(
     ``include`` and ``exclude`` choose among the latter. ``from_``, ``tag`` and the keys say how ``a`` is read. Where
     one side alone keeps fp32 masters, ``weights`` says which copy of it is compared.
     """
+    from ckpt_tools.formats.reading import read_checkpoint
     from ckpt_tools.verification.verify import Running, compare_all
 
     chosen = ConvertOptions(**options)
@@ -315,6 +318,7 @@ def checksum(
 
     ``output`` names another file, or is ``-`` for none: the report holds them.
     """
+    from ckpt_tools.formats.reading import check_reading, read_checkpoint
     from ckpt_tools.verification.verify import Running, write_digests
 
     options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)

@@ -27,13 +27,11 @@ from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Located, Source, Store
 from ckpt_tools.stores.urls import check_ending, implied_format, open_place
-from ckpt_tools.transfer.execute import execute
-from ckpt_tools.transfer.journal import Journal
-from ckpt_tools.transfer.runners.threads import ThreadRunner
-from ckpt_tools.transfer.workers import WorkerPool
 
 if TYPE_CHECKING:
     from ckpt_tools.core.progress import Progress
+    from ckpt_tools.transfer.journal import Journal
+    from ckpt_tools.transfer.workers import WorkerPool
 
 SAME = "same"
 """In the place of a format to write: the source's own."""
@@ -269,6 +267,11 @@ def run(
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
     """
+    # A plan alone moves nothing, and needs none of these.
+    from ckpt_tools.transfer.execute import execute
+    from ckpt_tools.transfer.journal import Journal
+    from ckpt_tools.transfer.runners.threads import ThreadRunner
+
     started = time.perf_counter()
     plan, report, checksum = prepared.plan, plan_report(prepared), prepared.checksum
     taking = prepared.place.claim(is_file=prepared.is_file, overwrite=prepared.overwrite, resume=resume, fsync=fsync)

@@ -17,8 +17,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from xxhash import xxh3_128
-
 from ckpt_tools.core.layout import Crc32, FileLayout, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.shards import ShardTable
@@ -203,6 +201,8 @@ class _Digest:
     """A hash of a sequence of values, each of which is delimited."""
 
     def __init__(self) -> None:
+        from xxhash import xxh3_128
+
         self._hash = xxh3_128()
 
     def add(self, *values: object) -> None:
