@@ -1,8 +1,8 @@
 """What commands cost before they do anything: ``python -m benchmarks.startup``.
 
-Commands alternate with a bare Python that imports numpy, so that a machine that is slow for a while is slow for all. The
-table has medians, and their ratios to the bare Python's: of wall time, which other processes of the machine lengthen,
-and of processor time.
+Commands alternate with a bare Python that imports numpy, so that a machine that is slow for a while is slow for all.
+The table has medians, and their ratios to the bare Python's: of wall time, which other processes of the machine
+lengthen, and of processor time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "--help": [*CKPT_TOOLS, "--help"],
         "inspect, safetensors": [*CKPT_TOOLS, "inspect", source],
         "inspect, DCP": [*CKPT_TOOLS, "inspect", dcp],
-        "convert, safetensors to .pt": [*CKPT_TOOLS, "convert", source, str(folder / "out.pt"), "--overwrite"],
-        "convert, DCP to safetensors": [*CKPT_TOOLS, "convert", dcp, str(folder / "out.safetensors"), "--overwrite"],
+        "convert, safetensors to .pt": [*CKPT_TOOLS, "convert", source, str(folder / "out.pt")],
+        "convert, DCP to safetensors": [*CKPT_TOOLS, "convert", dcp, str(folder / "out.safetensors")],
     }
 
 
@@ -50,6 +50,8 @@ def run(command: Sequence[str], folder: Path, tree: Path) -> Usage:
     users = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = {**users, "OPENBLAS_NUM_THREADS": "1"}
     log = folder / "log"
+    for left in folder.glob("out.*"):
+        left.unlink()
     usage = measured(command, log, time_limit=TIME_LIMIT, cwd=tree, env=environment)
     if usage.exit_code or usage.timed_out:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()}")
