@@ -29,13 +29,10 @@ from ckpt_tools.stores.output_form import OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, already_exists
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, check_ending, implied_format, open_place
-from ckpt_tools.transfer.execute import execute
-from ckpt_tools.transfer.journal import AfterQuietStart, FromFirstByte
-from ckpt_tools.transfer.runners.threads import ThreadRunner
-from ckpt_tools.transfer.workers import WorkerPool
 
 if TYPE_CHECKING:
     from ckpt_tools.core.progress import Progress
+    from ckpt_tools.transfer.workers import WorkerPool
 
 SAME = "same"
 """In the place of a format to write: the source's own."""
@@ -305,6 +302,11 @@ def run(
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
     """
+    # A plan alone moves nothing, and needs none of these.
+    from ckpt_tools.transfer.execute import execute
+    from ckpt_tools.transfer.journal import AfterQuietStart, FromFirstByte
+    from ckpt_tools.transfer.runners.threads import ThreadRunner
+
     started = time.perf_counter()
     plan, report, checksum = prepared.plan, plan_report(prepared), prepared.checksum
     journaling = FromFirstByte() if resume else AfterQuietStart()

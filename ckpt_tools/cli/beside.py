@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_tools.cli import threads
+from ckpt_tools.cli import collector, threads
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class BesideCommand(click.Command):
         if entry is None:
             raise self._not_installed()
         threads.give_back()
+        collector.give_back()
         try:
             command: click.Command = entry.load()
         except ImportError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import click
 
@@ -52,23 +53,59 @@ class Context(click.Context):
             return super().invoke(callback, *given, **options)
 
 
+class Home(NamedTuple):
+    """The module of this package that a command is in, and the first sentence of its help."""
+
+    module: str
+    summary: str
+
+
+class Commands(MutableMapping[str, click.Command]):
+    """Commands by name. Each is imported when it is asked for, so that one command does not pay for the others."""
+
+    def __init__(self, homes: Mapping[str, Home]) -> None:
+        self._homes = homes
+        self._known: dict[str, click.Command | None] = dict.fromkeys(homes)
+
+    def __getitem__(self, name: str) -> click.Command:
+        found = self._known[name]
+        if found is None:
+            module = import_module(f"ckpt_tools.cli.{self._homes[name].module}")
+            self[name] = found = getattr(module, f"{name}_command")
+        return found
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        command.context_class = Context
+        self._known[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
 class Group(StoppableGroup):
-    """A group of commands whose summaries are never cut."""
+    """A group of commands whose summaries are never cut, and stand in ``homes``: their list imports no command."""
 
     context_class = Context
 
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        cmd.context_class = Context
-        super().add_command(cmd, name)
+    def __init__(self, *, homes: Mapping[str, Home], **settings: Any) -> None:
+        super().__init__(commands=Commands(homes), **settings)
+        self.homes = homes
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        known = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        rows = [(name, _summary(command)) for name, command in known.items() if command is not None]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(name, self.homes[name].summary) for name in self.list_commands(ctx)])
 
 
-def _summary(command: click.Command) -> str:
+def summary(command: click.Command) -> str:
     """The first sentence of its help."""
     text = command.help or command.short_help or ""
     words = text.split("\n\n")[0].split()

@@ -6,31 +6,47 @@ import gc
 import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
 import click
 
 from ckpt_tools import __version__
-from ckpt_tools.cli.beside import predict_command, serve_command, train_command
-from ckpt_tools.cli.checksum import checksum_command
-from ckpt_tools.cli.clean import clean_command
-from ckpt_tools.cli.convert import consolidate_command, convert_command, plan_command, reshard_command
-from ckpt_tools.cli.diff import diff_command
+from ckpt_tools.cli import collector
 from ckpt_tools.cli.ending import end, ended_by_signals
-from ckpt_tools.cli.formats import formats_command
-from ckpt_tools.cli.group import Group
-from ckpt_tools.cli.inspect import inspect_command
+from ckpt_tools.cli.group import Group, Home
 from ckpt_tools.cli.render import printable
-from ckpt_tools.cli.scan import scan_command
-from ckpt_tools.cli.sign import sign_command
-from ckpt_tools.cli.verify import verify_command
 from ckpt_tools.cli.wrapping import say
 from ckpt_tools.core.option_names import on_command_line
 from ckpt_tools.errors import CkptError, StoreError
 
+COMMANDS = {
+    "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),
+    "plan": Home("convert", "Say what convert would read, write, cast, drop and remove."),
+    "convert": Home("convert", "Write a checkpoint in another format."),
+    "reshard": Home("convert", "Write the same checkpoint in the same format for another number of ranks."),
+    "consolidate": Home("convert", "Write the model's weights alone: safetensors, or .pt if DST says so."),
+    "verify": Home(
+        "verify",
+        "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",
+    ),
+    "diff": Home("diff", "Show which tensors of A and B differ, and by how much, whatever the formats."),
+    "scan": Home("scan", "Show what a loader that executes pickles would run of any file of SRC; run nothing."),
+    "checksum": Home("checksum", "Write down the digests of a checkpoint's tensors, for verify to check."),
+    "sign": Home("sign", "Sign every file of a checkpoint, or a list of digests, by OpenSSF model-signing."),
+    "clean": Home("clean", "Remove what killed or failed runs left at DST or beside it, and nothing else."),
+    "formats": Home("formats", "List the formats that can be read and written."),
+    "train": Home("beside", "Train a small model whose checkpoints the other commands open."),
+    "predict": Home("beside", "Predict images with a model file."),
+    "serve": Home("beside", "Serve a model file over HTTP."),
+}
+"""The commands. A summary is the first sentence of the command's own help, which is not imported to list them."""
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+
+@click.group(
+    cls=Group,
+    homes=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(__version__, prog_name="ckpt-tools")
 def group() -> None:
     """Open any sharded training checkpoint and write any other, without executing a pickle.
@@ -41,32 +57,15 @@ def group() -> None:
     """
 
 
-for _command in (
-    inspect_command,
-    plan_command,
-    convert_command,
-    reshard_command,
-    consolidate_command,
-    verify_command,
-    diff_command,
-    scan_command,
-    checksum_command,
-    sign_command,
-    clean_command,
-    formats_command,
-    train_command,
-    predict_command,
-    serve_command,
-):
-    group.add_command(_command)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented code."""
+    is_process = arguments is None
+    if is_process:
+        collector.rest()
     try:
         _run(arguments)
     finally:
-        if arguments is None:
+        if is_process:
             # The process ends: else the interpreter looks for circles in everything it knows first, for 25 ms.
             gc.freeze()
 
@@ -107,6 +106,8 @@ def _explain(sentence: str, code: int, verbose: bool) -> None:
 def _say(sentence: str, verbose: bool) -> None:
     """On stderr; with ``--verbose``, after the traceback."""
     if verbose:
+        import traceback
+
         traceback.print_exc()
     say(printable(sentence), err=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,8 @@ Progress = Callable[[int, int], None]
 
 
 def print_json(found: dict[str, Any] | list[dict[str, Any]]) -> None:
+    import json
+
     click.echo(json.dumps(found, indent=2, ensure_ascii=False))
 
 

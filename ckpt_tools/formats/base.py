@@ -5,12 +5,13 @@ No reader knows a writer. Both are pure but for the header reads of a reader, an
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.stores.source import Source
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.stores.source import Source
 
 
 class Reader(Protocol):

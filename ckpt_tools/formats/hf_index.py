@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from ckpt_tools.core.layout import FileLayout, Literal
-from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source, checked_name
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import FileLayout
+    from ckpt_tools.core.manifest import TensorEntry
 
 MAX_INDEX_BYTES = 256 << 20
 """A million names of 200 characters; no index is larger."""
@@ -62,6 +65,8 @@ def index_layout(
     path: str, parts: Mapping[str, Iterable[tuple[str, TensorEntry]]], aliases: Mapping[str, str]
 ) -> FileLayout:
     """The index of files that hold ``parts``; a tied name lies where its owner does."""
+    from ckpt_tools.core.layout import FileLayout, Literal
+
     listed = {file: dict(part) for file, part in parts.items()}
     total = sum(entry.num_bytes for part in listed.values() for entry in part.values())
     weight_map = {name: file for file, part in listed.items() for name in part}

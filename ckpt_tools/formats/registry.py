@@ -18,7 +18,6 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.formats.base import Reader, Writer
-from ckpt_tools.formats.foreign import rank_in_name, refuse_ranks
 from ckpt_tools.stores.source import Source
 
 
@@ -70,6 +69,15 @@ _READERS = {
     "torch": "torch_save:TorchReader",
 }
 """Where each is, the most telling first: their order is the order of detection."""
+
+_SIGNS = {
+    "dcp": (".metadata",),
+    "universal": ("/fp32.pt",),
+    "deepspeed": ("_states.pt",),
+    "safetensors": (".safetensors", ".safetensors.index.json"),
+    "torch": (".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"),
+}
+"""How the names of files end, of which every source of the format has one: without any, its reader is not imported."""
 
 _WRITERS = {
     "safetensors": "safetensors.files:SafetensorsWriter",
@@ -152,7 +160,7 @@ def reader_for(source: Source, name: str | None) -> Reader:
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
     for known_name in _READERS:
-        if _reader(known_name).detect(source):
+        if _has_sign(source, known_name) and _reader(known_name).detect(source):
             return _reader(known_name)
     _refuse_known(source)
     known = ", ".join(_READERS)
@@ -160,6 +168,10 @@ def reader_for(source: Source, name: str | None) -> Reader:
         f"{source.store.url} is in no format that we know ({known}); "
         f"if it is one of them, say which with {option('from_')}"
     )
+
+
+def _has_sign(source: Source, name: str) -> bool:
+    return any(path.endswith(_SIGNS[name]) for path in source.files)
 
 
 _FOREIGN = {
@@ -175,6 +187,8 @@ _FOREIGN = {
 
 def _refuse_known(source: Source) -> None:
     """Raises UnsupportedError where files of a layout that is known and not read lie here, or below."""
+    from ckpt_tools.formats.foreign import rank_in_name, refuse_ranks
+
     refuse_ranks({path: rank for path in source.files if (rank := rank_in_name(path)) is not None})
     for path in source.files:
         name = path.rpartition("/")[2]
@@ -201,6 +215,11 @@ def _refuse_archive(source: Source, path: str) -> None:
 def writer_for(name: str) -> Writer:
     """The writer called ``name``. Raises UsageError."""
     return _writer(_checked(_WRITERS, name, "written"))
+
+
+def known_writer(name: str) -> Writer | None:
+    """The writer called ``name``, if the format is one that is written."""
+    return _writer(name) if name in _WRITERS else None
 
 
 def _checked(known: Mapping[str, str], name: str, verb: str) -> str:

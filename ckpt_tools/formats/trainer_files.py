@@ -17,7 +17,6 @@ from typing import Any
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import FormatError, IncompleteError
-from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source
 
 MAX_COMPANION_BYTES = 64 << 20
@@ -81,6 +80,9 @@ def _read(
 def _content(source: Source, path: str) -> Any:
     if path.endswith(".json"):
         return json.loads(source.read_all(path, limit_bytes=MAX_COMPANION_BYTES))
+    # Pickles are read for these few files alone: of other formats they are no part.
+    from ckpt_tools.serialization.torch_zip import open_archive
+
     return open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path).value
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from xxhash import xxh3_128_intdigest
-
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, from_torch_storage
 from ckpt_tools.core.layout import Literal, Segment
@@ -306,4 +304,6 @@ _HEAD_RECORDS = {
 
 def _serialization_id(pickle: bytes) -> bytes:
     """Forty digits. torch hashes the checksums of the records, which are not known yet; nothing reads them."""
+    from xxhash import xxh3_128_intdigest
+
     return b"%040d" % (xxh3_128_intdigest(pickle) % 10**40)

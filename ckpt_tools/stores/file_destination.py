@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from isal import isal_zlib
-
 from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore
@@ -44,6 +42,8 @@ class StoreDestination(Destination):
             return self._writers[path]
 
     def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
+        from isal import isal_zlib
+
         found = 0
         try:
             for start in range(offset, offset + num_bytes, CHECK_BYTES) or (offset,):

@@ -7,16 +7,17 @@ import posixpath
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.core.applicability import STORES, Case, check
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError, UsageError
-from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.local import LocalStore
-from ckpt_tools.stores.local_staging import LocalPlace
 from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.destination import Place
 
 FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 """Destinations that are one file, and the format each implies."""
@@ -111,6 +112,8 @@ def _place_at(url: str | Path, storage_options: StorageOptions) -> Place:
         from ckpt_tools.stores.remote import open_remote_place
 
         return open_remote_place(str(url), storage_options or {})
+    from ckpt_tools.stores.local_staging import LocalPlace
+
     return LocalPlace(local_path(url))
 
 

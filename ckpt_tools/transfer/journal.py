@@ -18,8 +18,6 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from xxhash import xxh3_128
-
 from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
@@ -268,6 +266,8 @@ class _Digest:
     """A hash of a sequence of values, each of which is delimited."""
 
     def __init__(self) -> None:
+        from xxhash import xxh3_128
+
         self._hash = xxh3_128()
 
     def add(self, *values: object) -> None:

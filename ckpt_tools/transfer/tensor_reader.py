@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,11 @@ from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, hits
-from ckpt_tools.serialization.torch_zip import ItemLocation, locate_item
 from ckpt_tools.stores.source import ServiceFile, Store
 from ckpt_tools.transfer.buffers import page_aligned
+
+if TYPE_CHECKING:
+    from ckpt_tools.serialization.torch_zip import ItemLocation
 
 MAX_READ_AMPLIFICATION = 2
 """A strided block is read whole while at least half of it is wanted,"""
@@ -139,6 +141,8 @@ class TensorReader:
         return location
 
     def _locate(self, hit: Hit) -> ItemLocation:
+        from ckpt_tools.serialization.torch_zip import locate_item
+
         self.store.prefetch(hit.at.file, hit.at.start, hit.at.stop)
         location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
         if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:

@@ -6,16 +6,18 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.option_names import DEFAULT_RUNNER, RUNNERS, option
 from ckpt_tools.errors import UsageError
-from ckpt_tools.planning.plan import Plan
-from ckpt_tools.stores.destination import Destination
-from ckpt_tools.stores.source import Store
-from ckpt_tools.transfer.crc_board import Board
-from ckpt_tools.transfer.execute import PlacedTask, Receipt
-from ckpt_tools.transfer.runners.base import Runner
-from ckpt_tools.transfer.runners.threads import ThreadRunner
+
+if TYPE_CHECKING:
+    from ckpt_tools.planning.plan import Plan
+    from ckpt_tools.stores.destination import Destination
+    from ckpt_tools.stores.source import Store
+    from ckpt_tools.transfer.crc_board import Board
+    from ckpt_tools.transfer.execute import PlacedTask, Receipt
+    from ckpt_tools.transfer.runners.base import Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class WorkerPool:
             UsageError, StoreError: as ``runners.ray_cluster.connected`` says.
         """
         if self.runner == "threads":
+            from ckpt_tools.transfer.runners.threads import ThreadRunner
+
             yield ThreadRunner(plan.num_workers), None
             return
         from ckpt_tools.transfer.runners.ray_cluster import connected

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from blake3 import blake3
-from xxhash import xxh3_128
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType, from_torch
@@ -100,6 +98,9 @@ def _digest_in(store: Store, manifest: Manifest) -> Callable[[StateKey], tuple[S
 
 
 def _digest(tensor_reader: TensorReader, entry: TensorEntry) -> Digest:
+    from blake3 import blake3
+    from xxhash import xxh3_128
+
     fast, strong = xxh3_128(), blake3()
     for block in _blocks(tensor_reader, entry):
         fast.update(block)

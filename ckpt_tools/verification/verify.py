@@ -18,7 +18,7 @@ from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.reading import read_checkpoint
-from ckpt_tools.formats.registry import writers
+from ckpt_tools.formats.registry import known_writer
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
 from ckpt_tools.verification import digests
@@ -94,7 +94,7 @@ def verify_pair(
         CkptError: one of them cannot be read.
     """
     other_source, other = read_checkpoint(dst, _reading_beside(manifest, options), storage_options=how.storage_options)
-    target = writers().get(other.format)
+    target = known_writer(other.format)
     whole = options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE))
     holds_masters = target is None or target.holds_masters
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)

@@ -110,5 +110,5 @@ def test_an_editable_installation_has_both_names_for_the_same_files(built: Built
 def test_help_imports_nothing_of_the_commands_beside(bare: Environment) -> None:
     program = "import sys; from ckpt_tools.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
     loaded = set(bare.run_python("-c", program).stdout.split())
-    assert "ckpt_tools.cli.beside" in loaded
+    assert "ckpt_tools.cli.group" in loaded
     assert not loaded & {"importlib.metadata", "ckpt_tools_training", "ckpt_tools_inference", "torch"}

@@ -17,17 +17,14 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType, from_safetensors
-from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.values import MAX_DIMS, brief
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
@@ -41,11 +38,14 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
     piece_of,
     read_offsets,
 )
-from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Leaves, TensorLeaf, manifest_of
-from ckpt_tools.serialization.pickle.load import dumps, loads
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import FileLayout, Layout
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.formats.state_dict.build import Entries
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
@@ -105,6 +105,8 @@ def _whole_state(
 
 
 def _unpacked(state: str) -> dict[str, dict[str, Any]]:
+    from ckpt_tools.serialization.pickle.load import loads
+
     try:
         found = loads(base64.b64decode(state, validate=True), path=STATE_KEY)
     except ValueError as error:
@@ -286,6 +288,9 @@ class SafetensorsWriter:
     holds_masters: bool = False
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.core.layout import Layout
+        from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
+
         entries = entries_of(manifest, StateTree((), ("optim",)))
         state, notes = ({}, ()) if is_model_only(manifest) else _packed(entries)
         contents = {name: (key, manifest.tensors[key]) for name, key in entries.tensors.items()}
@@ -310,6 +315,9 @@ def _shard_names(count: int) -> list[str]:
 
 def _packed(entries: Entries) -> tuple[dict[str, str], tuple[Note, ...]]:
     """The tree and its objects as metadata; objects that hold tensors inside have no form here."""
+    from ckpt_tools.core.value_refs import references
+    from ckpt_tools.serialization.pickle.load import dumps
+
     lost = [name for name, value in entries.objects.items() if next(references(value), None) is not None]
     objects = {name: value for name, value in entries.objects.items() if name not in lost}
     data = dumps({"paths": dict(entries.paths), "objects": objects})
@@ -321,6 +329,8 @@ def _file_layout(
     path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], state: Mapping[str, str]
 ) -> FileLayout:
     """Wide elements first, so that every tensor is aligned to its own width."""
+    from ckpt_tools.core.layout import FileLayout, Literal, Payload
+
     ordered = dict(sorted(part.items(), key=lambda item: -item[1][1].dtype.item_bytes))
     payloads = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in ordered.values()]
     ties = {alias: owner for alias, owner in aliases.items() if owner in ordered}

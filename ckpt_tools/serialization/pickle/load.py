@@ -23,6 +23,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.values import Value
 from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError
@@ -31,11 +32,12 @@ from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.machine import Language, Machine, PersistentLoad
 from ckpt_tools.serialization.pickle.opcodes import STEPS
-from ckpt_tools.serialization.pickle.trace.opcodes import TRACING
-from ckpt_tools.serialization.pickle.trace.recorder import Recorder, Recording
 from ckpt_tools.serialization.pickle.value_limits import Checker
 
-__all__ = ["PersistentLoad", "Recording", "dumps", "loads", "recorded"]
+if TYPE_CHECKING:
+    from ckpt_tools.serialization.pickle.trace.recorder import Recording
+
+__all__ = ["PersistentLoad", "dumps", "loads", "recorded"]
 
 _LANGUAGE = Language(STEPS, CALLS, MACROS)
 
@@ -75,6 +77,9 @@ def recorded(data: bytes, *, path: str) -> Recording:
 
     Any bytes can be asked about. Raises MemoryBudgetError alone.
     """
+    from ckpt_tools.serialization.pickle.trace.opcodes import TRACING
+    from ckpt_tools.serialization.pickle.trace.recorder import Recorder
+
     try:
         with _gc_paused(len(data) >= GC_PAUSE_BYTES):
             return Recorder(data, TRACING).record()

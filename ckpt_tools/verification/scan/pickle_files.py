@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from ckpt_tools.core.dtypes import from_torch_storage
 from ckpt_tools.core.values import GlobalRef, Value
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
-from ckpt_tools.serialization.pickle.load import Recording, recorded
+from ckpt_tools.serialization.pickle.load import recorded
+from ckpt_tools.serialization.pickle.trace.recorder import Recording
 from ckpt_tools.serialization.zip_archive import ReadRange, read_directory
 from ckpt_tools.verification.scan.archives import (
     Member,

@@ -1,0 +1,159 @@
+"""What each command imports: the packages that its work needs, and no more modules than it had."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ckpt_tools import cli
+from ckpt_tools.cli.group import summary
+from ckpt_tools.cli.main import COMMANDS, group
+
+PROBE = """
+import json, runpy, sys
+before = set(sys.modules)
+target, *words = sys.argv[1:]
+sys.argv = ["ckpt-tools", *words]
+try:
+    runpy.run_module("ckpt_tools", run_name="__main__", alter_sys=True)
+except SystemExit as done:
+    assert not done.code, done.code
+with open(target, "w") as file:
+    json.dump(sorted(set(sys.modules) - before), file)
+"""
+
+
+MACHINERY = {"core", "stores", "formats", "serialization"}
+"""What reading a checkpoint takes."""
+
+READING = {"formats.base", "formats.foreign", "formats.hf_index", "formats.reading", "formats.registry",
+           "formats.state_dict", "formats.trainer_files"}  # fmt: skip
+"""What readers share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a command may import: packages of ours, formats of them, at most so many modules, and others' packages."""
+
+    packages: set[str]
+    formats: set[str]
+    num_modules: int
+    others: set[str]
+
+
+LISTING = Allowed({"cli", "core"}, set(), 20, {"click"})
+
+ALLOWED = {
+    "--help": LISTING,
+    "--version": LISTING,
+    "convert --help": LISTING,
+    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 52, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"torch_save"}, 66, {"click", "numpy", "rich"}),
+    "plan": Allowed(
+        {"cli", *MACHINERY, "planning", "transfer"},
+        {"safetensors", "torch_save"},
+        84,
+        {"click", "numpy", "rich", "xxhash"},
+    ),
+    "convert": Allowed(
+        {"cli", *MACHINERY, "planning", "transfer"}, {"safetensors"}, 79, {"click", "isal", "numpy", "xxhash"}
+    ),
+    "verify": Allowed(
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 80, {"click", "isal", "numpy"}
+    ),
+    "verify pair": Allowed(
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 80, {"click", "isal", "numpy"}
+    ),
+    "diff": Allowed(
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 80, {"click", "isal", "numpy"}
+    ),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 61, {"click", "numpy"}),
+    "formats": Allowed(
+        {"cli", *MACHINERY}, {"dcp", "deepspeed", "safetensors", "torch_save"}, 110, {"click", "numpy", "rich"}
+    ),
+    "clean": Allowed({"cli", "core", "stores"}, set(), 35, {"click"}),
+}
+
+Command = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """The words of a command on a small checkpoint, which each has for itself."""
+    folder = tmp_path_factory.mktemp("small")
+    source, same, torch_file = (folder / name for name in ("a.safetensors", "same.safetensors", "a.pt"))
+    for path in (source, same):
+        safetensors.numpy.save_file({f"t{n}": np.full(8, n, np.float32) for n in range(3)}, path)
+    subprocess.run([sys.executable, "-m", "ckpt_tools", "convert", source, torch_file, "-q"], check=True)
+    words: dict[str, list[str | Path]] = {
+        "inspect": ["inspect", source],
+        "inspect torch": ["inspect", torch_file],
+        "plan": ["plan", source, folder / "planned.pt"],
+        "convert": ["convert", source, folder / "done.safetensors"],
+        "verify": ["verify", source],
+        "verify pair": ["verify", source, same],
+        "diff": ["diff", source, same],
+        "scan": ["scan", torch_file],
+        "clean": ["clean", folder / "done.safetensors"],
+    }
+    return lambda name: list(map(str, words.get(name, name.split())))
+
+
+def imported(words: list[str], tmp_path: Path) -> set[str]:
+    """The modules that the command imports, beside those of every Python."""
+    target = tmp_path / "modules.json"
+    subprocess.run([sys.executable, "-c", PROBE, str(target), *words], check=True, stdout=subprocess.DEVNULL)
+    return set(json.loads(target.read_text()))
+
+
+def packages_of(modules: set[str]) -> set[str]:
+    """Packages of ours, without the modules that lie at the root."""
+    parts = [module.split(".") for module in modules if module.startswith("ckpt_tools.")]
+    return {each[1] for each in parts if len(each) > 2}
+
+
+def formats_of(modules: set[str]) -> set[str]:
+    parts = [module.split(".") for module in modules if module.startswith("ckpt_tools.formats.")]
+    return {each[2] for each in parts} - {name.partition(".")[2] for name in READING}
+
+
+@pytest.mark.parametrize("command", ALLOWED)
+def test_a_command_imports_what_its_work_needs(command: str, given: Command, tmp_path: Path) -> None:
+    allowed, modules = ALLOWED[command], imported(given(command), tmp_path)
+    ours = {module for module in modules if module.split(".")[0] == "ckpt_tools"}
+    others = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"ckpt_tools"}
+    assert packages_of(ours) <= allowed.packages
+    assert formats_of(ours) <= allowed.formats
+    assert others <= allowed.others
+    assert len(ours) <= allowed.num_modules, sorted(ours)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3-bf16"])
+def test_inspecting_what_frameworks_wrote_imports_its_reader_alone(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+    modules = imported(["inspect", str(checkpoint(kind, "awkward", 2).checkpoint)], tmp_path)
+    assert packages_of(modules) <= {"cli", *MACHINERY}
+    assert formats_of(modules) == ({"dcp"} if kind == "fsdp2" else {"deepspeed"})
+    assert not {module for module in modules if "writer" in module}
+    assert {module.split(".")[0] for module in modules} & {"torch", "deepspeed"} == set()
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_the_list_of_commands_says_what_their_helps_say(name: str) -> None:
+    assert COMMANDS[name].summary == summary(group.commands[name])
+
+
+def test_every_command_is_in_the_list_of_commands() -> None:
+    modules = [path.stem for path in Path(cli.__path__[0]).glob("*.py")]
+    names = {name for module in modules for name in vars(import_module(f"ckpt_tools.cli.{module}"))}
+    found = {name.removesuffix("_command") for name in names if name.endswith("_command")}
+    assert found == set(COMMANDS) == set(group.commands)

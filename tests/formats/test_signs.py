@@ -1,0 +1,39 @@
+"""The names by which the registry knows that a reader need not be imported."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from ckpt_tools.formats import registry
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
+
+FOLDERS = ("", "tag/", "zero/w/", "tag/zero/layers.0.weight/", "pytorch_model_fsdp_0/")
+
+NAMES = (
+    ".metadata", "__0.metadata", "__0_0.distcp", "x.metadata", "metadata",
+    "fp32.pt", "exp_avg.pt", "step.pt", "optimizer_state.pt", "latest", "latest_universal",
+    "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "zero_pp_rank_0_mp_rank_00optim_states.pt",
+    "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+    "model.pt", "model.pth", "pytorch_model.bin", "last.ckpt", "pytorch_model.bin.index.json",
+    "config.json", "README.md", "model.gguf",
+)  # fmt: skip
+
+SOURCES = [Source.open(MemoryStore({folder + name: bytearray()})) for folder, name in product(FOLDERS, NAMES)]
+
+
+@pytest.mark.parametrize("name", registry.readers())
+def test_a_reader_is_asked_about_every_source_that_it_would_claim(name: str) -> None:
+    claimed = [source for source in SOURCES if registry.readers()[name].detect(source)]
+    assert len(claimed) >= 2
+    assert all(registry._has_sign(source, name) for source in claimed)
+
+
+@pytest.mark.parametrize("name", registry.readers())
+def test_a_reader_is_not_asked_about_other_formats(name: str) -> None:
+    config = Source.open(MemoryStore({"config.json": bytearray()}))
+    assert not registry._has_sign(config, name)
