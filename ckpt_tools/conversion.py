@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.applicability import WRITING, check
-from ckpt_tools.core.apply_options import apply_options, case_of
+from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
@@ -18,7 +18,7 @@ from ckpt_tools.core.options import ConvertOptions, WriteOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.formats.reading import case_of, read_checkpoint
 from ckpt_tools.formats.registry import writer_for
 from ckpt_tools.planning.plan import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.signals import held_back

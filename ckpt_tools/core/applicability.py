@@ -28,7 +28,7 @@ class Case:
 
     ``target`` is the format that is written, for ``verify`` that of DST. ``has_masters`` says that the source keeps
     fp32 masters, ``keeps_both`` that the target keeps them beside the weights, ``has_state`` that optimizer state is
-    written.
+    written. ``reader_takes`` and ``writer_takes`` are options that the formats of plug-ins ask for.
     """
 
     source: str = ""
@@ -42,6 +42,8 @@ class Case:
     has_key: bool = False
     is_printed: bool = False
     is_remote: bool = False
+    reader_takes: tuple[str, ...] = ()
+    writer_takes: tuple[str, ...] = ()
 
     @property
     def formats(self) -> str:
@@ -50,11 +52,16 @@ class Case:
 
     @property
     def reads_tag(self) -> bool:
-        return self.source in TAGGED or self.source.startswith("zero")
+        return self.source in TAGGED or "tag" in self.reader_takes
 
     @property
     def reads_keys(self) -> bool:
-        return self.source in TREES and (self.is_tree or self.source != "safetensors")
+        is_tree = self.source in TREES and (self.is_tree or self.source != "safetensors")
+        return is_tree or bool({"model_key", "optim_key"} & {*self.reader_takes})
+
+    def takes(self, option: str) -> bool:
+        """Whether the format of a plug-in asks for ``option``."""
+        return option in self.reader_takes or option in self.writer_takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class Rule:
         """Raises UsageError for an option that is given and does not apply."""
         for option in self.options:
             value = given.get(option)
-            if value and self.value in (None, value) and not self.applies(case):
+            if value and self.value in (None, value) and not (self.applies(case) or case.takes(option)):
                 raise UsageError(f"{flag(option)} is for {self.what}; {self.here(case)}")
 
 

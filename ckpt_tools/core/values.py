@@ -167,6 +167,12 @@ class Size(tuple[int, ...]):
         return size
 
 
+def are_naturals(found: Any, most: int | None = MAX_DIMS) -> bool:
+    """Whether it is a list or tuple of at most ``most`` non-negative 64-bit integers, such as a shape."""
+    is_list = isinstance(found, list | tuple) and (most is None or len(found) <= most)
+    return is_list and all(type(n) is int and 0 <= n <= INT64_MAX for n in found)
+
+
 def check_extents(dims: tuple[int, ...]) -> None:
     """Raises MalformedError where ``dims`` are not at most 64 non-negative 64-bit integers."""
     if len(dims) > MAX_DIMS:

@@ -8,15 +8,15 @@ from typing import Any
 
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
-from ckpt_tools.core.apply_options import apply_options, case_of
+from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.reading import read_checkpoint
-from ckpt_tools.formats.registry import writers
+from ckpt_tools.formats.reading import case_of, read_checkpoint
+from ckpt_tools.formats.registry import known_writer
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_place
 from ckpt_tools.verification import digests
@@ -90,7 +90,7 @@ def verify_pair(
         CkptError: one of them cannot be read.
     """
     other_source, other = read_checkpoint(dst, _reading_beside(manifest, options))
-    target = writers().get(other.format)
+    target = known_writer(other.format)
     whole = options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE))
     holds_masters = target is None or target.holds_masters
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
