@@ -16,10 +16,9 @@ from ckpt_tools.conversion import SAME, ConvertReport, PlanReport, Prepared, pla
 from ckpt_tools.core.applicability import ARGUMENTS, Case, check
 from ckpt_tools.core.option_names import DEFAULT_MEMORY
 from ckpt_tools.core.options import ConvertOptions, parse_size
-from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.reading import check_reading, read_checkpoint
-from ckpt_tools.stores.urls import implied_format, is_remote, open_place, open_source, reaching_stores
-from ckpt_tools.transfer.workers import REMOTE_WORKERS, WorkerPool, default_workers
+from ckpt_tools.stores.urls import implied_format, open_place, open_source, reaching_stores
+from ckpt_tools.transfer.workers import WorkerPool, choose_workers
 
 # What few verbs need is imported by them: each of these rooms costs a conversion 5 to 15 ms of its start.
 if TYPE_CHECKING:
@@ -132,8 +131,6 @@ def convert(
     With ``runner="ray"`` the work is done by processes of a Ray cluster: the one at ``address``, or one of this machine
     alone that is started for it.
     """
-    if workers is None and runner == "threads":
-        workers = _workers(None, src, dst)
     prepared = _prepared(
         src,
         dst,
@@ -159,7 +156,7 @@ def convert(
         overwrite=overwrite,
         checksum=checksum,
     )
-    pool = WorkerPool(runner, address, workers)
+    pool = WorkerPool.choose(runner, address, workers, src, dst)
     return run(
         prepared,
         pool=pool,
@@ -206,19 +203,11 @@ def _prepared(
         options=ConvertOptions(**options),
         memory_bytes=parse_size(DEFAULT_MEMORY if memory is None else memory),
         memory_is_limit=memory is not None,
-        num_workers=WorkerPool(runner, address, workers).workers_per_process,
+        num_workers=WorkerPool.choose(runner, address, workers, src, dst).workers_per_process,
         strict=strict,
         overwrite=overwrite,
         checksum=checksum,
     )
-
-
-def _workers(asked: int | None, *urls: str | Path | None) -> int:
-    """The threads for what lies at ``urls``."""
-    if asked is not None and asked < 1:
-        raise UsageError(f"--workers {asked}: at least one is needed")
-    is_distant = any(url is not None and is_remote(url) for url in urls)
-    return asked or max(default_workers(), REMOTE_WORKERS if is_distant else 1)
 
 
 @reaching_stores
@@ -252,7 +241,7 @@ def verify(
     if public_key is not None:
         check_signature(digests or src, public_key=public_key, signature=signature)
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
-    how = Running(_workers(workers, src, dst), on_progress)
+    how = Running(choose_workers(workers, src, dst), on_progress)
     if dst is None:
         check_reading(manifest, chosen.reading)
         return verify_alone(source, manifest, chosen, how, against=digests)
@@ -283,7 +272,7 @@ def diff(
     check(ARGUMENTS["diff"], chosen.given, Case())
     first = read_checkpoint(a, chosen.reading, format_name=from_)
     second = read_checkpoint(b, ConvertOptions().reading)
-    return compare_all(first, second, chosen, Running(_workers(workers, a, b), on_progress))
+    return compare_all(first, second, chosen, Running(choose_workers(workers, a, b), on_progress))
 
 
 @reaching_stores
@@ -310,7 +299,7 @@ def checksum(
     check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
     source, manifest = read_checkpoint(src, options.reading, format_name=from_)
     check_reading(manifest, options.reading)
-    how = Running(_workers(workers, src), on_progress)
+    how = Running(choose_workers(workers, src), on_progress)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
