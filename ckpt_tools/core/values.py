@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import Any, Literal
 
-from ckpt_tools.core.boxes import Shape, contiguous_strides
+from ckpt_tools.core.boxes import Shape, is_row_major
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.errors import MalformedError
 
@@ -260,8 +260,7 @@ class StoredTensor:
     @property
     def is_contiguous(self) -> bool:
         """True where the elements lie in row-major order without gaps."""
-        rows = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
-        return not self.numel or all(n == 1 or stride == wanted for n, stride, wanted in rows)
+        return is_row_major(self.shape, self.strides)
 
 
 def to_json(value: Value) -> Any:

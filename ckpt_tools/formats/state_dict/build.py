@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
+from ckpt_tools.core.literals import literal_number
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath, dotted
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import count
@@ -31,10 +29,10 @@ MAX_ENTRIES = 10_000_000
 def chosen_tree(manifest: Manifest, *, model_key: str | None, optim_key: str | None) -> StateTree:
     """Where a DCP of ``manifest`` keeps things; a key given wins over the source's own place."""
     base = _own_tree(manifest)
-    if model_key is not None and _dotted(base.model) != model_key:
+    if model_key is not None and dotted(base.model) != model_key:
         model = _path(model_key)
         base = StateTree(model, (*model[:-1], "optim"), base.is_flattened)
-    if optim_key is not None and (base.optim is None or _dotted(base.optim) != optim_key):
+    if optim_key is not None and (base.optim is None or dotted(base.optim) != optim_key):
         base = replace(base, optim=_path(optim_key))
     return base
 
@@ -54,10 +52,6 @@ def is_model_only(manifest: Manifest) -> bool:
 
 def _path(key: str) -> TreePath:
     return tuple(key.split(".")) if key else ()
-
-
-def _dotted(path: TreePath) -> str:
-    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +167,17 @@ class _Found:
         for leaf, item in leaves(path, value):
             missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
             if missing:
-                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "its tensor was not selected", asked=True))
+                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "its tensor was not selected", asked=True))
             elif isinstance(item, TensorRef):
                 self._add_tensor(leaf, item.key)
             elif isinstance(item, _Nothing):
-                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "a DCP keeps no empty dict"))
+                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "a DCP keeps no empty dict"))
             else:
                 self.objects[self._new(leaf)] = item
 
     def _add_state(self, path: TreePath, key: StateKey) -> None:
         """State that a tree kept as a plain number is a plain number again."""
-        number = _number(self.manifest, key) if self.manifest.tree is not None else None
+        number = literal_number(self.manifest, self.manifest.tensors[key]) if self.manifest.tree is not None else None
         if number is None:
             self._add_tensor(path, key)
         else:
@@ -195,7 +189,7 @@ class _Found:
         return name
 
     def _new(self, path: TreePath) -> str:
-        name = _dotted(path)
+        name = dotted(path)
         if name in self.paths:
             raise UnsupportedError(
                 "two entries of the tree would have this name; choose others with --model-key", key=name
@@ -252,16 +246,6 @@ def _adam_decays_apart(extra: Mapping[str, Any]) -> bool:
     for name in ("ds_config", "optimizer", "params", "adam_w_mode"):
         found = found.get(name) if isinstance(found, dict) else None
     return found is not False
-
-
-def _number(manifest: Manifest, key: StateKey) -> Any:
-    """The number that a literal file holds, in its Python type; None where the tensor is stored otherwise."""
-    entry = manifest.tensors[key]
-    file = entry.shards.files[int(entry.shards.file_ids[0])] if len(entry.shards) else ""
-    data = manifest.literals.get(file)
-    if data is None or entry.shape or entry.dtype not in (DType.BOOL, DType.INT64, DType.FLOAT64):
-        return None
-    return np.frombuffer(data, to_numpy(entry.dtype))[0].item()
 
 
 def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
