@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.core.applicability import WRITING, check
 from ckpt_tools.core.apply_options import apply_options
@@ -15,6 +15,7 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ConvertOptions, WriteOptions
+from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer
@@ -31,9 +32,6 @@ from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.journal import Journal
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.workers import WorkerPool
-
-if TYPE_CHECKING:
-    from ckpt_tools.core.progress import Progress
 
 SAME = "same"
 """In the place of a format to write: the source's own."""
@@ -276,7 +274,7 @@ def run(
         taking as claim,
         pool.start(plan, prepared.store, claim.destination) as (runner, board),
     ):
-        meter = _Meter(on_progress, report.bytes_written)
+        meter = Meter(on_progress, report.bytes_written)
         begin = Journal.resume if resume else Journal.begin
         journal = begin(claim.log, plan, prepared.store, claim.destination, ThreadRunner(plan.num_workers))
         with _noting(journal, kept=resume):
@@ -314,7 +312,7 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
         prepared.target_format,
         is_file=prepared.is_file,
         num_workers=prepared.plan.num_workers,
-        on_total=lambda total: _Meter(on_progress, total).add,
+        on_total=lambda total: Meter(on_progress, total).add,
     )
 
 
@@ -328,7 +326,7 @@ def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -
         prepared.place,
         prepared.target_format,
         num_workers=prepared.plan.num_workers,
-        on_total=lambda total: _Meter(on_progress, total).add,
+        on_total=lambda total: Meter(on_progress, total).add,
     )
 
 
@@ -388,19 +386,3 @@ def _of_another(url: str) -> DestinationExistsError:
 
 def _exists(url: str) -> DestinationExistsError:
     return DestinationExistsError(f"{url} exists; choose another destination, or replace it with --overwrite")
-
-
-@dataclass(slots=True)
-class _Meter:
-    on_progress: Progress
-    total: int
-    done: int = 0
-
-    def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        self.on_progress(self.done, self.total)
-
-
-def model_options(options: ConvertOptions) -> ConvertOptions:
-    """The same options for the weights alone."""
-    return replace(options, state="model")
