@@ -21,11 +21,11 @@ from ckpt_tools.cli.ending import end, ended_by_signals
 from ckpt_tools.cli.formats import formats_command
 from ckpt_tools.cli.group import Group
 from ckpt_tools.cli.inspect import inspect_command
-from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.scan import scan_command
 from ckpt_tools.cli.sign import sign_command
 from ckpt_tools.cli.verify import verify_command
 from ckpt_tools.cli.wrapping import say
+from ckpt_tools.core.wording import printable
 from ckpt_tools.errors import CkptError, StoreError
 
 
