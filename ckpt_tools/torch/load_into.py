@@ -19,7 +19,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.reading import check_reading, read_checkpoint
-from ckpt_tools.formats.state_dict.build import user_entries
+from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.torch.dtensors import local_parts
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole
 from ckpt_tools.torch.revive import revive

@@ -18,6 +18,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.state_dict.from_deepspeed import adam_decays_apart, for_torch, user_entries
 
 APP_TREE = StateTree(("app", "model"), ("app", "optim"))
 """What the FSDP2 recipes of torch use: one Stateful, saved as ``app``."""
@@ -105,7 +106,7 @@ class _Found:
         self._add_empty_state()
         for number, group in enumerate(self.manifest.groups):
             if self.manifest.tree is None:
-                options, notes = for_torch(group.options, number, _adam_decays_apart(self.manifest.extra))
+                options, notes = for_torch(group.options, number, adam_decays_apart(self.manifest.extra))
                 group = replace(group, options=options)
                 self.notes += notes
             for path, value in self._options(number, group):
@@ -205,70 +206,6 @@ class _Found:
         for key in self.manifest.of_kind(Kind.EXTRA):
             if key not in used:
                 yield Note(Outcome.DROPPED, str(key), "no entry of the checkpoint refers to it")
-
-
-ADAM_OPTIONS: Mapping[str, Any] = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
-"""What torch's Adam and AdamW keep in a group and DeepSpeed's own Adams do not, at torch's defaults (2.15.0): that is
-how DeepSpeed computes."""
-
-
-def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tuple[dict[str, Any], list[Note]]:
-    """A group of DeepSpeed as one of torch, which asks for every option of its own.
-
-    ``bias_correction`` is DeepSpeed's, and torch always does it.
-    """
-    found = dict(options)
-    notes = []
-    if found.pop("bias_correction", True) is not True:
-        notes.append(Note(Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
-    if {"betas", "eps"} <= found.keys():
-        missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
-        missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
-        if missing:
-            what = f"{', '.join(missing)} of parameter group {number}"
-            notes.append(
-                Note(Outcome.DEFAULTED, what, "torch's Adam keeps them and DeepSpeed's does not", len(missing))
-            )
-        found |= missing
-    return found, notes
-
-
-def _adam_decays_apart(extra: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed's Adam was an AdamW: ``adam_w_mode`` of its config, true unless it says otherwise."""
-    found: Any = extra.get("deepspeed", {})
-    for name in ("ds_config", "optimizer", "params", "adam_w_mode"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found is not False
-
-
-def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
-    """The entries beside model and optimizer: in a tree the user's own; else DeepSpeed's client state among the
-    neutral ones, without what only DeepSpeed can use."""
-    extra = dict(manifest.extra)
-    if manifest.tree is not None:
-        return extra, []
-    client_state = extra.pop("client_state", {})
-    internals = extra.pop("deepspeed", {})
-    notes = (
-        [Note(Outcome.DROPPED, f"DeepSpeed's own {', '.join(internals)}", "only DeepSpeed uses it")]
-        if internals
-        else []
-    )
-    for name, value in client_state.items():
-        if str(name) in extra:
-            notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "an entry of the checkpoint has its name"))
-        else:
-            extra[str(name)] = value
-    if extra.get("global_step", 0) is None:
-        del extra["global_step"]
-    return extra, notes
 
 
 class _Nothing:
