@@ -21,7 +21,6 @@ from ckpt_tools.core.option_names import (
     State,
     Weights,
     WrittenFormat,
-    option,
 )
 
 if TYPE_CHECKING:
@@ -294,10 +293,8 @@ def convert(
     from ckpt_tools.conversion import run
     from ckpt_tools.transfer.workers import WorkerPool
 
-    if workers is None and runner == "threads":
-        workers = _workers(None, src, dst)
-    prepared = _prepared({**asked, "workers": workers})
-    pool = WorkerPool(runner, address, workers)
+    prepared = _prepared(asked)
+    pool = WorkerPool.choose(runner, address, workers, src, dst)
     return run(prepared, pool=pool, fsync=fsync, on_progress=on_progress or _silent, resume=resume)
 
 
@@ -467,6 +464,7 @@ def verify(
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
     from ckpt_tools.formats.reading import check_reading, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
+    from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.verify import Running, verify_alone, verify_pair
 
     chosen = _options(asked)
@@ -479,7 +477,7 @@ def verify(
 
         check_signature(digests or src, public_key=public_key, signature=signature)
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_, storage_options=storage_options)
-    how = Running(_workers(workers, src, dst), on_progress or _silent, storage_options)
+    how = Running(choose_workers(workers, src, dst), on_progress or _silent, storage_options)
     if dst is None:
         check_reading(manifest, chosen.reading)
         return verify_alone(source, manifest, chosen, how, against=digests)
@@ -536,13 +534,16 @@ def diff(
     from ckpt_tools.core.options import ConvertOptions
     from ckpt_tools.formats.reading import read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
+    from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.verify import Running, compare_all
 
     chosen = _options(asked)
     check_storage_options(storage_options, a, b)
     first = read_checkpoint(a, chosen.reading, format_name=from_, storage_options=storage_options)
     second = read_checkpoint(b, ConvertOptions().reading, storage_options=storage_options)
-    return compare_all(first, second, chosen, Running(_workers(workers, a, b), on_progress or _silent, storage_options))
+    return compare_all(
+        first, second, chosen, Running(choose_workers(workers, a, b), on_progress or _silent, storage_options)
+    )
 
 
 def checksum(
@@ -587,6 +588,7 @@ def checksum(
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
     from ckpt_tools.formats.reading import check_reading, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
+    from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.verify import Running, write_digests
 
     options = _options(asked)
@@ -594,7 +596,7 @@ def checksum(
     check_storage_options(storage_options, src, output)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options.reading)
-    how = Running(_workers(workers, src), on_progress or _silent, storage_options)
+    how = Running(choose_workers(workers, src), on_progress or _silent, storage_options)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
@@ -718,7 +720,7 @@ def _prepared(asked: Mapping[str, Any]) -> Prepared:
 
     check_storage_options(asked["storage_options"], asked["src"], asked["dst"])
     memory = asked["memory"]
-    pool = WorkerPool(asked["runner"], asked["address"], asked["workers"])
+    pool = WorkerPool.choose(*(asked[name] for name in ("runner", "address", "workers", "src", "dst")))
     same_names = ("src", "dst", "to", "from_", "strict", "overwrite", "checksum", "storage_options")
     return prepare(
         **{name: asked[name] for name in same_names},
@@ -727,15 +729,3 @@ def _prepared(asked: Mapping[str, Any]) -> Prepared:
         memory_is_limit=memory is not None,
         num_workers=pool.workers_per_process,
     )
-
-
-def _workers(asked: int | None, *urls: str | Path | None) -> int:
-    """The threads for what lies at ``urls``."""
-    from ckpt_tools.errors import UsageError
-    from ckpt_tools.stores.urls import is_remote
-    from ckpt_tools.transfer.workers import REMOTE_WORKERS, default_workers
-
-    if asked is not None and asked < 1:
-        raise UsageError(f"{option('workers', asked)}: at least one is needed")
-    is_distant = any(url is not None and is_remote(url) for url in urls)
-    return asked or max(default_workers(), REMOTE_WORKERS if is_distant else 1)

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.applicability import WRITING, check
-from ckpt_tools.core.apply_options import apply_options, case_of
+from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, WriteOptions
+from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.formats.reading import case_of, read_checkpoint
 from ckpt_tools.formats.registry import writer_for
 from ckpt_tools.planning.plan import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.signals import held_back
@@ -31,7 +32,6 @@ from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, check_ending, implied_format, open_place
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.progress import Progress
     from ckpt_tools.transfer.workers import WorkerPool
 
 SAME = "same"
@@ -315,7 +315,7 @@ def run(
         taking as claim,
         pool.start(plan, prepared.store, claim.destination) as (runner, board),
     ):
-        meter = _Meter(on_progress, report.bytes_written)
+        meter = Meter(on_progress, report.bytes_written)
         threads = ThreadRunner(plan.num_workers)
         journal = journaling.open(claim.log, plan, prepared.store, claim.destination, threads)
         with journaling.noting(journal):
@@ -352,7 +352,7 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
         prepared.place,
         prepared.target_format,
         num_workers=prepared.plan.num_workers,
-        on_total=lambda total: _Meter(on_progress, total).add,
+        on_total=lambda total: Meter(on_progress, total).add,
     )
 
 
@@ -366,7 +366,7 @@ def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -
         prepared.place,
         prepared.target_format,
         num_workers=prepared.plan.num_workers,
-        on_total=lambda total: _Meter(on_progress, total).add,
+        on_total=lambda total: Meter(on_progress, total).add,
         storage_options=prepared.storage_options,
     )
 
@@ -418,14 +418,3 @@ def _of_another(url: str) -> DestinationExistsError:
     return DestinationExistsError(
         f"{url} would be of another file then; remove it, or replace it with {option('checksum', True)}"
     )
-
-
-@dataclass(slots=True)
-class _Meter:
-    on_progress: Progress
-    total: int
-    done: int = 0
-
-    def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        self.on_progress(self.done, self.total)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, printable, progress, show, show_notes, table
+from ckpt_tools.cli.render import print_json, progress, show, show_notes, table
 from ckpt_tools.cli.wrapping import say
-from ckpt_tools.core.wording import MAX_NAMES, count, size
+from ckpt_tools.core.wording import MAX_NAMES, count, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport

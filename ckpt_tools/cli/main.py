@@ -14,9 +14,9 @@ from ckpt_tools import __version__
 from ckpt_tools.cli import collector
 from ckpt_tools.cli.ending import end, ended_by_signals
 from ckpt_tools.cli.group import Group, Home
-from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.wrapping import say
 from ckpt_tools.core.option_names import on_command_line
+from ckpt_tools.core.wording import printable
 from ckpt_tools.errors import CkptError, StoreError
 
 COMMANDS = {

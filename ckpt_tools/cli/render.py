@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli.wrapping import say
-from ckpt_tools.core.wording import listed, size
+from ckpt_tools.core.wording import listed, printable, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,11 +31,6 @@ def print_json(found: dict[str, Any] | list[dict[str, Any]]) -> None:
     import json
 
     click.echo(json.dumps(found, indent=2, ensure_ascii=False))
-
-
-def printable(text: str) -> str:
-    """``text`` as it is, with what a terminal would obey instead of showing as escapes: a checkpoint chooses names."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def table(title: str | None, *columns: str, right: tuple[str, ...] = ()) -> Table:

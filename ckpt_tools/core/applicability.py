@@ -29,7 +29,7 @@ class Case:
 
     ``target`` is the format that is written, for ``verify`` that of DST. ``has_masters`` says that the source keeps
     fp32 masters, ``keeps_both`` that the target keeps them beside the weights, ``has_state`` that optimizer state is
-    written.
+    written. ``reader_takes`` and ``writer_takes`` are options that the formats of plug-ins ask for.
     """
 
     source: str = ""
@@ -43,6 +43,8 @@ class Case:
     has_key: bool = False
     is_printed: bool = False
     is_remote: bool = False
+    reader_takes: tuple[str, ...] = ()
+    writer_takes: tuple[str, ...] = ()
 
     @property
     def formats(self) -> str:
@@ -51,11 +53,16 @@ class Case:
 
     @property
     def reads_tag(self) -> bool:
-        return self.source in TAGGED or self.source.startswith("zero")
+        return self.source in TAGGED or "tag" in self.reader_takes
 
     @property
     def reads_keys(self) -> bool:
-        return self.source in TREES and (self.is_tree or self.source != "safetensors")
+        is_tree = self.source in TREES and (self.is_tree or self.source != "safetensors")
+        return is_tree or bool({"model_key", "optim_key"} & {*self.reader_takes})
+
+    def takes(self, option: str) -> bool:
+        """Whether the format of a plug-in asks for ``option``."""
+        return option in self.reader_takes or option in self.writer_takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class Rule:
         """Raises UsageError for an option that is given and does not apply."""
         for name in self.options:
             value = given.get(name)
-            if value and self.value in (None, value) and not self.applies(case):
+            if value and self.value in (None, value) and not (self.applies(case) or case.takes(name)):
                 raise UsageError(f"{option(name)} is for {spelled(self.what)}; {self.here(case)}")
 
 

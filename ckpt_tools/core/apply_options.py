@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ckpt_tools.core import transforms
-from ckpt_tools.core.applicability import Case
-from ckpt_tools.core.manifest import MASTER, Kind, Manifest
+from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +39,6 @@ def apply_options(manifest: Manifest, options: ConvertOptions, *, whole: bool, h
         manifest, _ = transforms.rename(manifest, new_name)
     manifest, more = transforms.cast(manifest, options.target_dtype)
     return Applied(manifest, notes + more, renamed)
-
-
-def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
-    """What options are checked against where ``manifest`` is read and ``target`` written."""
-    return Case(
-        source=manifest.format,
-        target=target,
-        is_tree=manifest.tree is not None,
-        has_masters=any(key.slot == MASTER for key in manifest.tensors),
-        keeps_both=keeps_both,
-        has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
-    )
 
 
 def _steps(

@@ -109,6 +109,11 @@ TreePath = tuple[str | int, ...]
 """From the root of a tree of state to one of its leaves: keys of dicts, and positions in lists as int."""
 
 
+def dotted(path: Iterable[str | int]) -> str:
+    """The path as one name, as DCP flattens it."""
+    return ".".join(map(str, path))
+
+
 @dataclass(frozen=True, slots=True)
 class StateTree:
     """Where a source that is a tree of state kept things, so that it can be written back as it was.

@@ -11,7 +11,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Meter:
-    """Adds up bytes for a progress that wants them in all."""
+    """Adds up bytes for a progress that wants them in all; never says more than there are."""
 
     on_progress: Progress
     total: int

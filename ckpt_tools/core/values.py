@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import Any, Literal
 
-from ckpt_tools.core.boxes import Shape, contiguous_strides
+from ckpt_tools.core.boxes import Shape, is_row_major
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.errors import MalformedError
 
@@ -167,6 +167,12 @@ class Size(tuple[int, ...]):
         return size
 
 
+def are_naturals(found: Any, most: int | None = MAX_DIMS) -> bool:
+    """Whether it is a list or tuple of at most ``most`` non-negative 64-bit integers, such as a shape."""
+    is_list = isinstance(found, list | tuple) and (most is None or len(found) <= most)
+    return is_list and all(type(n) is int and 0 <= n <= INT64_MAX for n in found)
+
+
 def check_extents(dims: tuple[int, ...]) -> None:
     """Raises MalformedError where ``dims`` are not at most 64 non-negative 64-bit integers."""
     if len(dims) > MAX_DIMS:
@@ -254,8 +260,7 @@ class StoredTensor:
     @property
     def is_contiguous(self) -> bool:
         """True where the elements lie in row-major order without gaps."""
-        rows = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
-        return not self.numel or all(n == 1 or stride == wanted for n, stride, wanted in rows)
+        return is_row_major(self.shape, self.strides)
 
 
 def to_json(value: Value) -> Any:

@@ -16,6 +16,12 @@ MAX_COMPARED = 2000
 NUM_NEAREST = 3
 
 
+def printable(text: str) -> str:
+    """``text`` on one line, with escapes for what a terminal would obey instead of showing, and for what cannot be
+    encoded: a checkpoint chooses names."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """``1 file``, ``1,024 files``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

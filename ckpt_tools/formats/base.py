@@ -1,10 +1,14 @@
 """What a format must be able to do: read headers into a manifest, or lay a manifest out in files.
 
 No reader knows a writer. Both are pure but for the header reads of a reader, and neither touches a tensor's bytes.
+
+``Reader`` and ``Writer`` are what the rest of the package asks for. ``ReadableFormat`` and ``WritableFormat`` are the
+same with defaults, for formats that plug-ins add; a format that is read and written inherits both.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -61,3 +65,50 @@ class Writer(Protocol):
         Raises:
             UnsupportedError: a tensor has no form here.
         """
+
+
+READING_OPTIONS = ("tag", "model_key", "optim_key")
+"""The options that a reader may take, by their names in ``ReadOptions``."""
+
+WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_size")
+"""The options that a writer may take; ``max_shard_size`` arrives as ``WriteOptions.max_shard_bytes``."""
+
+
+class Format:
+    """What ``ckpt-tools formats`` says of a format. ``name`` is the one that ``--to`` and ``--from`` take."""
+
+    name: str
+    about: str
+    holds_optimizer: bool = True
+
+
+class ReadableFormat(Format, ABC):
+    """A ``Reader`` with defaults."""
+
+    reading_options: tuple[str, ...] = ()
+    """Those of ``READING_OPTIONS`` that mean something here. The user gets an error for any other."""
+
+    @abstractmethod
+    def detect(self, source: Source) -> bool:
+        """As ``Reader.detect``."""
+
+    @abstractmethod
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        """As ``Reader.read_manifest``."""
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        """As ``Reader.own_files``: the files that hold tensors. A format that has more files, such as an index, adds
+        them; ``--overwrite`` refuses to replace a folder that holds any file not named here."""
+        return manifest.files - manifest.literals.keys()
+
+
+class WritableFormat(Format, ABC):
+    """A ``Writer`` with defaults: of whole states, with one copy of each weight."""
+
+    holds_masters: bool = False
+    writing_options: tuple[str, ...] = ()
+    """Those of ``WRITING_OPTIONS`` that mean something here. The user gets an error for any other."""
+
+    @abstractmethod
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        """As ``Writer.layout``."""

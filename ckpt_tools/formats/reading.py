@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ckpt_tools.core.applicability import READING, Case, check
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
@@ -37,6 +37,20 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 
+def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
+    """What options are checked against if ``manifest`` is read and ``target`` written."""
+    return Case(
+        source=manifest.format,
+        target=target,
+        is_tree=manifest.tree is not None,
+        has_masters=any(key.slot == MASTER for key in manifest.tensors),
+        keeps_both=keeps_both,
+        has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
+        reader_takes=plugin_reading_options(manifest.format),
+        writer_takes=plugin_writing_options(target),
+    )
+
+
 def check_reading(manifest: Manifest, options: ReadOptions) -> None:
     """Raises UsageError where an option says how to read and ``manifest`` is of a format that does not have it."""
-    check(READING, asdict(options), Case(source=manifest.format, is_tree=manifest.tree is not None))
+    check(READING, asdict(options), case_of(manifest, "", keeps_both=False, whole=False))

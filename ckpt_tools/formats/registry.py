@@ -1,6 +1,7 @@
 """Every format we know, and which of them a source is in.
 
-Formats are imported when they are first asked for, so that asking for help costs nothing.
+Formats are imported when they are first asked for, so that asking for help costs nothing. Those of plug-ins are looked
+for after those that are built in (``formats.plugins``).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
-from ckpt_tools.formats.base import Reader, Writer
+from ckpt_tools.formats.base import Format, ReadableFormat, Reader, WritableFormat, Writer
 from ckpt_tools.stores.source import Source
 
 
@@ -112,12 +114,12 @@ def _writer(name: str) -> Writer:
 
 
 def readers() -> Mapping[str, Reader]:
-    """Readers by name."""
+    """Built-in readers by name."""
     return {name: _reader(name) for name in _READERS}
 
 
 def writers() -> Mapping[str, Writer]:
-    """Writers by name."""
+    """Built-in writers by name."""
     return {name: _writer(name) for name in _WRITERS}
 
 
@@ -135,35 +137,69 @@ _READ_AS = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
 """Formats that one reader tells apart by what it finds."""
 
 
+_BUILT_IN = frozenset({*_READERS, *_WRITERS})
+
+
+def _plugin(name: str) -> Format | None:
+    """The format of a plug-in of that name, if there is one. Raises UsageError."""
+    if name in _BUILT_IN:
+        return None
+    from ckpt_tools.formats.plugins import plugin
+
+    return plugin(name, _BUILT_IN)
+
+
+def _plugins() -> tuple[str, ...]:
+    """The names of the formats of plug-ins. Raises UsageError."""
+    from ckpt_tools.formats.plugins import plugin_names
+
+    return plugin_names(_BUILT_IN)
+
+
 def table() -> tuple[FormatInfo, ...]:
-    """Every format, by the names that ``--to`` takes."""
-    return tuple(
+    """Every format, by the names that ``--to`` takes. Raises UsageError if a plug-in cannot be imported."""
+    built_in = (
         FormatInfo(
             name,
             _READ_AS.get(name, name) in readers(),
             name in writers(),
-            "whole state" if writers()[name].holds_optimizer else "weights; whole state if asked",
+            _holds(writers()[name].holds_optimizer),
             about,
         )
         for name, about in _ABOUT.items()
     )
+    added = (_row(found) for name in _plugins() if (found := _plugin(name)) is not None)
+    return (*built_in, *added)
+
+
+def _row(found: Format) -> FormatInfo:
+    reads, writes = isinstance(found, ReadableFormat), isinstance(found, WritableFormat)
+    return FormatInfo(found.name, reads, writes, _holds(found.holds_optimizer), found.about)
+
+
+def _holds(is_whole: bool) -> str:
+    return "whole state" if is_whole else "weights; whole state if asked"
 
 
 def reader_for(source: Source, name: str | None) -> Reader:
     """The reader called ``name``, or the one that recognises ``source``.
 
     Raises:
-        UsageError: no such format; SourceNotFoundError: an empty folder; UnsupportedError: nobody recognises it.
+        UsageError: no such format, or several plug-ins recognise it; SourceNotFoundError: an empty folder;
+        UnsupportedError: nobody recognises it.
     """
     if name is not None:
-        return _reader(_checked(_READERS, _READ_AS.get(name, name), "read"))
+        return _named_reader(_READ_AS.get(name, name))
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
     for known_name in _READERS:
         if _has_sign(source, known_name) and _reader(known_name).detect(source):
             return _reader(known_name)
+    added = _recognising_plugin(source)
+    if added is not None:
+        return added
     _refuse_known(source)
-    known = ", ".join(_READERS)
+    known = ", ".join((*_READERS, *_plugins()))
     raise UnsupportedError(
         f"{source.store.url} is in no format that we know ({known}); "
         f"if it is one of them, say which with {option('from_')}"
@@ -172,6 +208,40 @@ def reader_for(source: Source, name: str | None) -> Reader:
 
 def _has_sign(source: Source, name: str) -> bool:
     return any(path.endswith(_SIGNS[name]) for path in source.files)
+
+
+def _named_reader(name: str) -> Reader:
+    if name in _READERS:
+        return _reader(name)
+    found = _plugin(name)
+    if isinstance(found, ReadableFormat):
+        return _Bounded(found)
+    raise _unknown(_READERS, name, "read")
+
+
+def _recognising_plugin(source: Source) -> Reader | None:
+    """The one plug-in that recognises ``source``. One that cannot be imported is an error if no other recognises it,
+    because it might be the one that is needed.
+
+    Raises:
+        UsageError: it cannot be imported, or several recognise it.
+    """
+    found: list[ReadableFormat] = []
+    broken: list[UsageError] = []
+    for name in _plugins():
+        try:
+            added = _plugin(name)
+        except UsageError as error:
+            broken.append(error)
+            continue
+        if isinstance(added, ReadableFormat) and added.detect(source):
+            found.append(added)
+    if len(found) > 1:
+        names = listed([each.name for each in found])
+        raise UsageError(f"several formats recognise {source.store.url} ({names}); say which with {option('from_')}")
+    if broken and not found:
+        raise broken[0]
+    return _Bounded(found[0]) if found else None
 
 
 _FOREIGN = {
@@ -214,15 +284,32 @@ def _refuse_archive(source: Source, path: str) -> None:
 
 def writer_for(name: str) -> Writer:
     """The writer called ``name``. Raises UsageError."""
-    return _writer(_checked(_WRITERS, name, "written"))
+    found = known_writer(name)
+    if found is None:
+        raise _unknown(_WRITERS, name, "written")
+    return found
 
 
 def known_writer(name: str) -> Writer | None:
-    """The writer called ``name``, if the format is one that is written."""
-    return _writer(name) if name in _WRITERS else None
+    """The writer called ``name``, or None for a format that is not written. Raises UsageError as ``table``."""
+    if name in _BUILT_IN:
+        return _writer(name) if name in _WRITERS else None
+    found = _plugin(name)
+    return found if isinstance(found, WritableFormat) else None
 
 
-def _checked(known: Mapping[str, str], name: str, verb: str) -> str:
-    if name not in known:
-        raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join(known)}")
-    return name
+def _unknown(built_in: Mapping[str, str], name: str, verb: str) -> UsageError:
+    return UsageError(f"no format {name!r} can be {verb}; there are {', '.join((*built_in, *_plugins()))}")
+
+
+def plugin_reading_options(name: str) -> tuple[str, ...]:
+    """The reading options that the format of a plug-in takes. Those of built-in formats are in
+    ``core.applicability``."""
+    found = _plugin(name) if name else None
+    return found.reading_options if isinstance(found, ReadableFormat) else ()
+
+
+def plugin_writing_options(name: str) -> tuple[str, ...]:
+    """The writing options that the format of a plug-in takes."""
+    found = _plugin(name) if name else None
+    return found.writing_options if isinstance(found, WritableFormat) else ()

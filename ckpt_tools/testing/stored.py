@@ -52,9 +52,13 @@ def arbitrary_elements(shape: Shape, dtype: DType, seed: int) -> NDArray[Any]:
 
 
 @st.composite
-def stored_tensors(draw: st.DrawFn, *, prefix: str = "") -> StoredTensor:
-    """Any small tensor in any sharding, its pieces in any order, in several files with gaps between them."""
-    shape, dtype = draw(strategies.shapes()), draw(strategies.dtypes())
+def stored_tensors(
+    draw: st.DrawFn, *, prefix: str = "", shape: Shape | None = None, dtype: DType | None = None
+) -> StoredTensor:
+    """Any small tensor, or one of that shape and dtype, in any sharding, its pieces in any order, in several files with
+    gaps between them."""
+    shape = draw(strategies.shapes()) if shape is None else shape
+    dtype = dtype or draw(strategies.dtypes())
     elements = arbitrary_elements(shape, dtype, draw(st.integers(0, 1 << 32)))
     is_flat = draw(st.booleans())
     geometry = (prod(shape),) if is_flat else shape

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_tools.core.manifest import Manifest, StateTree, TreePath
+from ckpt_tools.core.manifest import Manifest, StateTree, TreePath, dotted
 from ckpt_tools.core.transforms import WRAPPER_PARTS
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.state_dict.build import Entries
@@ -91,9 +91,9 @@ def _own_name(path: TreePath, tree: StateTree) -> tuple[str, str]:
             and path[: len(prefix)] == prefix
             and _is_of(part, path, tree)
         ):
-            return part, _dotted(path[len(prefix) :])
+            return part, dotted(path[len(prefix) :])
     root = tree.model[:-1]
-    return EXTRA, _dotted(path[len(root) :] if path[: len(root)] == root else path)
+    return EXTRA, dotted(path[len(root) :] if path[: len(root)] == root else path)
 
 
 def _is_of(part: str, path: TreePath, tree: StateTree) -> bool:
@@ -125,7 +125,3 @@ def _as_prefix(key: str) -> str:
 
 def _parent(prefix: str) -> str:
     return prefix[: prefix.rstrip(".").rfind(".") + 1]
-
-
-def _dotted(path: TreePath) -> str:
-    return ".".join(map(str, path))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.option_names import DEFAULT_RUNNER, RUNNERS, option
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPool:
-    """``runner`` is ``threads`` or ``ray``, the latter on the cluster at ``address``; ``num_workers`` None: one for
-    each processor that there is.
+    """``runner`` is ``threads`` or ``ray``, the latter on the cluster at ``address``. ``num_workers`` may be None for
+    ``ray``: one for each processor of the cluster.
 
     Raises:
         UsageError: no such runner, an address for threads, or fewer than one worker.
@@ -38,13 +39,19 @@ class WorkerPool:
             raise UsageError(f"{option('runner', self.runner)} is not one of {', '.join(RUNNERS)}")
         if self.address is not None and self.runner != "ray":
             raise UsageError(f"{option('address')} is for {option('runner', 'ray')}")
-        if self.num_workers is not None and self.num_workers < 1:
-            raise UsageError(f"{option('workers', self.num_workers)}: at least one is needed")
+        if self.num_workers is not None:
+            _checked(self.num_workers)
+
+    @classmethod
+    def choose(cls, runner: str, address: str | None, asked: int | None, *urls: str | Path) -> WorkerPool:
+        """The pool for a conversion between ``urls``, which ``plan`` plans for and ``convert`` runs. Raises as the
+        class."""
+        return cls(runner, address, asked if runner == "ray" else choose_workers(asked, *urls))
 
     @property
     def workers_per_process(self) -> int:
         """How many share the memory that a plan is made for."""
-        return 1 if self.runner == "ray" else self.num_workers or default_workers()
+        return 1 if self.runner == "ray" else choose_workers(self.num_workers)
 
     @contextmanager
     def start(self, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board | None]]:
@@ -60,7 +67,7 @@ class WorkerPool:
             return
         from ckpt_tools.transfer.runners.ray_cluster import connected
 
-        with connected(self.address, self.num_workers or default_workers()):
+        with connected(self.address, self.num_workers or choose_workers(None)):
             with _on_ray(self.num_workers, plan, source, target) as both:
                 yield both
 
@@ -91,6 +98,18 @@ REMOTE_WORKERS = 8
 """Threads for a distant store, whose requests wait more than they work."""
 
 
-def default_workers() -> int:
-    """As many threads as processors this process may use."""
-    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_WORKERS)
+def choose_workers(asked: int | None, *urls: str | Path | None) -> int:
+    """The threads that work on what lies at ``urls``: as many as asked for, else as processors this process may use,
+    and more if one of the URLs is remote. Raises UsageError for fewer than one."""
+    if asked is not None:
+        return _checked(asked)
+    from ckpt_tools.stores.urls import is_remote
+
+    is_distant = any(url is not None and is_remote(url) for url in urls)
+    return max(min(len(os.sched_getaffinity(0)), MAX_DEFAULT_WORKERS), REMOTE_WORKERS if is_distant else 1)
+
+
+def _checked(num_workers: int) -> int:
+    if num_workers < 1:
+        raise UsageError(f"{option('workers', num_workers)}: at least one is needed")
+    return num_workers

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
-from ckpt_tools.core.apply_options import apply_options, case_of
+from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
@@ -17,7 +17,7 @@ from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.formats.reading import case_of, read_checkpoint
 from ckpt_tools.formats.registry import known_writer
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place

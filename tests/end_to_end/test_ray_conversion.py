@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,9 +73,11 @@ def test_the_bytes_are_those_that_threads_write(
     made = checkpoint("fsdp2", "plain", 2).checkpoint
     name = "out.pt" if to == "torch" else "out"
     told: list[tuple[int, int]] = []
+    planned = ckpt_tools.plan(made, tmp_path / "ray" / name, to=to, runner="ray", workers=2)
     on_ray = ckpt_tools.convert(
         made, tmp_path / "ray" / name, to=to, runner="ray", workers=2, on_progress=lambda *both: told.append(both)
     )
+    assert on_ray.plan == planned
     on_threads = ckpt_tools.convert(made, tmp_path / "threads" / name, to=to)
     assert contents(tmp_path / "ray" / name) == contents(tmp_path / "threads" / name)
     assert on_ray.bytes_written == on_threads.bytes_written
@@ -121,20 +124,11 @@ def test_from_s3_to_s3_with_a_worker_killed(
     prefix, storage = s3_server.new_prefix(), tmp_path / "threads"
     s3_server.upload(f"{prefix}in/", larger.parent)
     root = f"s3://{BUCKET}/{prefix}"
-    ckpt_tools.convert(
-        f"{root}in",
-        f"{root}out",
-        to=to,
-        runner="ray",
-        workers=2,
-        on_progress=kill_workers_at(cluster, [30]),
-        storage_options={
-            "key": ACCESS_KEY,
-            "secret": SECRET_KEY,
-            "endpoint_url": s3_server.endpoint,
-            "region": REGION,
-        },
-    )
+    access = {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": s3_server.endpoint, "region": REGION}
+    on_ray: dict[str, Any] = {"to": to, "runner": "ray", "workers": 2, "storage_options": access}
+    planned = ckpt_tools.plan(f"{root}in", f"{root}out", **on_ray)
+    done = ckpt_tools.convert(f"{root}in", f"{root}out", **on_ray, on_progress=kill_workers_at(cluster, [30]))
+    assert done.plan == planned
     ckpt_tools.convert(larger, storage, to=to)
     assert s3_server.files(f"{prefix}out/") == contents(storage)
     assert not s3_server.open_uploads(prefix)

@@ -356,6 +356,30 @@ def test_any_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp_path: Path
     assert ckpt_tools.verify("memory://out", tmp_path / "expected").equal
 
 
+@pytest.mark.parametrize(("is_remote_source", "is_remote_target"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("workers", [None, 3])
+def test_a_plan_says_the_memory_that_a_conversion_takes(
+    dcp: Path,
+    memory: MemoryFileSystem,
+    tmp_path: Path,
+    is_remote_source: bool,
+    is_remote_target: bool,
+    workers: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A remote URL on either side means more threads, and each has buffers."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    for path, data in local_files(dcp).items():
+        memory.pipe_file(f"/ckpt/{path}", data)
+    source = "memory://ckpt" if is_remote_source else dcp
+    target = "memory://out" if is_remote_target else tmp_path / "out"
+    planned = ckpt_tools.plan(source, target, to="zero2", workers=workers)
+    assert planned == ckpt_tools.convert(source, target, to="zero2", workers=workers).plan
+    local = ckpt_tools.plan(dcp, tmp_path / "other", to="zero2", workers=workers)
+    needs_more = workers is None and (is_remote_source or is_remote_target)
+    assert (planned.peak_memory_bytes > local.peak_memory_bytes) is needs_more
+
+
 def test_replacing_in_a_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp_path: Path) -> None:
     ckpt_tools.convert(dcp, "memory://out", to="dcp")
     before = set(memory.find("/out"))

@@ -449,6 +449,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     "mp_world_size": (2, in_model(mp_world_size=2), UnsupportedError, "tensor- or pipeline-parallel"),
     "pp_degree": (2, in_model(checkpoint_parallel_dimensions={"pp_degree": 2}), UnsupportedError, "pipeline"),
     "AutoEP layers": (2, in_model(ds_autoep_layers=[{}]), UnsupportedError, "AutoEP"),
+    "older AutoEP layers": (2, in_model(autoep_layers=[{}]), UnsupportedError, "AutoEP"),
     "AutoEP partitions": (3, in_optim(ds_zero_partition_groups=[{}]), UnsupportedError, "AutoEP"),
     "expert partitions": (2, in_optim(partition_count=[3, 1]), UnsupportedError, "experts"),
     # What ranks say of themselves.

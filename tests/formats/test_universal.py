@@ -252,6 +252,15 @@ REFUSED: dict[str, Change] = {
     "no tensor": (STAGE1, UP, lambda v: {"cat_dim": 0}, MalformedError, "no tensor"),
     "an expert": (STAGE1, UP, lambda v: {**v, "is_expert_param": True}, UnsupportedError, "experts"),
     "tensor parallel": (STAGE1, MODEL1, lambda v: {**v, "mp_world_size": 2}, UnsupportedError, "tensor-"),
+    "pipeline parallel": (
+        STAGE1,
+        MODEL1,
+        lambda v: {**v, "checkpoint_parallel_dimensions": {"pp_degree": 2}},
+        UnsupportedError,
+        "pipeline",
+    ),
+    "AutoEP layers": (STAGE1, MODEL1, lambda v: {**v, "ds_autoep_layers": [{}]}, UnsupportedError, "AutoEP"),
+    "older AutoEP layers": (STAGE1, MODEL1, lambda v: {**v, "autoep_layers": [{}]}, UnsupportedError, "AutoEP"),
     "no groups": (STAGE1, OPTIMIZER, lambda v: {"ds_version": "0"}, MalformedError, "param_groups"),
     "group of nothing": (STAGE1, OPTIMIZER, lambda v: {"param_groups": [{}]}, MalformedError, "no params"),
     "too few groups": (

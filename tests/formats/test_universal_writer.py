@@ -514,7 +514,7 @@ def test_sub_groups_of_one_group_are_noted(made: Made) -> None:
 def test_a_tag_is_the_name_of_a_folder(tag: str, made: Made) -> None:
     made.adam("w")
     if tag:
-        with pytest.raises(UsageError, match="no name for the folder"):
+        with pytest.raises(UsageError, match="cannot name the folder"):
             UniversalWriter().layout(made.manifest(), WriteOptions(tag=tag))
     out, _ = made.written(made.manifest(), WriteOptions(tag="best"))
     assert (out / "latest_universal").read_text() == "best"

@@ -10,7 +10,6 @@ Tied weights are stored once; as ``safetensors.torch.save_model`` does, the meta
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import struct
@@ -22,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
-from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.values import MAX_DIMS, brief
+from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
@@ -38,14 +36,14 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
     piece_of,
     read_offsets,
 )
-from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Leaves, TensorLeaf, manifest_of
+from ckpt_tools.formats.state_dict.packed import packed, unpacked
+from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import FileLayout, Layout
     from ckpt_tools.core.options import ReadOptions, WriteOptions
-    from ckpt_tools.formats.state_dict.build import Entries
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
@@ -53,7 +51,7 @@ MAX_HEADER_BYTES = 100_000_000
 INDEX_SUFFIX = ".safetensors.index.json"
 
 STATE_KEY = "ckpt_tools.state"
-"""Our entry of the metadata where a file holds a whole training state: base64 of a pickle of inert values."""
+"""Our entry of the metadata where a file holds a whole training state: what ``state_dict.packed`` makes of it."""
 
 _SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -80,48 +78,13 @@ class SafetensorsReader:
         leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
         state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
         if state is not None:
-            return _whole_state(leaves, _ties(headers.values(), leaves), state, options)
+            ties = _ties(headers.values(), leaves)
+            return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
         tensors = {StateKey(name): _entry(leaf) for name, leaf in leaves.items()}
         return Manifest("safetensors", tensors, aliases=_ties(headers.values(), leaves))
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return frozenset([*_files(source), *_index(source)])
-
-
-def _whole_state(
-    tensors: Mapping[str, TensorLeaf], ties: Mapping[str, str], state: str, options: ReadOptions
-) -> Manifest:
-    """A file of ours with optimizer state: the metadata say where each tensor stood in the tree, and hold the rest."""
-    found = _unpacked(state)
-    paths = {name: path for name, path in found["paths"].items() if name in tensors or name in found["objects"]}
-    paths |= {name: (name,) for name in (*tensors, *ties) if name not in paths}
-    return manifest_of(
-        Leaves(paths, tensors, found["objects"]),
-        format_name="safetensors",
-        model_key=options.model_key,
-        optim_key=options.optim_key,
-        ties=ties,
-    )
-
-
-def _unpacked(state: str) -> dict[str, dict[str, Any]]:
-    from ckpt_tools.serialization.pickle.load import loads
-
-    try:
-        found = loads(base64.b64decode(state, validate=True), path=STATE_KEY)
-    except ValueError as error:
-        raise MalformedError(f"its {STATE_KEY} is not valid base64") from error
-    paths, objects = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]
-    if not isinstance(paths, dict) or not isinstance(objects, dict) or not objects.keys() <= paths.keys():
-        raise MalformedError(f"its {STATE_KEY} holds no tree of state")
-    if not all(type(name) is str for name in paths) or not all(map(_is_path, paths.values())):
-        raise MalformedError(f"its {STATE_KEY} holds names or paths of the wrong kind")
-    return {"paths": paths, "objects": objects}
-
-
-def _is_path(path: Any) -> bool:
-    is_tuple = isinstance(path, tuple) and 0 < len(path) <= MAX_PATH_PARTS
-    return is_tuple and all(type(part) in (str, int) for part in path)
 
 
 def _is_ours(path: str) -> bool:
@@ -205,7 +168,7 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {brief(info['dtype'])}", path=path, key=name)
     shape, offsets = info["shape"], info["data_offsets"]
-    if not _naturals(shape, MAX_DIMS) or not _naturals(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise MalformedError(
             f"shape {brief(shape)} or data_offsets {brief(offsets)} are no such numbers", path=path, key=name
         )
@@ -214,11 +177,6 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
             f"{offsets[1] - offsets[0]:,} bytes cannot hold {shape} of {dtype.value}", path=path, key=name
         )
     return dtype, tuple(shape), ByteRange(path, data_start + offsets[0], data_start + offsets[1])
-
-
-def _naturals(found: Any, limit: int) -> bool:
-    """Whether it is a list of at most ``limit`` numbers."""
-    return isinstance(found, list) and len(found) <= limit and all(type(n) is int and 0 <= n < 1 << 63 for n in found)
 
 
 def _check_ranges(
@@ -292,7 +250,8 @@ class SafetensorsWriter:
         from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
 
         entries = entries_of(manifest, StateTree((), ("optim",)))
-        state, notes = ({}, ()) if is_model_only(manifest) else _packed(entries)
+        text, notes = ("", ()) if is_model_only(manifest) else packed(entries)
+        state = {STATE_KEY: text} if text else {}
         contents = {name: (key, manifest.tensors[key]) for name, key in entries.tensors.items()}
         parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
         if len(parts) > 1 and options.file_name is not None:
@@ -311,18 +270,6 @@ class SafetensorsWriter:
 
 def _shard_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _packed(entries: Entries) -> tuple[dict[str, str], tuple[Note, ...]]:
-    """The tree and its objects as metadata; objects that hold tensors inside have no form here."""
-    from ckpt_tools.core.value_refs import references
-    from ckpt_tools.serialization.pickle.load import dumps
-
-    lost = [name for name, value in entries.objects.items() if next(references(value), None) is not None]
-    objects = {name: value for name, value in entries.objects.items() if name not in lost}
-    data = dumps({"paths": dict(entries.paths), "objects": objects})
-    notes = (Note(Outcome.DROPPED, ", ".join(lost), "it holds tensors inside; torch and dcp keep it", len(lost)),)
-    return {STATE_KEY: base64.b64encode(data).decode()}, notes if lost else ()
 
 
 def _file_layout(

@@ -12,15 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
+from ckpt_tools.core.literals import literal_number
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath, dotted
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.state_dict.from_deepspeed import adam_decays_apart, for_torch, user_entries
 
 APP_TREE = StateTree(("app", "model"), ("app", "optim"))
 """What the FSDP2 recipes of torch use: one Stateful, saved as ``app``."""
@@ -32,10 +31,10 @@ MAX_ENTRIES = 10_000_000
 def chosen_tree(manifest: Manifest, *, model_key: str | None, optim_key: str | None) -> StateTree:
     """Where a DCP of ``manifest`` keeps things; a key given wins over the source's own place."""
     base = _own_tree(manifest)
-    if model_key is not None and _dotted(base.model) != model_key:
+    if model_key is not None and dotted(base.model) != model_key:
         model = _path(model_key)
         base = StateTree(model, (*model[:-1], "optim"), base.is_flattened)
-    if optim_key is not None and (base.optim is None or _dotted(base.optim) != optim_key):
+    if optim_key is not None and (base.optim is None or dotted(base.optim) != optim_key):
         base = replace(base, optim=_path(optim_key))
     return base
 
@@ -55,10 +54,6 @@ def is_model_only(manifest: Manifest) -> bool:
 
 def _path(key: str) -> TreePath:
     return tuple(key.split(".")) if key else ()
-
-
-def _dotted(path: TreePath) -> str:
-    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +107,7 @@ class _Found:
         self._add_empty_state()
         for number, group in enumerate(self.manifest.groups):
             if self.manifest.tree is None:
-                options, notes = for_torch(group.options, number, _adam_decays_apart(self.manifest.extra))
+                options, notes = for_torch(group.options, number, adam_decays_apart(self.manifest.extra))
                 group = replace(group, options=options)
                 self.notes += notes
             for path, value in self._options(number, group):
@@ -174,17 +169,17 @@ class _Found:
         for leaf, item in leaves(path, value):
             missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
             if missing:
-                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "its tensor was not selected", asked=True))
+                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "its tensor was not selected", asked=True))
             elif isinstance(item, TensorRef):
                 self._add_tensor(leaf, item.key)
             elif isinstance(item, _Nothing):
-                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "a DCP keeps no empty dict"))
+                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "a DCP keeps no empty dict"))
             else:
                 self.objects[self._new(leaf)] = item
 
     def _add_state(self, path: TreePath, key: StateKey) -> None:
         """State that a tree kept as a plain number is a plain number again."""
-        number = _number(self.manifest, key) if self.manifest.tree is not None else None
+        number = literal_number(self.manifest, self.manifest.tensors[key]) if self.manifest.tree is not None else None
         if number is None:
             self._add_tensor(path, key)
         else:
@@ -196,7 +191,7 @@ class _Found:
         return name
 
     def _new(self, path: TreePath) -> str:
-        name = _dotted(path)
+        name = dotted(path)
         if name in self.paths:
             raise UnsupportedError(
                 f"two entries of the tree would have this name; choose others with {option('model_key')}", key=name
@@ -212,80 +207,6 @@ class _Found:
         for key in self.manifest.of_kind(Kind.EXTRA):
             if key not in used:
                 yield Note(Outcome.DROPPED, str(key), "no entry of the checkpoint refers to it")
-
-
-ADAM_OPTIONS: Mapping[str, Any] = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
-"""What torch's Adam and AdamW keep in a group and DeepSpeed's own Adams do not, at torch's defaults (2.15.0): that is
-how DeepSpeed computes."""
-
-
-def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tuple[dict[str, Any], list[Note]]:
-    """A group of DeepSpeed as one of torch, which asks for every option of its own.
-
-    ``bias_correction`` is DeepSpeed's, and torch always does it.
-    """
-    found = dict(options)
-    notes = []
-    if found.pop("bias_correction", True) is not True:
-        notes.append(Note(Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
-    if {"betas", "eps"} <= found.keys():
-        missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
-        missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
-        if missing:
-            what = f"{', '.join(missing)} of parameter group {number}"
-            notes.append(
-                Note(Outcome.DEFAULTED, what, "torch's Adam keeps them and DeepSpeed's does not", len(missing))
-            )
-        found |= missing
-    return found, notes
-
-
-def _adam_decays_apart(extra: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed's Adam was an AdamW: ``adam_w_mode`` of its config, true unless it says otherwise."""
-    found: Any = extra.get("deepspeed", {})
-    for name in ("ds_config", "optimizer", "params", "adam_w_mode"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found is not False
-
-
-def _number(manifest: Manifest, key: StateKey) -> Any:
-    """The number that a literal file holds, in its Python type; None where the tensor is stored otherwise."""
-    entry = manifest.tensors[key]
-    file = entry.shards.files[int(entry.shards.file_ids[0])] if len(entry.shards) else ""
-    data = manifest.literals.get(file)
-    if data is None or entry.shape or entry.dtype not in (DType.BOOL, DType.INT64, DType.FLOAT64):
-        return None
-    return np.frombuffer(data, to_numpy(entry.dtype))[0].item()
-
-
-def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
-    """The entries beside model and optimizer: in a tree the user's own; else DeepSpeed's client state among the
-    neutral ones, without what only DeepSpeed can use."""
-    extra = dict(manifest.extra)
-    if manifest.tree is not None:
-        return extra, []
-    client_state = extra.pop("client_state", {})
-    internals = extra.pop("deepspeed", {})
-    notes = (
-        [Note(Outcome.DROPPED, f"DeepSpeed's own {', '.join(internals)}", "only DeepSpeed uses it")]
-        if internals
-        else []
-    )
-    for name, value in client_state.items():
-        if str(name) in extra:
-            notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "an entry of the checkpoint has its name"))
-        else:
-            extra[str(name)] = value
-    if extra.get("global_step", 0) is None:
-        del extra["global_step"]
-    return extra, notes
 
 
 class _Nothing:

@@ -9,7 +9,6 @@ own.
 
 from __future__ import annotations
 
-import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,8 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef
+from ckpt_tools.core.literals import is_number, number_table
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef, dotted
 from ckpt_tools.core.manifest import TreePath as TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
@@ -98,7 +98,7 @@ def find_tree(
 def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
     prefixes = {path[:length] for path in paths.values() for length in range(len(path) + 1)}
     for prefix in prefixes:
-        if ".".join(map(str, prefix)) == key:
+        if dotted(prefix) == key:
             return prefix
     raise UsageError(f"{option(name, key)} names nothing in this checkpoint")
 
@@ -106,7 +106,7 @@ def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
 def _optim_prefix(paths: Iterable[TreePath]) -> TreePath | None:
     found = Counter(prefix for path in paths if (prefix := _optim_part(path)) is not None)
     if len(found) > 1:
-        names = listed([".".join(map(str, prefix)) for prefix in found])
+        names = listed([dotted(prefix) for prefix in found])
         raise UnsupportedError(f"there are several optimizers ({names}); choose one with {option('optim_key')}")
     return next(iter(found), None)
 
@@ -144,7 +144,7 @@ def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> LeafRole:
         return in_optim
     depth = len(tree.model)
     in_model = path[:depth] == tree.model and (len(path) == depth + 1 or (depth > 0 and len(path) > depth))
-    return Weight(".".join(map(str, path[depth:]))) if in_model and is_tensor else Extra(path)
+    return Weight(dotted(path[depth:])) if in_model and is_tensor else Extra(path)
 
 
 def _in_optim(path: TreePath, optim: TreePath | None) -> State | Option | None:
@@ -152,9 +152,9 @@ def _in_optim(path: TreePath, optim: TreePath | None) -> State | Option | None:
         return None
     match path[len(optim) :]:
         case ("state", fqn, *slot) if slot:
-            return State(str(fqn), ".".join(map(str, slot)))
+            return State(str(fqn), dotted(slot))
         case ("param_groups", int(number), *option) if option:
-            return Option(number, ".".join(map(str, option)))
+            return Option(number, dotted(option))
         case (str(flat),):
             return _flattened(flat)
     return None
@@ -224,18 +224,21 @@ def manifest_of(
     tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
     leaves, tree, notes = _by_name(leaves, tree)
     roles = {name: _role(name, leaves, tree) for name in leaves.paths}
-    refuse_weights(_dotted(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
+    refuse_weights(dotted(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
     aliases, twins = _aliases(ties or {}, roles)
-    numbers = {name: leaves.objects[name] for name in leaves.objects if isinstance(roles[name], State)}
+    numbers = {
+        name: number_table(leaves.objects[name], name) for name in leaves.objects if isinstance(roles[name], State)
+    }
     tensors = {**leaves.tensors, **{name: leaves.tensors[owner] for name, owner in twins.items()}}
-    leaves = replace(leaves, tensors=tensors | {name: _number_leaf(name, number) for name, number in numbers.items()})
+    tensors |= {name: TensorLeaf((), table.dtype, table) for name, (table, _) in numbers.items()}
+    leaves = replace(leaves, tensors=tensors)
     extra, homes = _extras(leaves, roles, tree)
     return Manifest(
         format_name,
         _entries(leaves, roles),
         aliases=aliases,
         groups=_groups(_options(leaves, roles)),
-        literals={_literal(name): _number_bytes(number)[1] for name, number in numbers.items()},
+        literals={file: data for _, files in numbers.values() for file, data in files.items()},
         extra=extra,
         step=_step(extra),
         world_size=world_size,
@@ -252,7 +255,7 @@ def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]
     names = match_numbers(list(groups.values()), _state_shapes(leaves, tree.optim), _parameter_shapes(leaves, tree))
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
         why = "it numbers its parameters, and their order and shapes do not prove which they are; carried as it is"
-        return leaves, replace(tree, optim=None), (Note(Outcome.KEPT, _dotted(tree.optim) or "the optimizer", why),)
+        return leaves, replace(tree, optim=None), (Note(Outcome.KEPT, dotted(tree.optim) or "the optimizer", why),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
 
 
@@ -329,34 +332,8 @@ def _role(name: str, leaves: Leaves, tree: Tree) -> LeafRole:
     if name in leaves.objects and isinstance(role_of(leaves.paths[name], tree, is_tensor=True), Weight | State):
         refuse_tensor_object(leaves.objects[name], name)
     where = role_of(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
-    is_value = isinstance(where, State) and name in leaves.objects and not _is_number(leaves.objects[name])
+    is_value = isinstance(where, State) and name in leaves.objects and not is_number(leaves.objects[name])
     return Extra(leaves.paths[name]) if is_value else where
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (bool, float) or (type(value) is int and -(1 << 63) <= value < 1 << 63)
-
-
-def _number_leaf(name: str, number: float) -> TensorLeaf:
-    """State that is kept as a plain number, as a 0-d tensor in a literal file."""
-    dtype, data = _number_bytes(number)
-    at = ByteRange(_literal(name), 0, len(data))
-    return TensorLeaf((), dtype, ShardTable.build((), dtype, [Shard(Box.whole(()), at)]))
-
-
-def _literal(name: str) -> str:
-    return f"literal:{name}"
-
-
-def _number_bytes(number: float) -> tuple[DType, bytes]:
-    """A number in its own width, from which its Python type can be told."""
-    if isinstance(number, bool):
-        return DType.BOOL, struct.pack("<?", number)
-    return (
-        (DType.INT64, struct.pack("<q", number))
-        if isinstance(number, int)
-        else (DType.FLOAT64, struct.pack("<d", number))
-    )
 
 
 def _options(leaves: Leaves, roles: Mapping[str, LeafRole]) -> dict[Option, Any]:
@@ -398,11 +375,7 @@ def _key(where: LeafRole, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
         case Option(owner, name):
             return StateKey(f"param_groups.{owner}", name), Kind.EXTRA
         case Extra(path):
-            return StateKey(_dotted(path), "extra"), Kind.EXTRA
-
-
-def _dotted(path: TreePath) -> str:
-    return ".".join(map(str, path))
+            return StateKey(dotted(path), "extra"), Kind.EXTRA
 
 
 def _aliases(ties: Mapping[str, str], roles: Mapping[str, LeafRole]) -> tuple[dict[str, str], dict[str, str]]:
@@ -454,7 +427,7 @@ def _extras(leaves: Leaves, roles: Mapping[str, LeafRole], tree: Tree) -> tuple[
             home = where.path[: depth + 1]
             inner = where.path[depth:]
             if homes.setdefault(str(inner[0]), home) != home:
-                inner = (_unused(_dotted(where.path), homes, uses),)
+                inner = (_unused(dotted(where.path), homes, uses),)
                 homes[inner[0]] = where.path
             tensor = leaves.tensors.get(name)
             _set(extra, inner, leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0]))
@@ -485,7 +458,7 @@ def _set(tree: dict[Any, Any], path: TreePath, value: Any) -> None:
     for depth, part in enumerate(parents):
         inner = tree.setdefault(part, _Node())
         if not isinstance(inner, _Node):
-            tree[_dotted((*parents[depth:], leaf))] = value
+            tree[dotted((*parents[depth:], leaf))] = value
             return
         tree = inner
     tree[leaf] = value

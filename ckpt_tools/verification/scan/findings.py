@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.wording import printable
 
 MAX_FINDINGS = 1000
 """Findings kept; more are counted."""
@@ -92,8 +93,3 @@ class FindingCollector:
         return ScanReport(
             source, num_files, self.num_pickles, self.num_findings, tuple(self.findings), unsafe=self.unsafe
         )
-
-
-def printable(text: str) -> str:
-    """``text`` on one line, without anything that a terminal would obey or that cannot be encoded."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

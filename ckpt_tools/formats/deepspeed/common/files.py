@@ -16,15 +16,12 @@ from typing import Any, TypeVar
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.manifest import MASTER, WEIGHT
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.values import MAX_DIMS, Opaque, StoredTensor, Value, brief, kind_of
+from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, brief, kind_of
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.torch_zip import TorchArchive, open_archive
 from ckpt_tools.stores.source import Source
 
 Kind = TypeVar("Kind")
-
-INT64_MAX = (1 << 63) - 1
-"""No tensor has more elements."""
 
 MAX_PADDING = 1 << 48
 """Elements, a petabyte of them: sums over ten thousand ranks stay 64-bit numbers."""
@@ -151,7 +148,7 @@ def _shapes(found: Value, path: str) -> Mapping[str, Shape]:
 
 
 def _shape(name: str, found: Value, path: str) -> Shape:
-    if not _naturals(found) or len(found) > MAX_DIMS or prod(max(extent, 1) for extent in found) > INT64_MAX:
+    if not are_naturals(found) or prod(max(extent, 1) for extent in found) > INT64_MAX:
         raise MalformedError(f"its shape is {brief(found)}", path=path, key=name)
     return tuple(found)
 
@@ -265,7 +262,7 @@ def _flat_tensors(found: list[Value], name: str, path: str) -> tuple[StoredTenso
 
 def _paddings(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
     found = own.get("group_paddings") or [0] * num_flats
-    if not _naturals(found) or len(found) != num_flats or max(found, default=0) > MAX_PADDING:
+    if not are_naturals(found, num_flats) or len(found) != num_flats or max(found, default=0) > MAX_PADDING:
         raise MalformedError(f"its group_paddings are no {num_flats} numbers", path=path, key="group_paddings")
     return tuple(found)
 
@@ -275,13 +272,9 @@ def _alignment_paddings(own: Mapping[str, Value], num_flats: int, path: str) -> 
     found = own.get("param_alignment_paddings")
     if found is None:
         return None
-    if not isinstance(found, list) or len(found) != num_flats or not all(_naturals(group) for group in found):
+    if not isinstance(found, list) or len(found) != num_flats or not all(are_naturals(group, None) for group in found):
         raise MalformedError("they are no list of numbers a group", path=path, key="param_alignment_paddings")
     return tuple(tuple(group) for group in found)
-
-
-def _naturals(found: Value) -> bool:
-    return isinstance(found, list | tuple) and all(type(n) is int and 0 <= n <= INT64_MAX for n in found)
 
 
 def _optimizer(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.values import StoredTensor, Value
-from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import ModelStates
 
 
@@ -15,6 +15,18 @@ def check_names(model: ModelStates) -> None:
     missing = model.trainable.keys() - model.module.keys()
     if missing:
         raise IncompleteError("param_shapes has it, and module has not", path=model.file.path, key=min(missing))
+
+
+def refuse_parallel(model: ModelStates) -> None:
+    """Raises UnsupportedError for the file of a run that cut its model by more than ZeRO: tensor or pipeline parallel,
+    or with experts."""
+    content, path = model.file.content, model.file.path
+    parallel = content.get("checkpoint_parallel_dimensions")
+    degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
+    if any(type(degree) is int and degree > 1 for degree in degrees):
+        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
+    if content.get("ds_autoep_layers") or content.get("autoep_layers"):
+        raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)
 
 
 def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:

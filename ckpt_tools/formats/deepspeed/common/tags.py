@@ -1,10 +1,11 @@
-"""Which of the checkpoints of a DeepSpeed folder is meant: native ones and universal ones choose alike."""
+"""Which of the checkpoints of a DeepSpeed folder is meant: native ones and universal ones choose alike, and are
+named alike."""
 
 from __future__ import annotations
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.stores.source import Source, checked_name
 
 MAX_LATEST_BYTES = 4096
@@ -31,6 +32,13 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
             f"there is no file {latest!r}, and several tags: name one with {option('tag')} ({_listed(folders)})"
         )
     return folders[0]
+
+
+def written_tag(tag: str, *, latest: str) -> str:
+    """``tag`` if it can name the folder of a checkpoint beside the file ``latest``. Raises UsageError."""
+    if tag in ("", ".", "..", latest) or any(character in tag for character in "/\\\0\n"):
+        raise UsageError(f"{option('tag', tag)} cannot name the folder of a checkpoint")
+    return tag
 
 
 def _tagged(source: Source, folders: list[str], tag: str) -> str:

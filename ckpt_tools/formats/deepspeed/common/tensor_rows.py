@@ -7,16 +7,15 @@ parameters writing the pickles would take longer than everything else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 
-import numpy as np
-
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
-from ckpt_tools.core.dtypes import DType, to_numpy
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Padding, Payload, Segment, merged
+from ckpt_tools.core.literals import literal_number
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
@@ -24,9 +23,6 @@ from ckpt_tools.formats.deepspeed.common.optimizer_slots import Slot
 from ckpt_tools.formats.deepspeed.common.partition import Vector
 from ckpt_tools.formats.deepspeed.common.training_state import Group
 from ckpt_tools.serialization.torch_zip import archive_segments
-
-_NUMBERS = (DType.INT64, DType.FLOAT64, DType.BOOL)
-"""What readers make of a plain number that stands where a tensor could."""
 
 
 @dataclass(slots=True)
@@ -67,7 +63,7 @@ class Tensors:
     def scalar(self, key: StateKey) -> Value:
         """A 0-d tensor; a plain number where the source has one."""
         entry = self.manifest.tensors[key]
-        number = _number(self.manifest, entry)
+        number = literal_number(self.manifest, entry)
         return self.whole(key, entry) if number is None else number
 
     def restored(self, value: Value) -> Value:
@@ -112,13 +108,3 @@ def elements(rows: Sequence[Row], group: Group, slot: Slot) -> list[Segment]:
         if zeros:
             found.append(Padding(zeros * item))
     return found
-
-
-def _number(manifest: Manifest, entry: TensorEntry) -> Value:
-    """The plain number that a 0-d tensor stands for, or None."""
-    table = entry.shards
-    data: Mapping[str, bytes] = manifest.literals
-    if len(table) != 1 or table.dtype not in _NUMBERS or table.files[int(table.file_ids[0])] not in data:
-        return None
-    at = table.byte_range(0)
-    return np.frombuffer(data[at.file][at.start : at.stop], to_numpy(table.dtype))[0].item()

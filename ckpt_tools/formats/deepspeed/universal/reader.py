@@ -11,8 +11,8 @@ from math import prod
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
+from ckpt_tools.formats.deepspeed.common.model_file import refuse_parallel
 from ckpt_tools.formats.deepspeed.universal import names
 from ckpt_tools.formats.deepspeed.universal.contents import Contents
 from ckpt_tools.formats.deepspeed.universal.states import Slots
@@ -31,7 +31,7 @@ class UniversalReader:
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         files = names.universal_files(source, names.choose_folder(source, options.tag))
         model = ModelStates.of(File.open(source, files.model[0]))
-        _check_model(model)
+        refuse_parallel(model)
         others = files.model[1:] if _has_fragments(model) else ()
         models = (model, *(ModelStates.of(File.open(source, path)) for path in others))
         optimizer = File.open(source, files.optimizer)
@@ -45,13 +45,3 @@ class UniversalReader:
 
 def _has_fragments(model: ModelStates) -> bool:
     return any(prod(shape) for shape in model.frozen_shapes.values())
-
-
-def _check_model(model: ModelStates) -> None:
-    content, path = model.file.content, model.file.path
-    parallel = content.get("checkpoint_parallel_dimensions")
-    degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
-    if any(type(degree) is int and degree > 1 for degree in degrees):
-        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
-    if content.get("ds_autoep_layers"):
-        raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)

@@ -7,13 +7,12 @@ flat tensor, and ``step.pt`` a 0-d tensor or a number; ds_to_universal.py ``merg
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_tools.core.boxes import Box, Shape
-from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.literals import is_number, literal_file, number_table
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import MalformedError, UnsupportedError
@@ -79,10 +78,11 @@ class Slots:
 
     def number(self, name: str, value: Value) -> ShardTable:
         """A number that is no tensor, kept under ``name``. Raises MalformedError."""
-        dtype, data = _as_bytes(value, name)
-        literal = f"literal:{name}"
-        self.literals[literal] = data
-        return ShardTable.build((), dtype, [Shard(Box.whole(()), ByteRange(literal, 0, len(data)))])
+        if not is_number(value):
+            raise MalformedError(f"a step is a {type(value).__name__}, which is no count", path=name)
+        table, files = number_table(value, name)
+        self.literals |= files
+        return table
 
     def _open(self, path: str) -> _Content:
         size = self.source.size(path)
@@ -102,7 +102,7 @@ class Slots:
         missing = (prod(shape) - tensor.numel) * item
         if missing > MAX_VOCAB_PADDING_BYTES:
             raise UnsupportedError(f"its vocabulary lacks {shape[0] - rows:,} rows, too many to add", path=path)
-        zeros = "literal:zeros"
+        zeros = literal_file("zeros")
         if len(self.literals.get(zeros, b"")) < missing:
             self.literals[zeros] = bytes(missing)
         stored = Shard(Box.whole(tuple(tensor.shape)), _range(path, start, tensor, tensor.numel))
@@ -147,14 +147,3 @@ def _flat_table(path: str, start: int, tensor: StoredTensor, numel: int) -> Shar
 def _is_padded(stored: Shape, wanted: Shape) -> bool:
     """Whether ``wanted`` has more rows, and is else the same."""
     return bool(stored) and len(stored) == len(wanted) and stored[1:] == wanted[1:] and stored[0] < wanted[0]
-
-
-def _as_bytes(value: Value, name: str) -> tuple[DType, bytes]:
-    """A Python number in its own width."""
-    if isinstance(value, bool):
-        return DType.BOOL, struct.pack("<?", value)
-    if isinstance(value, float):
-        return DType.FLOAT64, struct.pack("<d", value)
-    if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
-        return DType.INT64, struct.pack("<q", value)
-    raise MalformedError(f"a step is a {type(value).__name__}, which is no count", path=name)

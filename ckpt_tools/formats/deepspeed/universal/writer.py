@@ -17,11 +17,10 @@ from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
-from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
-from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, is_scaling, loss_scaler
+from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
@@ -45,7 +44,7 @@ class UniversalWriter:
         extras = Extras.of(manifest, state.dtype)
         groups, dropped = portable(state.groups)
         state = replace(state, groups=groups)
-        tag = _checked_tag(options.tag or extras.tag)
+        tag = written_tag(options.tag or extras.tag, latest=LATEST)
         output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
         files = [
             *output.parameter_files(),
@@ -62,12 +61,6 @@ def _grouped(manifest: Manifest) -> Manifest:
         return manifest
     weights = (key for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is Kind.PARAMETER)
     return replace(manifest, groups=(ParamGroup(tuple(key.fqn for key in weights), {}),))
-
-
-def _checked_tag(tag: str) -> str:
-    if tag in ("", ".", "..", LATEST) or any(character in tag for character in "/\\\0\n"):
-        raise UsageError(f"{option('tag', tag)} is not a name for the folder of a checkpoint")
-    return tag
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ read as it: DeepSpeed itself refills the 16-bit weights from the masters when it
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,11 +14,12 @@ from math import prod
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.literals import is_number, number_table
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates
@@ -185,11 +185,11 @@ class Contents:
     def _scalar(self, flat: int, slot: str, value: Value) -> TensorEntry:
         if isinstance(value, StoredTensor):
             return _state((), self.optim.file.table(value))
-        dtype, data = _as_bytes(value)
-        literal = f"literal:{flat}.{slot}"
-        self.literals[literal] = data
-        at = ByteRange(literal, 0, len(data))
-        return _state((), ShardTable.build((), dtype, [Shard(Box.whole(()), at)]))
+        if not is_number(value):
+            raise MalformedError(f"a step or another counter of the optimizer is {value.bit_length()} bits long")
+        table, files = number_table(value, f"{flat}.{slot}")
+        self.literals |= files
+        return _state((), table)
 
     def _group(self, number: int, group: OptimGroup) -> ParamGroup:
         return ParamGroup(self._members(group), self.extras.options(number, group.options, self.optim.file))
@@ -231,14 +231,3 @@ def _scalars(state: Mapping[str, Value], group_step: Value) -> Mapping[str, Valu
     """The 0-d slots of a flat. Apex keeps one step for a whole group, among its hyperparameters."""
     found = {slot: value for slot, value in state.items() if is_scalar(value)}
     return found if "step" in found or not is_scalar(group_step) else {**found, "step": group_step}
-
-
-def _as_bytes(value: bool | int | float) -> tuple[DType, bytes]:
-    """A Python number in its own width. Raises MalformedError for an integer of more than 64 bits."""
-    if isinstance(value, bool):
-        return DType.BOOL, struct.pack("<?", value)
-    if isinstance(value, float):
-        return DType.FLOAT64, struct.pack("<d", value)
-    if not -(1 << 63) <= value < 1 << 63:
-        raise MalformedError(f"a step or another counter of the optimizer is {value.bit_length()} bits long")
-    return DType.INT64, struct.pack("<q", value)

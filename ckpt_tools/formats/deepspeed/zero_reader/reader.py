@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import brief
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
+from ckpt_tools.formats.deepspeed.common.model_file import refuse_parallel
 from ckpt_tools.formats.deepspeed.zero_reader import names
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
@@ -63,15 +64,9 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
 
 
 def _check_model(model: ModelStates, optim: OptimStates) -> None:
-    content, path = model.file.content, model.file.path
-    parallel = content.get("checkpoint_parallel_dimensions")
-    degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
-    if any(type(degree) is int and degree > 1 for degree in degrees):
-        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
-    if content.get("ds_autoep_layers") or content.get("autoep_layers"):
-        raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)
-    world_size = content.get("dp_world_size", optim.world_size)
+    refuse_parallel(model)
+    world_size = model.file.content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
         raise MalformedError(
-            f"its dp_world_size is {brief(world_size)}, and the optimizer's {optim.world_size}", path=path
+            f"its dp_world_size is {brief(world_size)}, and the optimizer's {optim.world_size}", path=model.file.path
         )

@@ -12,10 +12,9 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.zero_writer.model_states import CutModel, WholeModel
 from ckpt_tools.formats.deepspeed.zero_writer.optim_states import GroupCutOptim, ParamCutOptim
@@ -38,15 +37,9 @@ class ZeroWriter:
         """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
         is no folder's name."""
         target = Target.of(manifest, self.stage, options.world_size)
-        tag = _checked_tag(options.tag or target.extras.tag)
+        tag = written_tag(options.tag or target.extras.tag, latest="latest")
         files = ZeroFiles.of(tag, target).files()
         return Layout(files, (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage)))
-
-
-def _checked_tag(tag: str) -> str:
-    if tag in ("", ".", "..", "latest") or any(character in tag for character in "/\\\0\n"):
-        raise UsageError(f"{option('tag', tag)} is not a name for the folder of a checkpoint")
-    return tag
 
 
 def _guess_notes(state: TrainingState, stage: int) -> list[Note]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.values import GlobalRef, Value
+from ckpt_tools.core.wording import printable
 
 MAX_SHOWN_CHARS = 200
 """Length of a call as it is shown."""
@@ -91,4 +92,4 @@ def _head(pairs: Pairs) -> Pairs:
 def on_one_line(text: str) -> str:
     """One line without anything that a terminal would obey."""
     short = text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+    return printable(short)

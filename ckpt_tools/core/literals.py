@@ -1,0 +1,57 @@
+"""Plain numbers that a checkpoint keeps where a tensor could stand, as 0-d tensors of literal files.
+
+A literal file lies in ``Manifest.literals`` and nowhere else. A number has a width from which its Python type can be
+told, so that a writer can make the number again.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Manifest, TensorEntry
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+
+Number = bool | int | float
+
+_FORMS = {bool: (DType.BOOL, "<?"), int: (DType.INT64, "<q"), float: (DType.FLOAT64, "<d")}
+
+_FORM_OF = dict(_FORMS.values())
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a bool, a float, or an integer of 64 bits: a number that a literal file can hold."""
+    return type(value) in _FORMS and (type(value) is not int or -(1 << 63) <= value < 1 << 63)
+
+
+def literal_file(name: str) -> str:
+    """The name of the literal file that is called ``name``; no file of a store has it."""
+    return f"literal:{name}"
+
+
+def number_bytes(number: Number) -> tuple[DType, bytes]:
+    """A number, of which ``is_number`` is true, in the width of its type."""
+    dtype, form = _FORMS[type(number)]
+    return dtype, struct.pack(form, number)
+
+
+def number_table(number: Number, name: str) -> tuple[ShardTable, dict[str, bytes]]:
+    """``number`` as a 0-d tensor in a literal file called ``name``, and that file by its name."""
+    dtype, data = number_bytes(number)
+    file = literal_file(name)
+    return ShardTable.build((), dtype, [Shard(Box.whole(()), ByteRange(file, 0, len(data)))]), {file: data}
+
+
+def literal_number(manifest: Manifest, entry: TensorEntry) -> Number | None:
+    """The number that a tensor of ``manifest`` stands for, in its Python type; None if it is stored otherwise."""
+    table = entry.shards
+    if entry.shape or len(table) != 1 or entry.dtype is not table.dtype or table.dtype not in _FORM_OF:
+        return None
+    at = table.byte_range(0)
+    data = manifest.literals.get(at.file)
+    if data is None:
+        return None
+    (number,) = struct.unpack(_FORM_OF[table.dtype], data[at.start : at.stop])
+    return number  # type: ignore[no-any-return]

@@ -1,0 +1,75 @@
+"""What a tree of torch's makes of a checkpoint that was DeepSpeed's: its param groups and its client state.
+
+It is decided by the manifest alone. No reader of DeepSpeed's files is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.notes import Note, Outcome
+
+ADAM_OPTIONS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+"""What torch's Adam and AdamW keep in a group and DeepSpeed's own Adams do not, at torch's defaults (2.15.0): that is
+how DeepSpeed computes."""
+
+
+def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tuple[dict[str, Any], list[Note]]:
+    """A group of DeepSpeed as one of torch, which asks for every option of its own.
+
+    ``bias_correction`` is DeepSpeed's, and torch always does it.
+    """
+    found = dict(options)
+    notes = []
+    if found.pop("bias_correction", True) is not True:
+        notes.append(Note(Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
+    if {"betas", "eps"} <= found.keys():
+        missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
+        missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
+        if missing:
+            what = f"{', '.join(missing)} of parameter group {number}"
+            notes.append(
+                Note(Outcome.DEFAULTED, what, "torch's Adam keeps them and DeepSpeed's does not", len(missing))
+            )
+        found |= missing
+    return found, notes
+
+
+def adam_decays_apart(extra: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's Adam was an AdamW: ``adam_w_mode`` of its config, true unless it says otherwise."""
+    found: Any = extra.get("deepspeed", {})
+    for name in ("ds_config", "optimizer", "params", "adam_w_mode"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found is not False
+
+
+def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
+    """The entries beside model and optimizer: in a tree the user's own; else DeepSpeed's client state among the
+    neutral ones, without what only DeepSpeed can use."""
+    extra = dict(manifest.extra)
+    if manifest.tree is not None:
+        return extra, []
+    client_state = extra.pop("client_state", {})
+    internals = extra.pop("deepspeed", {})
+    notes = (
+        [Note(Outcome.DROPPED, f"DeepSpeed's own {', '.join(internals)}", "only DeepSpeed uses it")]
+        if internals
+        else []
+    )
+    for name, value in client_state.items():
+        if str(name) in extra:
+            notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "an entry of the checkpoint has its name"))
+        else:
+            extra[str(name)] = value
+    if extra.get("global_step", 0) is None:
+        del extra["global_step"]
+    return extra, notes

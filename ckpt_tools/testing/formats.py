@@ -1,0 +1,214 @@
+"""What every format must do, as a class of tests to inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.errors import CkptError, FormatError
+from ckpt_tools.formats.base import Reader, Writer
+from ckpt_tools.formats.registry import readers
+from ckpt_tools.planning.plan import make_plan
+from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.overlay import Overlay
+from ckpt_tools.stores.source import Source
+from ckpt_tools.testing.manifests import FORMAT, StoredCheckpoint, stored_checkpoints
+from ckpt_tools.testing.stored import arbitrary_elements
+from ckpt_tools.transfer.execute import execute
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+from ckpt_tools.transfer.tensor_reader import TensorReader
+
+MEMORY_BYTES = 512 << 20
+SCRATCH_BYTES = 1 << 16
+
+FOREIGN: Mapping[str, tuple[str, ...]] = {
+    "nothing that is a checkpoint": ("README.md", "config.json", "folder/notes.txt"),
+    "dcp": (".metadata", "__0_0.distcp"),
+    "safetensors": ("model.safetensors",),
+    "torch": ("checkpoint.pt",),
+    "deepspeed": ("latest", "step1/mp_rank_00_model_states.pt", "step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "universal": ("latest_universal", "step1/mp_rank_00_model_states.pt", "step1/zero/w/fp32.pt"),
+    "gguf": ("model.gguf",),
+}
+"""Names of files in folders that only the reader of that name may claim."""
+
+_MANY = settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+class FormatTests:
+    """Inherit it, and give the format's ``reader`` and ``writer``."""
+
+    reader: ClassVar[Reader]
+    writer: ClassVar[Writer]
+    unsupported_dtypes: ClassVar[tuple[DType, ...]] = ()
+    """Those that the format refuses with UnsupportedError."""
+    keeps_state: ClassVar[bool] = True
+    """Whether it can hold optimizer state, groups and the user's own entries."""
+    keeps_user_tensors: ClassVar[bool] = True
+    """Whether it can tell a tensor among the user's own entries from the model's."""
+
+    def test_what_is_written_is_read(self) -> None:
+        """Every tensor bit for bit, and all that is not a tensor."""
+
+        @_MANY
+        @given(
+            stored_checkpoints(
+                without=self.unsupported_dtypes, is_whole=self.keeps_state, has_user_tensors=self.keeps_user_tensors
+            )
+        )
+        def check(checkpoint: StoredCheckpoint) -> None:
+            source, manifest = self._read(self._written(checkpoint))
+            assert _facts(manifest, _elements(source, manifest)) == _facts(checkpoint.manifest, checkpoint.elements)
+
+        check()
+
+    def test_it_says_its_name(self) -> None:
+        assert self.reader.name and self.writer.name
+        assert self._read(self._written(self._small()))[1].format == self.writer.name
+
+    @pytest.mark.parametrize("dtype", DType)
+    def test_every_dtype_is_kept_or_refused(self, dtype: DType) -> None:
+        checkpoint = _checkpoint_of(dtype)
+        if dtype in self.unsupported_dtypes:
+            with pytest.raises(FormatError, match=dtype.value):
+                self._written(checkpoint)
+            return
+        source, manifest = self._read(self._written(checkpoint))
+        assert manifest.tensors[StateKey("w")].dtype is dtype
+        assert _elements(source, manifest) == checkpoint.elements
+
+    def test_planning_and_detection_read_no_tensor(self) -> None:
+        """A manifest is made of headers: elements that lie in the files of the checkpoint are not asked for."""
+        files = self._written(_checkpoint_of(DType.FLOAT32, (1 << 20,)))
+        store = _Counting(files)
+        source = Source.open(store)
+        assert self.reader.detect(source)
+        self.reader.read_manifest(source, ReadOptions())
+        assert store.bytes_read < 1 << 20
+
+    def test_a_missing_or_short_file_is_a_format_error(self) -> None:
+        files = self._written(self._small())
+        for path, data in files.items():
+            others = {name: each for name, each in files.items() if name != path}
+            shortened = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
+            # A folder without any file is refused before a reader is asked.
+            for damaged in [*shortened, *filter(None, [others])]:
+                with pytest.raises(FormatError):
+                    self._elements(damaged)
+
+    def test_damage_is_no_other_exception(self) -> None:
+        """Any bytes may be others: the checkpoint is read, or one of our errors says why not."""
+        files = self._written(self._small())
+
+        @_MANY
+        @given(st.data())
+        def check(data: st.DataObject) -> None:
+            path = data.draw(st.sampled_from(sorted(path for path in files if files[path])))
+            damaged = bytearray(files[path])
+            for _ in range(data.draw(st.integers(1, 3))):
+                damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+            with suppress(CkptError):
+                self._elements({**files, path: bytes(damaged)})
+
+        check()
+
+    def test_its_own_files_are_those_it_wrote(self) -> None:
+        files = self._written(self._small())
+        source, manifest = self._read({**files, "notes.md": b"mine", "folder/notes.md": b"mine"})
+        assert self.reader.own_files(source, manifest) & source.files.keys() == files.keys()
+
+    def test_it_recognises_what_it_wrote_and_no_other_does(self) -> None:
+        source = Source.open(MemoryStore(self._written(self._small())))
+        others = [reader for name, reader in readers().items() if name != self.reader.name]
+        assert self.reader.detect(source)
+        assert not [reader.name for reader in others if reader.detect(source)]
+
+    @pytest.mark.parametrize("name", FOREIGN)
+    def test_it_does_not_claim_others(self, name: str) -> None:
+        files = {path: bytearray(b"\0") for path in FOREIGN[name]}
+        assert self.reader.detect(Source.open(MemoryStore(files))) is (name == self.reader.name)
+
+    def _small(self) -> StoredCheckpoint:
+        return _checkpoint_of(DType.FLOAT32, is_whole=self.keeps_state)
+
+    def _written(self, checkpoint: StoredCheckpoint) -> dict[str, bytearray]:
+        """The files that the writer makes, by the way of every conversion."""
+        layout = self.writer.layout(checkpoint.manifest, WriteOptions())
+        plan = make_plan(checkpoint.manifest, layout, memory_bytes=MEMORY_BYTES, num_workers=1)
+        target = MemoryStore()
+        runner = ThreadRunner(1)
+        execute(plan, checkpoint.store, StoreDestination(target), runner=runner, on_bytes=lambda num_bytes: None)
+        return target.files
+
+    def _read(self, files: Mapping[str, bytes | bytearray]) -> tuple[Source, Manifest]:
+        source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
+        return source, self.reader.read_manifest(source, ReadOptions())
+
+    def _elements(self, files: Mapping[str, bytes | bytearray]) -> dict[StateKey, bytes]:
+        return _elements(*self._read(files))
+
+
+class _Counting(MemoryStore):
+    """A store in memory that counts what is read of it."""
+
+    def __init__(self, files: dict[str, bytearray]) -> None:
+        super().__init__(files)
+        self.bytes_read = 0
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self.bytes_read += len(buffer)
+        super().read_into(path, start, buffer)
+
+
+def _elements(source: Source, manifest: Manifest) -> dict[StateKey, bytes]:
+    reader = TensorReader(Overlay(source.store, manifest.literals), SCRATCH_BYTES)
+    found = {}
+    for key, entry in manifest.tensors.items():
+        out = bytearray(entry.num_bytes)
+        if out:
+            reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
+        found[key] = bytes(out)
+    return found
+
+
+def _facts(manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, object]:
+    """All that a checkpoint holds. Formats may name the tensors of the user's entries as they like."""
+
+    def fact(key: StateKey) -> object:
+        entry = manifest.tensors[key]
+        return entry.shape, entry.dtype, entry.kind, elements[key]
+
+    return {
+        "tensors": {key: fact(key) for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA},
+        "aliases": dict(manifest.aliases),
+        "groups": [(group.params, dict(group.options)) for group in manifest.groups],
+        "extra": {name: replaced(value, lambda ref: fact(ref.key)) for name, value in manifest.extra.items()},
+    }
+
+
+def _checkpoint_of(dtype: DType, shape: tuple[int, ...] = (3, 2), *, is_whole: bool = False) -> StoredCheckpoint:
+    """One weight ``w``; if ``is_whole``, with a moment and a group."""
+    kind = Kind.PARAMETER if dtype.is_floating else Kind.BUFFER
+    kinds = {StateKey("w"): kind} | ({StateKey("w", "exp_avg"): Kind.STATE} if is_whole else {})
+    elements = {key: arbitrary_elements(shape, dtype, seed=number).tobytes() for number, key in enumerate(kinds)}
+    tensors = {}
+    for key in kinds:
+        shard = Shard(Box.whole(shape), ByteRange(str(key), 0, len(elements[key])))
+        tensors[key] = TensorEntry(shape, dtype, kinds[key], ShardTable.build(shape, dtype, [shard]))
+    groups = (ParamGroup(("w",), {"lr": 0.1}),) if is_whole else ()
+    store = MemoryStore({str(key): bytearray(data) for key, data in elements.items()})
+    return StoredCheckpoint(Manifest(FORMAT, tensors, groups=groups), elements, store)

@@ -1,0 +1,273 @@
+"""A format of another distribution: the one of docs/extending.md as printed there, and plug-ins that are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt_tools
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.errors import DestinationExistsError, UnsupportedError, UsageError
+from ckpt_tools.formats import plugins
+from fixtures.store import Fixture
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+Checkpoint = Callable[[str, str, int], Fixture]
+Plugin = Callable[..., Path]
+
+
+def printed(name: str) -> str:
+    """The block of the page that follows the first mention of the file."""
+    found = re.search(rf"`{re.escape(name)}` .*?```(?:python|toml)\n(.*?)```", PAGE, re.DOTALL)
+    assert found, name
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that pip installed the printed package in."""
+    package, target = tmp_path_factory.mktemp("ckpt-npy"), tmp_path_factory.mktemp("installed")
+    for name in ("pyproject.toml", "ckpt_npy.py"):
+        (package / name).write_text(printed(name))
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(package)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """What is put on the import path for a test is looked for in it, and forgotten after it."""
+    modules = set(sys.modules)
+    plugins._entries.cache_clear()
+    yield monkeypatch
+    plugins._entries.cache_clear()
+    plugins._loaded.cache_clear()
+    for name in set(sys.modules) - modules:
+        if name.startswith("ckpt_npy"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def npy(installed: Path, path: pytest.MonkeyPatch) -> None:
+    path.syspath_prepend(str(installed))
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    found = [*map(str, folders), str(ROOT)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def command(*words: str | Path, folders: tuple[Path, ...]) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, env=environment(*folders), check=False, timeout=120)
+
+
+class TestThePrintedFormat:
+    def test_it_passes_the_suite_that_it_inherits(self, installed: Path, tmp_path: Path) -> None:
+        test = tmp_path / "test_ckpt_npy.py"
+        test.write_text(printed("test_ckpt_npy.py"))
+        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+        done = subprocess.run(
+            line, capture_output=True, text=True, env=environment(installed), check=False, timeout=300, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout
+        assert re.search(r"\d\d passed", done.stdout)
+
+    def test_it_appears_in_formats(self, npy: None) -> None:
+        row = ckpt_tools.formats()[-1]
+        assert (row.name, row.reads, row.writes, row.holds) == ("npy", True, True, "whole state")
+
+    @pytest.mark.parametrize(
+        ("kind", "back", "options"),
+        [
+            ("fsdp2", "dcp", {}),
+            ("fsdp2", "torch", {"state": "all"}),
+            ("fsdp2", "safetensors", {"state": "all"}),
+            ("zero2-fp32", "zero2", {"world_size": 2}),
+            ("zero3-bf16", "dcp", {}),
+        ],
+    )
+    def test_whole_state_goes_there_and_back(
+        self, npy: None, checkpoint: Checkpoint, tmp_path: Path, kind: str, back: str, options: dict[str, object]
+    ) -> None:
+        source = checkpoint(kind, "awkward", 2).checkpoint
+        ckpt_tools.convert(source, tmp_path / "npy", to="npy")
+        assert ckpt_tools.verify(source, tmp_path / "npy").equal
+        assert ckpt_tools.inspect(tmp_path / "npy").format == "npy"
+        ckpt_tools.convert(tmp_path / "npy", tmp_path / "back", to=back, **options)  # type: ignore[arg-type]
+        assert ckpt_tools.verify(tmp_path / "npy", tmp_path / "back").equal
+        assert ckpt_tools.verify(source, tmp_path / "back").equal
+
+    def test_numpy_reads_what_is_written(self, npy: None, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        source = checkpoint("fsdp2", "awkward", 2).checkpoint
+        ckpt_tools.convert(source, tmp_path / "npy", to="npy")
+        index = json.loads((tmp_path / "npy" / "npy_index.json").read_text())
+        ours = ckpt_tools.open(source)
+        names = {f"model.{name}": name for name in ours}
+        rows = {names[name]: row for name, row in index["tensors"].items() if name in names}
+        assert rows
+        for name, row in rows.items():
+            loaded = np.load(tmp_path / "npy" / row["file"])
+            want = np.asarray(ours[name][...])
+            assert loaded.shape == want.shape and loaded.tobytes() == want.tobytes()
+            assert loaded.dtype == want.dtype or DType(row["dtype"]) is DType.BFLOAT16
+
+    def test_it_is_replaced_and_nothing_else_is(self, npy: None, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        source, target = checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "npy"
+        ckpt_tools.convert(source, target, to="npy", checksum=True)
+        with pytest.raises(DestinationExistsError, match="exists"):
+            ckpt_tools.convert(source, target, to="npy")
+        ckpt_tools.convert(source, target, to="npy", state="model", overwrite=True)
+        assert ckpt_tools.verify(source, target, state="model").equal
+        (target / "notes.md").write_text("mine")
+        with pytest.raises(DestinationExistsError, match=r"notes\.md"):
+            ckpt_tools.convert(source, target, to="npy", overwrite=True)
+
+    def test_options_that_it_does_not_take_are_refused(self, npy: None, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        source = checkpoint("fsdp2", "awkward", 2).checkpoint
+        for options in ({"world_size": 2}, {"max_shard_size": "1MB"}, {"tag": "x"}):
+            with pytest.raises(UsageError, match="npy"):
+                ckpt_tools.convert(source, tmp_path / "npy", to="npy", **options)  # type: ignore[arg-type]
+        ckpt_tools.convert(source, tmp_path / "npy", to="npy")
+        assert ckpt_tools.inspect(tmp_path / "npy", model_key="model").num_parameters
+        with pytest.raises(UsageError, match="--tag is for"):
+            ckpt_tools.inspect(tmp_path / "npy", tag="x")
+
+    def test_the_command_line_takes_it(self, installed: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        source, target = checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "npy"
+        assert "npy_index.json" in command("formats", folders=(installed,)).stdout
+        done = command("convert", source, target, "--to", "npy", "--json", folders=(installed,))
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["target_format"] == "npy"
+        assert command("inspect", target, "--from", "npy", folders=(installed,)).returncode == 0
+        without = command("inspect", target, folders=())
+        assert without.returncode == 4 and "in no format that we know" in without.stderr
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, path: pytest.MonkeyPatch) -> Plugin:
+    """``plugin(distribution, code, **formats)``: a distribution whose formats are found, without pip."""
+
+    def make(distribution: str, code: str, **formats: str) -> Path:
+        folder = tmp_path / distribution
+        info = folder / f"{distribution}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        rows = [f"{name} = {place}" for name, place in formats.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[ckpt_tools.formats]", *rows, ""]))
+        (folder / f"ckpt_npy_{distribution}.py").write_text(code)
+        path.syspath_prepend(str(folder))
+        return folder
+
+    return make
+
+
+CLAIMING = """
+from ckpt_tools.formats.base import ReadableFormat
+class Claiming(ReadableFormat):
+    name, about = "{name}", "claims what has a file.odd"
+    def detect(self, source): return "file.odd" in source.files
+    def read_manifest(self, source, options): raise NotImplementedError
+"""
+
+
+class TestWrongPlugins:
+    @pytest.fixture
+    def odd(self, tmp_path: Path) -> Path:
+        """A folder that no built-in reader recognises."""
+        folder = tmp_path / "odd"
+        folder.mkdir()
+        (folder / "file.odd").write_bytes(b"?")
+        return folder
+
+    def test_two_of_one_name_are_refused(self, plugin: Plugin) -> None:
+        for distribution in ("one", "two"):
+            plugin(distribution, CLAIMING.format(name="odd"), odd=f"ckpt_npy_{distribution}:Claiming")
+        with pytest.raises(UsageError, match=r"one 1\.0, two 1\.0 each give a format 'odd'; uninstall one") as caught:
+            ckpt_tools.formats()
+        assert caught.value.exit_code == 2
+
+    def test_one_that_takes_the_name_of_a_built_in_format_is_refused(self, plugin: Plugin) -> None:
+        plugin("thief", CLAIMING.format(name="dcp"), dcp="ckpt_npy_thief:Claiming")
+        with pytest.raises(UsageError, match=r"thief 1\.0 gives a format 'dcp', which is built in"):
+            ckpt_tools.formats()
+
+    @pytest.mark.parametrize(
+        ("code", "message"),
+        [
+            ("import a_module_that_is_missing", "No module named 'a_module_that_is_missing'"),
+            ("1 / 0", "ZeroDivisionError"),
+            ("", "has no attribute 'Claiming'"),
+            ("from ckpt_tools.formats.base import ReadableFormat as Claiming", "abstract"),
+            ("Claiming = dict", "is neither a ReadableFormat nor a WritableFormat"),
+            (CLAIMING.format(name="other"), "calls itself 'other'"),
+            (
+                CLAIMING.format(name="odd") + "    reading_options = ('weights',)",
+                "formats do not have: weights",
+            ),
+        ],
+    )
+    def test_one_that_is_wrong_is_named_if_it_is_needed(
+        self, plugin: Plugin, odd: Path, tmp_path: Path, code: str, message: str
+    ) -> None:
+        plugin("broken", code, odd="ckpt_npy_broken:Claiming")
+        needing: list[Callable[[], object]] = [
+            ckpt_tools.formats,
+            lambda: ckpt_tools.inspect(odd),
+            lambda: ckpt_tools.inspect(odd, from_="odd"),
+        ]
+        for need in needing:
+            with pytest.raises(UsageError, match=rf"'odd' of broken 1\.0.*{message}") as caught:
+                need()
+            assert "\n" not in str(caught.value)
+
+    def test_one_that_is_wrong_is_nothing_to_the_others(
+        self, plugin: Plugin, odd: Path, checkpoint: Checkpoint, tmp_path: Path
+    ) -> None:
+        plugin("broken", "1 / 0", aaa="ckpt_npy_broken:Claiming")
+        plugin("good", CLAIMING.format(name="odd"), odd="ckpt_npy_good:Claiming")
+        ckpt_tools.convert(checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "out.safetensors")
+        with pytest.raises(NotImplementedError):
+            ckpt_tools.inspect(odd)
+        with pytest.raises(UsageError, match=r"no format .nope. can be read; there are dcp.*torch, aaa, odd"):
+            ckpt_tools.inspect(odd, from_="nope")
+        with pytest.raises(UsageError, match="no format 'odd' can be written"):
+            ckpt_tools.convert(odd, tmp_path / "out", to="odd")
+
+    def test_two_that_recognise_one_source_are_refused(self, plugin: Plugin, odd: Path) -> None:
+        plugin("one", CLAIMING.format(name="odd"), odd="ckpt_npy_one:Claiming")
+        plugin("two", CLAIMING.format(name="even"), even="ckpt_npy_two:Claiming")
+        with pytest.raises(UsageError, match=r"several formats recognise .* \(even, odd\); say which with --from"):
+            ckpt_tools.inspect(odd)
+
+    def test_a_folder_that_nobody_recognises_stays_unsupported(self, plugin: Plugin, tmp_path: Path) -> None:
+        plugin("good", CLAIMING.format(name="odd"), odd="ckpt_npy_good:Claiming")
+        (tmp_path / "x.bin2").write_bytes(b"?")
+        with pytest.raises(UnsupportedError, match="torch, odd"):
+            ckpt_tools.inspect(tmp_path / "x.bin2")
+
+
+def test_plug_ins_are_not_looked_up_for_what_is_built_in(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Looking them up takes 20 ms."""
+    source = checkpoint("fsdp2", "awkward", 2).checkpoint
+    code = f"""
+import sys, ckpt_tools
+ckpt_tools.inspect({str(source)!r})
+ckpt_tools.convert({str(source)!r}, {str(tmp_path / "out")!r}, to="zero2")
+ckpt_tools.verify({str(source)!r}, {str(tmp_path / "out")!r})
+print([name for name in ("importlib.metadata", "ckpt_tools.formats.plugins") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout.strip() == "[]"
