@@ -17,7 +17,7 @@ from ckpt_tools.core.applicability import ARGUMENTS, Case, check
 from ckpt_tools.core.option_names import DEFAULT_MEMORY
 from ckpt_tools.core.options import ConvertOptions, parse_size
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.reading import check_reading, read_checkpoint
+from ckpt_tools.formats.reading import check_reading, named, read_checkpoint
 from ckpt_tools.stores.urls import implied_format, is_remote, open_place, open_source, reaching_stores
 from ckpt_tools.transfer.workers import REMOTE_WORKERS, WorkerPool, default_workers
 
@@ -54,10 +54,10 @@ def inspect(
     """What the checkpoint at ``src`` holds, from its headers alone."""
     from ckpt_tools.core.summary import summarize
 
-    options = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
-    _, manifest = read_checkpoint(src, options.reading, format_name=from_)
+    src, options = named(src), ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key)
+    source, manifest = read_checkpoint(src, options.reading, format_name=from_)
     check_reading(manifest, options.reading)
-    return summarize(manifest, str(src))
+    return summarize(manifest, str(src), source.files)
 
 
 @reaching_stores
@@ -250,7 +250,7 @@ def verify(
     case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
     check(ARGUMENTS["verify"], given, case)
     if public_key is not None:
-        check_signature(digests or src, public_key=public_key, signature=signature)
+        check_signature(digests or named(src), public_key=public_key, signature=signature)
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_)
     how = Running(_workers(workers, src, dst), on_progress)
     if dst is None:
@@ -319,6 +319,7 @@ def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -
     """What a loader that executes pickles would run of any file of ``src``; nothing is run."""
     from ckpt_tools.verification.scan import scan_source
 
+    src = named(src)
     return scan_source(open_source(src), str(src))
 
 
@@ -339,7 +340,7 @@ def sign(
     """Sign every file of ``src``, which may be a list of digests, for ``verify`` and for ``model_signing`` to check."""
     from ckpt_tools.verification.signing import sign_with_key
 
-    return sign_with_key(src, private_key=private_key, signature=signature, overwrite=overwrite)
+    return sign_with_key(named(src), private_key=private_key, signature=signature, overwrite=overwrite)
 
 
 def formats() -> tuple[FormatInfo, ...]:

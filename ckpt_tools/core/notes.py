@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
+
 
 class Outcome(Enum):
     """What happened to an item on its way."""
@@ -22,7 +24,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line of the ledger. ``asked`` tells what the user chose from what the target forced."""
+    """What became of one item. ``asked`` tells what the user chose from what the target forced."""
 
     outcome: Outcome
     what: str
@@ -32,11 +34,4 @@ class Note:
     asked: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "outcome": self.outcome.value,
-            "what": self.what,
-            "why": self.why,
-            "count": self.count,
-            "bytes": self.num_bytes,
-            "asked": self.asked,
-        }
+        return json_of(self)

@@ -12,6 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
@@ -31,7 +32,7 @@ class FormatInfo:
     about: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "read": self.reads, "write": self.writes, "holds": self.holds, "about": self.about}
+        return json_of(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,11 @@ class TensorReader:
     def __post_init__(self) -> None:
         self._prefetching = self.store if isinstance(self.store, Prefetching) else None
 
+    def release(self, store: Store) -> None:
+        """Let go of the store and of all that was kept of it; ``store`` answers from now on."""
+        self.store, self._prefetching = store, None
+        self._items.clear()
+
     @property
     def bytes_read(self) -> int:
         """What was asked of the store so far, headers of items and gaps between wanted elements included."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -36,7 +37,7 @@ class SignReport:
     signature: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"signature": self.signature}
+        return json_of(self)
 
 
 def sign_with_key(

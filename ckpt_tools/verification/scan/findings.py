@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from ckpt_tools.core.json_fields import json_of
 
 MAX_FINDINGS = 1000
 """Findings kept; more are counted."""
@@ -50,7 +52,7 @@ class ScanReport:
         return not self.num_findings
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"clean": self.clean}
+        return json_of(self, "clean")
 
 
 class FindingCollector:

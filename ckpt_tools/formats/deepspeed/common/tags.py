@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
+from ckpt_tools.errors import (
+    IncompleteError,
+    MalformedError,
+    SeveralCheckpointsError,
+    SourceNotFoundError,
+)
 from ckpt_tools.stores.source import Source, checked_name
 
 MAX_LATEST_BYTES = 4096
@@ -26,7 +31,7 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
     if latest in source.files:
         return _latest(source, folders, latest)
     if len(folders) > 1:
-        raise UnsupportedError(
+        raise SeveralCheckpointsError(
             f"there is no file {latest!r}, and several tags: name one with --tag ({_listed(folders)})"
         )
     return folders[0]
