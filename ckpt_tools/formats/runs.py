@@ -42,9 +42,9 @@ def resolved(url: str | Path, opened: Opened) -> str | Path:
         SourceNotFoundError: the run holds no such checkpoint. CkptError: as ``opened`` raises.
     """
     run, _, name = str(url).rpartition("@")
-    run = run.rstrip("/") or run
     if not _is_folder(run) or not name:
         return url
+    run = run.rstrip("/") or run
     try:
         opened(url)
     except SourceNotFoundError as error:
