@@ -89,14 +89,15 @@ def inspect(
     """
     asked = locals()
     from ckpt_tools.core.summary import summarize
-    from ckpt_tools.formats.reading import check_reading, read_checkpoint
+    from ckpt_tools.formats.reading import check_reading, named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
 
     options = _options(asked)
     check_storage_options(storage_options, src)
-    _, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
+    src = named(src, storage_options)
+    source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options.reading)
-    return summarize(manifest, str(src))
+    return summarize(manifest, str(src), source.files)
 
 
 def open(
@@ -462,7 +463,7 @@ def verify(
     """
     asked = locals()
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
-    from ckpt_tools.formats.reading import check_reading, read_checkpoint
+    from ckpt_tools.formats.reading import check_reading, named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.verify import Running, verify_alone, verify_pair
@@ -475,7 +476,7 @@ def verify(
     if public_key is not None:
         from ckpt_tools.verification.signing import check_signature
 
-        check_signature(digests or src, public_key=public_key, signature=signature)
+        check_signature(digests or named(src, storage_options), public_key=public_key, signature=signature)
     source, manifest = read_checkpoint(src, chosen.reading, format_name=from_, storage_options=storage_options)
     how = Running(choose_workers(workers, src, dst), on_progress or _silent, storage_options)
     if dst is None:
@@ -625,6 +626,9 @@ def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -
     from ckpt_tools.verification.scan import scan_source
 
     check_storage_options(storage_options, src)
+    from ckpt_tools.formats.reading import named
+
+    src = named(src, storage_options)
     return scan_source(open_source(src, storage_options), str(src))
 
 
@@ -681,9 +685,10 @@ def sign(
         >>> ckpt_tools.verify("model.safetensors", public_key="key.pub").equal
         True
     """
+    from ckpt_tools.formats.reading import named
     from ckpt_tools.verification.signing import sign_with_key
 
-    return sign_with_key(src, private_key=private_key, signature=signature, overwrite=overwrite)
+    return sign_with_key(named(src), private_key=private_key, signature=signature, overwrite=overwrite)
 
 
 def formats() -> tuple[FormatInfo, ...]:

@@ -1,4 +1,4 @@
-"""A checkpoint as a mapping of arrays that are read when they are indexed, and only where.
+"""A checkpoint as a mapping of arrays that are read when they are indexed, and only there.
 
 Whatever the format, the world size and the place: ``open(url)["encoder.pos_embedding"][0, 3:7]`` reads the bytes of
 those elements and no others.
@@ -7,8 +7,10 @@ those elements and no others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from html import escape
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,33 +18,63 @@ from numpy.typing import NDArray
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import to_numpy
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.wording import count, listed, nearest
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
+
+if TYPE_CHECKING:
+    import torch
 
 SCRATCH_BYTES = 4 << 20
 """Blocks read to be placed strided; the result itself is the caller's memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
     """One tensor, not read yet. Indexing it as numpy does, with integers, slices and an ellipsis, reads that part."""
 
     key: StateKey
-    entry: TensorEntry = field(repr=False)
-    _assembler: TensorReader = field(repr=False)
+    entry: TensorEntry
+    _reader: TensorReader
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({str(self.key)!r}, shape={self.shape}, dtype={self.dtype_name})"
 
     @property
     def shape(self) -> Shape:
         return self.entry.shape
 
     @property
+    def dtype_name(self) -> str:
+        """The dtype as torch calls it, without ``torch.``: ``bfloat16``. Every tensor has one."""
+        return self.entry.dtype.value
+
+    @property
     def dtype(self) -> np.dtype[Any]:
-        """The numpy dtype; bfloat16 and the 8-bit floats are those of ml_dtypes."""
-        return to_numpy(self.entry.dtype)
+        """The numpy dtype of what indexing gives; bfloat16 and the 8-bit floats are those of ml_dtypes.
+
+        Raises:
+            UnsupportedError: complex32, which numpy does not have.
+        """
+        try:
+            return to_numpy(self.entry.dtype)
+        except KeyError as error:
+            message = f"numpy has no {self.dtype_name}; read it with .torch()"
+            raise UnsupportedError(message, key=str(self.key)) from error
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.entry.numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.num_bytes
 
     def __len__(self) -> int:
         if not self.shape:
@@ -51,21 +83,41 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
         """The elements at ``index``, as numpy would give them of the whole array. Raises IndexError."""
+        return self._part(index).view(self.dtype)
+
+    def numpy(self) -> NDArray[Any]:
+        """The whole tensor as a new array."""
+        return self[...]
+
+    def torch(self, index: Any = ...) -> torch.Tensor:
+        """The tensor, or the part of it at ``index``, as a torch tensor in host memory. What is read is not copied.
+
+        Raises:
+            UnsupportedError: the installed torch does not have this dtype. IndexError.
+        """
+        from ckpt_tools.torch.arrays import tensor_of
+
+        return tensor_of(self._part(index), self.entry.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("a stored tensor is read into new memory; copy=False cannot be had")
+        return self[...].astype(dtype or self.dtype, copy=False)
+
+    def _part(self, index: Any) -> NDArray[Any]:
+        """The elements at ``index`` as bare bytes of an element's width."""
         slices, kept = _regular(index, self.shape)
         spans = [_span(part) for part in slices]
         read = self._read(Box(tuple(s.start for s in spans), tuple(s.stop for s in spans)))
-        steps = tuple(_inside(part) for part in slices)
-        found = read[steps]
+        found = read[tuple(_inside(part) for part in slices)]
         return found.reshape([extent for extent, keep in zip(found.shape, kept, strict=True) if keep])
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return self[...].astype(dtype or self.dtype, copy=False)
-
     def _read(self, box: Box) -> NDArray[Any]:
-        raw = np.empty(box.numel * self.entry.dtype.item_bytes, np.uint8)
+        item_bytes = self.entry.dtype.item_bytes
+        raw = np.empty(box.numel * item_bytes, np.uint8)
         if box.numel:
-            self._assembler.read(self.entry, box, self.shape, 0, box.numel, raw.data)
-        return raw.view(self.dtype).reshape(box.shape)
+            self._reader.read(self.entry, box, self.shape, 0, box.numel, raw.data)
+        return raw.view(np.dtype((np.void, item_bytes))).reshape(box.shape)
 
 
 def _regular(index: Any, shape: Shape) -> tuple[list[range], list[bool]]:
@@ -107,26 +159,75 @@ def _inside(wanted: range) -> slice:
     return slice(None, None, wanted.step)
 
 
-@dataclass(frozen=True, slots=True)
+class _Closed(Store):
+    """The store of a checkpoint that was closed."""
+
+    url = "a closed checkpoint"
+
+    def list(self) -> Mapping[str, int]:
+        raise ValueError(_CLOSED)
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        raise ValueError(_CLOSED)
+
+
+_CLOSED = "the checkpoint is closed; read its tensors before that, or open it again"
+
+MAX_ROWS = 60
+"""Of the table that a notebook shows."""
+
+MAX_SLOTS = 10
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Checkpoint(Mapping[str, LazyTensor]):
     """The weights of a checkpoint by name, ties under every name they have; ``state`` leads to the optimizer's.
 
-    Where there is an fp32 master of a weight, the master stands for it; ``model_copy`` gives the model's own.
+    A weight with an fp32 master is read from its master; ``model_copy`` gives the model's own.
+
+    As a context manager it closes its files at the end. Without one they are closed when nobody holds the checkpoint or
+    a tensor of it any more.
     """
 
     manifest: Manifest
-    _assembler: TensorReader = field(repr=False)
+    _reader: TensorReader
 
     @classmethod
     def of(cls, store: Store, manifest: Manifest) -> Checkpoint:
         return cls(manifest, TensorReader(store, SCRATCH_BYTES))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files. Reading a tensor raises ValueError from now on; what was read stays."""
+        self._reader.release(_Closed())
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.manifest.format}, {count(len(self), 'weight')}, step={self.manifest.step})"
+
+    def _repr_html_(self) -> str:
+        cells = [(name, self[name]) for name in islice(self, MAX_ROWS)]
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td><td>{tensor.dtype_name}</td><td>{list(tensor.shape)}</td></tr>"
+            for name, tensor in cells
+        )
+        more = f"<p>and {count(len(self) - len(cells), 'more weight')}</p>" if len(self) > len(cells) else ""
+        head = "<tr><th>name</th><th>dtype</th><th>shape</th></tr>"
+        return f"<p>{escape(repr(self))}</p><table>{head}{rows}</table>{more}"
+
     def __getitem__(self, name: str) -> LazyTensor:
-        owner = self.manifest.aliases.get(name, name)
-        if StateKey(owner) not in self.manifest.tensors:
-            raise KeyError(name)
-        slot = MASTER if StateKey(owner, MASTER) in self.manifest.tensors else WEIGHT
-        return self.state(name, slot)
+        """The weight called ``name``. Raises KeyError, which names those that look most like it."""
+        if name not in self:
+            raise KeyError(f"there is no weight {name!r}{self._near(name)}")
+        master = StateKey(self._owner(name), MASTER)
+        return self.state(name, MASTER if master in self.manifest.tensors else WEIGHT)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and StateKey(self._owner(name)) in self.manifest.tensors
 
     def model_copy(self, name: str) -> LazyTensor:
         """The weight in the model's own dtype. Raises KeyError."""
@@ -134,17 +235,31 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def state(self, name: str, slot: str) -> LazyTensor:
         """What the optimizer keeps of a parameter: ``exp_avg``, ``step``, ... Raises KeyError."""
-        key = StateKey(self.manifest.aliases.get(name, name), slot)
-        return LazyTensor(key, self.manifest.tensors[key], self._assembler)
+        key = StateKey(self._owner(name), slot)
+        if key not in self.manifest.tensors:
+            raise KeyError(f"there is no {slot!r} of {name!r}{self._has(key.fqn) or self._near(name)}")
+        return LazyTensor(key, self.manifest.tensors[key], self._reader)
+
+    def _owner(self, name: str) -> str:
+        """The name that owns the bytes."""
+        return self.manifest.aliases.get(name, name)
+
+    def _has(self, owner: str) -> str:
+        slots = [key.slot for key in self.manifest.tensors if key.fqn == owner]
+        return f"; it has {listed(slots, MAX_SLOTS)}" if slots else ""
+
+    def _near(self, name: object) -> str:
+        near = nearest(name, list(self)) if isinstance(name, str) else ()
+        return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
     def __iter__(self) -> Iterator[str]:
         yield from (key.fqn for key in self.manifest.tensors if key.slot == WEIGHT)
         yield from self.manifest.aliases
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(key.slot == WEIGHT for key in self.manifest.tensors) + len(self.manifest.aliases)
 
     @property
     def bytes_read(self) -> int:
         """Tensor bytes read so far."""
-        return self._assembler.bytes_read
+        return self._reader.bytes_read

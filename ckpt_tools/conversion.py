@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.applicability import WRITING, check
 from ckpt_tools.core.apply_options import apply_options
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
@@ -20,7 +21,7 @@ from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer
-from ckpt_tools.formats.reading import case_of, read_checkpoint
+from ckpt_tools.formats.reading import case_of, named, read_checkpoint
 from ckpt_tools.formats.registry import writer_for
 from ckpt_tools.planning.plan import CopyRules, Plan, make_plan, reading_bytes
 from ckpt_tools.signals import held_back
@@ -58,7 +59,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanReport(Shown):
-    """What a conversion will do. Sizes in bytes. ``renamed`` are the names that change, by their old ones.
+    """What a conversion will do. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
+    files that will hold them. ``renamed`` are the names that change, by their old ones.
     ``removed_files`` lie at the destination now and are replaced."""
 
     source_format: str
@@ -70,8 +72,13 @@ class PlanReport(Shown):
     bytes_written: int
     peak_memory_bytes: int
     notes: tuple[Note, ...]
+    num_bytes: int
     renamed: Mapping[str, str] = field(default_factory=dict)
     removed_files: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(self.files.values())
 
     @property
     def removed_bytes(self) -> int:
@@ -90,20 +97,7 @@ class PlanReport(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "source_format": self.source_format,
-            "target_format": self.target_format,
-            "files": dict(self.files),
-            "num_tensors": self.num_tensors,
-            "num_tasks": self.num_tasks,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "renamed": dict(self.renamed),
-            "removed_files": dict(self.removed_files),
-            "removed_bytes": self.removed_bytes,
-            "ledger": [note.to_json() for note in self.notes],
-        }
+        return json_of(self, "file_bytes", "removed_bytes")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -132,16 +126,7 @@ class ConvertReport(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        done = {
-            "destination": self.destination,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "bytes_recovered": self.bytes_recovered,
-            "bytes_copied": self.bytes_copied,
-            "seconds": round(self.seconds, 3),
-            "digests": self.digests,
-        }
-        return {**self.plan.to_json(), **done}
+        return json_of(self)
 
 
 def is_whole(options: ConvertOptions, writer: Writer) -> bool:
@@ -169,7 +154,7 @@ def prepare(
     Raises:
         CkptError: whatever stands in the way is found here, before the destination is touched.
     """
-    place = open_place(dst, storage_options)
+    src, place = named(src, storage_options), open_place(dst, storage_options)
     writer = None if to == SAME else _writer(to, place.name)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
     source_format, reading = manifest.format, reading_bytes(manifest)
@@ -279,6 +264,7 @@ def plan_report(prepared: Prepared) -> PlanReport:
         target_format=prepared.target_format,
         files=figures.files,
         num_tensors=len(plan.manifest.tensors),
+        num_bytes=sum(entry.num_bytes for entry in plan.manifest.tensors.values()),
         num_tasks=figures.num_tasks,
         bytes_read=figures.bytes_read,
         bytes_written=figures.bytes_written,

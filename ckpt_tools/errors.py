@@ -102,6 +102,10 @@ class UnsupportedError(FormatError):
     """Well formed, but it uses a feature that is not handled."""
 
 
+class SeveralCheckpointsError(UnsupportedError):
+    """A folder holds several checkpoints, and nothing says which one is meant."""
+
+
 class StoreError(CkptError):
     """The disk or the network failed; a retry may help."""
 

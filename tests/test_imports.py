@@ -40,11 +40,12 @@ FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "signals"}
 EVERYWHERE = {"errors", "signals"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
-LIGHT = {"core.announcements", "core.option_names", "core.wording"}
+LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wording"}
 """What the command line imports beside the public API: it costs nothing."""
 
 FORMATS_SHARED = {"base", "foreign", "state_dict", "hf_index"}
-"""What several formats have in common. ``registry`` knows every format, ``reading`` and ``trainer_files`` none."""
+"""What several formats have in common. ``registry`` knows every format, ``reading``, ``runs`` and ``trainer_files``
+none."""
 
 FRAMEWORKS = {
     "torch",
@@ -184,7 +185,7 @@ def test_formats_do_not_know_each_other() -> None:
 
     def allowed(found: Import) -> bool:
         here, there = format_of(found.module), format_of(found.target)
-        return here is None or there in {None, here, *FORMATS_SHARED} or here in {"registry", "reading"}
+        return here is None or there in {None, here, *FORMATS_SHARED} or here in {"registry", "reading", "runs"}
 
     assert not listing([found for found in OURS if not allowed(found)])
 

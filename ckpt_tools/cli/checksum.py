@@ -32,4 +32,4 @@ def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, *
     if as_json or report.destination is None:
         print_json(report.to_json())
     else:
-        say(f"{report.destination}: digests of {count(len(report.digests), 'tensor')}, {size(report.num_bytes)}")
+        say(f"{report.destination}: digests of {count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}")

@@ -141,7 +141,7 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
-    say(f"{report.source_format} to {report.target_format}: {count(report.num_tensors, 'tensor')}")
+    say(f"{report.source_format} to {report.target_format}: {_figures(report)}")
     say(f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
     say(f"peak memory {size(report.peak_memory_bytes)}")
     drawn = table(None, "file", "bytes", right=("bytes",))
@@ -152,6 +152,11 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
     if report.removed_files:
         _show_removed(report)
     show_notes(report.notes)
+
+
+def _figures(report: PlanReport) -> str:
+    tensors, files = count(report.num_tensors, "tensor"), count(len(report.files), "file")
+    return f"{tensors} ({size(report.num_bytes)}) in {files} ({size(report.file_bytes)})"
 
 
 def _show_renamed(report: PlanReport) -> None:
@@ -176,10 +181,7 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
         print_json(report.to_json())
         return
     rate = size(report.bytes_written / max(report.seconds, 1e-9))
-    say(
-        f"{report.destination}: {count(report.plan.num_tensors, 'tensor')}, {size(report.bytes_written)} in "
-        f"{count(len(report.plan.files), 'file')}, {report.seconds:.2f} s ({rate}/s)"
-    )
+    say(f"{report.destination}: {_figures(report.plan)}, {report.seconds:.2f} s ({rate}/s)")
     if report.bytes_recovered:
         say(f"{size(report.bytes_recovered)} more were there from an earlier run")
     if report.digests:

@@ -28,9 +28,13 @@ Progress = Callable[[int, int], None]
 
 
 def print_json(found: dict[str, Any] | list[dict[str, Any]]) -> None:
+    """Letters of every language as they are; what a terminal would obey, and what cannot be encoded, as escapes."""
     import json
 
-    click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    text = json.dumps(found, indent=2, ensure_ascii=False)
+    if not text.replace("\n", "").isprintable():
+        text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    click.echo(text)
 
 
 def table(title: str | None, *columns: str, right: tuple[str, ...] = ()) -> Table:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
 
 
@@ -24,7 +25,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Note(Shown):
-    """One line of the ledger. ``asked`` tells what the user chose from what the target forced."""
+    """What became of one item. ``asked`` tells what the user chose from what the target forced."""
 
     outcome: Outcome
     what: str
@@ -43,11 +44,4 @@ class Note(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "outcome": self.outcome.value,
-            "what": self.what,
-            "why": self.why,
-            "count": self.count,
-            "bytes": self.num_bytes,
-            "asked": self.asked,
-        }
+        return json_of(self)

@@ -8,6 +8,7 @@ from pathlib import Path
 from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import SeveralCheckpointsError
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
@@ -27,13 +28,32 @@ def read_checkpoint(
     Raises:
         CkptError: as ``open_source``, ``reader_for`` and the reader say.
     """
-    return read_source(open_source(url, storage_options), options, format_name=format_name)
+    return read_source(open_source(named(url, storage_options), storage_options), options, format_name=format_name)
+
+
+def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path:
+    """``url``; or the checkpoint of a run that it means, as ``formats.runs`` says: ``RUN@latest``.
+
+    Raises:
+        SourceNotFoundError: the run holds no such checkpoint. StoreError: it cannot be reached.
+    """
+    if "@" not in str(url):
+        return url
+    from ckpt_tools.formats.runs import resolved
+
+    return resolved(url, lambda each: open_source(each, storage_options))
 
 
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
     """As ``read_checkpoint``, of a source that is open."""
     reader = reader_for(source, format_name)
-    manifest = with_trainer_files(reader.read_manifest(source, options), source)
+    try:
+        manifest = reader.read_manifest(source, options)
+    except SeveralCheckpointsError as error:
+        from ckpt_tools.formats.runs import proposal
+
+        raise SeveralCheckpointsError(error.message + proposal(source)) from error
+    manifest = with_trainer_files(manifest, source)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 

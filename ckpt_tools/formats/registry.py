@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
@@ -37,7 +38,7 @@ class FormatInfo(Shown):
         return {"name": self.name, "reads": self.reads, "writes": self.writes, "holds": self.holds, "about": self.about}
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "read": self.reads, "write": self.writes, "holds": self.holds, "about": self.about}
+        return json_of(self)
 
 
 @dataclass(frozen=True, slots=True)

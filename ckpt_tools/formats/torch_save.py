@@ -19,7 +19,7 @@ from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.value_refs import extracted, replaced
 from ckpt_tools.core.values import PARAMETER, OrderedDict, StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
@@ -94,7 +94,7 @@ def _check_shards(source: Source, files: list[str]) -> None:
     numbers = {(int(m[1]), int(m[2])) for file in files if (m := _SHARD_NAME.fullmatch(file))}
     if len(numbers) != len(files):
         refuse_ranks({file: found for file in files[:MAX_LOOKS] if (found := _rank_of(source, file)) is not None})
-        raise UnsupportedError(f"several files lie here ({listed(files)}); name the one you mean")
+        raise SeveralCheckpointsError(f"several files lie here ({listed(files)}); name the one you mean")
     totals = {total for _, total in numbers}
     if numbers != {(number, total) for total in totals for number in range(1, total + 1)} or len(totals) > 1:
         raise IncompleteError(f"of the shards {files[0]} ... {files[-1]} some are missing")

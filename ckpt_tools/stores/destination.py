@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store
@@ -111,7 +112,7 @@ class Leftover:
     num_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "url": self.url, "bytes": self.num_bytes}
+        return json_of(self)
 
 
 class Claim(ABC):

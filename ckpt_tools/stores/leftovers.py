@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.stores.destination import Leftover, Place
 
@@ -31,12 +32,7 @@ class CleanReport(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "destination": self.destination,
-            "removed": self.is_removed,
-            "bytes": self.num_bytes,
-            "leftovers": [left.to_json() for left in self.leftovers],
-        }
+        return json_of(self, "num_bytes")
 
 
 def clean(place: Place, *, dry_run: bool) -> CleanReport:

@@ -57,6 +57,11 @@ class TensorReader:
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _items: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
 
+    def release(self, store: Store) -> None:
+        """Let go of the store and of all that was kept of it; ``store`` answers from now on."""
+        self.store = store
+        self._items.clear()
+
     @property
     def bytes_read(self) -> int:
         """What was asked of the store so far, headers of items and gaps between wanted elements included."""

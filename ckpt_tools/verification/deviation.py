@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType, to_numpy
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.wording import count
 
 MEASURED_ELEMENTS = 1 << 16
@@ -51,15 +52,7 @@ class Deviation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Infinities as the string ``"inf"``, which JSON has no number for."""
-        return {
-            "differing": self.num_differing,
-            "nan_payloads": self.num_nan_bits,
-            "zero_signs": self.num_zero_signs,
-            "nan_on_one_side": self.num_one_nan,
-            "max_abs": _json_number(self.max_abs),
-            "max_rel": _json_number(self.max_rel),
-        }
+        return json_of(self)
 
     def described(self, numel: int) -> str:
         """In words: ``3 of 10 elements differ, by at most 0.5 (relative 0.1); 1 in the sign of a zero``."""

@@ -55,7 +55,8 @@ def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_
         done += checked.num_bytes
         on_progress(done, total)
         broken += checked.broken
-    return VerifyReport(len(manifest.tensors), total, tuple(broken))
+    num_bytes = sum(entry.num_bytes for entry in manifest.tensors.values())
+    return VerifyReport(len(manifest.tensors), num_bytes, tuple(broken))
 
 
 def _archives(source: Source, manifest: Manifest) -> Iterator[Archive]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.showing import Shown
@@ -45,13 +46,7 @@ class Difference(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        found = {
-            "name": self.key.fqn,
-            "slot": self.key.slot,
-            "aspect": self.aspect.value,
-            "difference": self.what,
-        }
-        return found if self.deviation is None else {**found, **self.deviation.to_json()}
+        return json_of(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -93,11 +88,4 @@ class VerifyReport(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "equal": self.equal,
-            "tensors": self.num_tensors,
-            "bytes": self.num_bytes,
-            "digests": self.num_digests,
-            "differences": [difference.to_json() for difference in self.differences],
-            "ledger": [note.to_json() for note in self.notes],
-        }
+        return json_of(self, "equal", "num_differing", "num_equal")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import (
@@ -43,7 +44,7 @@ class SignReport(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        return {"signature": self.signature}
+        return json_of(self)
 
 
 def sign_with_key(

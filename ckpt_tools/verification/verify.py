@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
 from ckpt_tools.core.apply_options import apply_options
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
@@ -164,9 +165,13 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ChecksumReport(Shown):
-    """The digests of a checkpoint's tensors, and where they were written; None where they were not."""
+    """The digests of a checkpoint's tensors, and where they were written; None where they were not.
+
+    A tied tensor has a digest under each of its names, so that there can be more digests than tensors.
+    """
 
     digests: Digests
+    num_tensors: int
     num_bytes: int
     destination: str | None
 
@@ -178,12 +183,8 @@ class ChecksumReport(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "destination": self.destination,
-            "tensors": len(self.digests),
-            "bytes": self.num_bytes,
-            "digests": digests.rows(self.digests),
-        }
+        """``digests`` are rows, as in the file."""
+        return {**json_of(self), "digests": digests.rows(self.digests)}
 
 
 def write_digests(
@@ -200,6 +201,7 @@ def write_digests(
         return digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
 
     if output == "-":
-        return ChecksumReport(made(), meter.total, None)
+        return ChecksumReport(made(), len(manifest.tensors), meter.total, None)
     place = open_place(output or digests_url(source, manifest), how.storage_options)
-    return ChecksumReport(write_list(place, made, overwrite=overwrite), meter.total, place.url)
+    found = write_list(place, made, overwrite=overwrite)
+    return ChecksumReport(found, len(manifest.tensors), meter.total, place.url)

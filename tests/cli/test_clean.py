@@ -156,7 +156,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (listed.returncode, "unfinished output, 1.00 kB" in listed.stdout) == (0, True), listed.stderr
     removed = run(tmp_path / "out", "--json")
     report = json.loads(removed.stdout)
-    assert (report["removed"], report["bytes"], len(report["leftovers"])) == (True, 1003, 1)
+    assert (report["is_removed"], report["num_bytes"], len(report["leftovers"])) == (True, 1003, 1)
     assert "no leftovers" in run(tmp_path / "out").stdout
 
 

@@ -108,7 +108,7 @@ def test_counts_have_their_plural(tmp_path: Path, checkpoint: Any) -> None:
 
     torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
     done = piped("convert", tmp_path / "m.pt", tmp_path / "m.safetensors")
-    assert "1 tensor, 8 B in 1 file" in re.sub(r"\d+ B", "8 B", done.stdout)
+    assert "1 tensor (8 B) in 1 file (8 B)" in re.sub(r"\d+ B", "8 B", done.stdout)
     assert "in 1 task\n" in piped("plan", tmp_path / "m.pt", tmp_path / "n.safetensors").stdout
 
 
@@ -163,4 +163,4 @@ def test_what_is_renamed_is_said(tmp_path: Path) -> None:
     assert json.loads(piped("plan", *given, "--json").stdout)["renamed"] == {f"old.{n}": f"new.{n}" for n in range(9)}
     assert "renamed: 9 names" in piped("convert", *given).stdout
     found = json.loads(piped("convert", *given, "--overwrite", "--json").stdout)
-    assert found["renamed"]["old.8"] == "new.8"
+    assert found["plan"]["renamed"]["old.8"] == "new.8"

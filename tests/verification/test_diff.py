@@ -75,7 +75,7 @@ def test_infinities(tmp_path: Path) -> None:
     inf = float("inf")
     report = diff_of(tmp_path, {"w": torch.tensor([inf, inf, 1.0])}, {"w": torch.tensor([inf, -inf, 1.0])})
     assert only(report)[2] == Deviation(1, max_abs=inf, max_rel=inf)
-    assert json.loads(json.dumps(report.to_json()))["differences"][0]["max_abs"] == "inf"
+    assert json.loads(json.dumps(report.to_json()))["differences"][0]["deviation"]["max_abs"] == "inf"
 
 
 def test_a_tensor_on_one_side_alone(tmp_path: Path) -> None:
@@ -250,4 +250,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert shown.err == "Error: 1 of 1 tensor differs\n"
     assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.pt", "--json") == 6
     (found,) = json.loads(capsys.readouterr().out)["differences"]
-    assert found["name"] == "w" and found["aspect"] == "values" and found["max_abs"] == 0.5
+    assert found["key"] == {"fqn": "w", "slot": "weight"} and found["aspect"] == "values"
+    assert found["deviation"]["max_abs"] == 0.5

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import SeveralCheckpointsError, UnsupportedError
 
 METADATA = ".metadata"
 
@@ -56,7 +56,7 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
     folders = [path.rpartition("/")[0] for path in found]
     if len(found) == 1 or _is_one_of_accelerates(folders):
         return found
-    raise UnsupportedError(f"several checkpoints lie here ({newest(folders)}); name the folder of one")
+    raise SeveralCheckpointsError(f"several checkpoints lie here ({newest(folders)}); name the folder of one")
 
 
 def _is_one_of_accelerates(folders: list[str]) -> bool:

@@ -25,7 +25,7 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
@@ -122,7 +122,7 @@ def _check_shards(files: list[str]) -> None:
         return
     numbers = [_SHARD_NAME.fullmatch(file) for file in files]
     if not all(numbers):
-        raise UnsupportedError(f"several models lie here ({listed(files)}); name the file of the one you mean")
+        raise SeveralCheckpointsError(f"several models lie here ({listed(files)}); name the file of the one you mean")
     present = {(int(match[1]), int(match[2])) for match in numbers if match}
     totals = {total for _, total in present}
     expected = {(number, total) for total in totals for number in range(1, total + 1)}

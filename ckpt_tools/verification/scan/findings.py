@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import printable
 
@@ -71,7 +72,7 @@ class ScanReport(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"clean": self.clean}
+        return json_of(self, "clean")
 
 
 class FindingCollector:

@@ -44,7 +44,7 @@ def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Ou
         source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
         reader = reader_for(source, format_name)
         manifest = with_trainer_files(reader.read_manifest(source, ReadOptions()), source)
-        summary = summarize(manifest, source.store.url)
+        summary = summarize(manifest, source.store.url, source.files)
         json.dumps(summary.to_json(tensors=True), ensure_ascii=False).encode()
         return Outcome(manifest, elements_of(Overlay(source.store, manifest.literals), manifest))
     except MemoryBudgetError:

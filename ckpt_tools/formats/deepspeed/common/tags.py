@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
+from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, SourceNotFoundError, UsageError
 from ckpt_tools.stores.source import Source, checked_name
 
 MAX_LATEST_BYTES = 4096
@@ -28,7 +28,7 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
     if latest in source.files:
         return _latest(source, folders, latest)
     if len(folders) > 1:
-        raise UnsupportedError(
+        raise SeveralCheckpointsError(
             f"there is no file {latest!r}, and several tags: name one with {option('tag')} ({_listed(folders)})"
         )
     return folders[0]

@@ -1,0 +1,120 @@
+"""A run's folder: which checkpoints it holds, and which one a name behind ``@`` means."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
+from ckpt_tools.formats.runs import checkpoints
+
+
+def saved(folder: Path, step: int) -> Path:
+    folder.mkdir(parents=True)
+    torch.save({"model": {"w": torch.full((1,), float(step))}, "global_step": step}, folder / "model.pt")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for epoch in (2, 9, 10):
+        saved(tmp_path / "run" / "checkpoints" / f"epoch_{epoch}", 11 * epoch)
+    for name in (".epoch_11.partial", "epoch_12.partial", "epoch_13.tmp", "tmp-checkpoint-14"):
+        saved(tmp_path / "run" / "checkpoints" / name, 999)
+    (tmp_path / "run" / "logs_99").mkdir()
+    (tmp_path / "run" / "logs_99" / "log.txt").write_text("x")
+    return tmp_path / "run"
+
+
+def step_of(url: str) -> float:
+    return float(ckpt_tools.open(url)["w"][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("latest", 110), ("epoch_9", 99), ("checkpoints/epoch_2", 22), ("step=22", 22), ("step=110", 110)],
+)
+def test_a_name_behind_an_at_sign_is_a_checkpoint_of_the_run(name: str, step: int, run: Path) -> None:
+    assert step_of(f"{run}@{name}") == step_of(f"file://{run}@{name}") == step_of(f"{run}/@{name}") == step
+
+
+@pytest.mark.parametrize("name", ["epoch_1", "step=999", "step=23", "epoch_12.partial", "..", "../run", "logs_99", "x"])
+def test_other_names_are_refused_with_those_there_are(name: str, run: Path) -> None:
+    with pytest.raises(SourceNotFoundError, match="epoch_10, checkpoints/epoch_9, checkpoints/epoch_2"):
+        ckpt_tools.inspect(f"{run}@{name}")
+
+
+def test_what_is_called_so_comes_first(run: Path) -> None:
+    saved(run.parent / "run@latest", 5)
+    assert step_of(f"{run}@latest") == 5
+
+
+def test_without_a_run_the_error_is_that_nothing_is_there(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError, match=r"there is no file or folder .*nothing@latest"):
+        ckpt_tools.inspect(tmp_path / "nothing@latest")
+
+
+def test_a_run_says_how_to_name_one(tmp_path: Path, checkpoint: Any) -> None:
+    for epoch in (9, 10):
+        shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / "run" / f"epoch_{epoch}")
+    with pytest.raises(UnsupportedError, match=r"\(epoch_10, epoch_9\).*run@latest or .*run@epoch_10"):
+        ckpt_tools.inspect(tmp_path / "run")
+    assert ckpt_tools.inspect(tmp_path / "run@latest").source == str(tmp_path / "run" / "epoch_10")
+
+
+def test_tags_are_checkpoints_and_the_file_latest_says_which(tmp_path: Path, checkpoint: Any) -> None:
+    made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
+    tag = (made / "latest").read_text()
+    for number in (9, 10):
+        shutil.copytree(made / tag, tmp_path / "run" / f"global_step{number}")
+    with pytest.raises(UnsupportedError, match=r"--tag.*run@latest"):
+        ckpt_tools.inspect(tmp_path / "run")
+    assert ckpt_tools.inspect(f"{tmp_path}/run@step=9").source.endswith("global_step9")
+    assert ckpt_tools.inspect(f"{tmp_path}/run@latest").source.endswith("global_step10")
+    (tmp_path / "run" / "latest").write_text("global_step9")
+    assert ckpt_tools.inspect(f"{tmp_path}/run@latest").source == f"{tmp_path}/run"
+
+
+def test_the_source_is_protected_by_its_real_name(run: Path) -> None:
+    """The source is not replaced, whatever it is called."""
+    there = sorted(run.rglob("*"))
+    with pytest.raises(ckpt_tools.CkptError, match="is the source itself"):
+        ckpt_tools.convert(f"{run}@latest", run / "checkpoints" / "epoch_10", to="torch", overwrite=True)
+    assert sorted(run.rglob("*")) == there
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["a/epoch_9/.metadata", "a/epoch_10/.metadata"], ["a/epoch_10", "a/epoch_9"]),
+        (
+            ["e_1/global_step5/mp_rank_00_model_states.pt", "e_2/global_step7/mp_rank_00_model_states.pt"],
+            ["e_2", "e_1"],
+        ),
+        (["c-5/pytorch_model_fsdp_0/.metadata", "c-5/optimizer_0/.metadata", "c-7/m.safetensors"], ["c-7", "c-5"]),
+        (["ckpts/best.pt", "ckpts/epoch_1/model.pt", "ckpts/epoch_2/model.pt"], ["ckpts/epoch_2", "ckpts/epoch_1"]),
+        (["t1/mp_rank_00_model_states.pt", "t1/zero/layer.0.weight/fp32.pt"], ["t1"]),
+        ([".metadata", "model.pt", "notes/a.txt"], []),
+    ],
+)
+def test_folders_of_checkpoints(files: list[str], found: list[str]) -> None:
+    assert checkpoints(files) == found
+
+
+def test_urls_too(tmp_path: Path) -> None:
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for epoch in (2, 10):
+        folder = saved(tmp_path / f"epoch_{epoch}", epoch)
+        store.put(str(folder / "model.pt"), f"/runs-of-test/epoch_{epoch}/model.pt")
+    try:
+        assert step_of("memory://runs-of-test/@latest") == 10
+        assert step_of("memory://runs-of-test/@step=2") == 2
+    finally:
+        store.rm("/runs-of-test", recursive=True)

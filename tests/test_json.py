@@ -1,0 +1,102 @@
+"""``docs/json.md`` lists the keys of every command's JSON, in order, and these are attributes of the result."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli.main import group
+
+TEXT = (Path(__file__).parent.parent / "docs" / "json.md").read_text()
+SCHEMAS = {
+    section.partition("\n")[0].strip(): re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    for section in TEXT.split("\n## ")[1:]
+}
+
+
+def printed(*words: str | Path) -> Any:
+    return json.loads(CliRunner().invoke(group, [*map(str, words), "--json"]).stdout)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7}, tmp_path / "m.pt")
+    return tmp_path / "m.pt"
+
+
+def check(section: str, found: dict[str, Any]) -> None:
+    assert list(found) == SCHEMAS[section]
+
+
+def test_summaries_are_as_documented(model: Path) -> None:
+    found = printed("inspect", model, "--tensors")
+    check("inspect", found)
+    check("tensor", found["tensors"][0])
+    check("parameter group", found["groups"][0])
+    assert printed("inspect", model) == {name: value for name, value in found.items() if name != "tensors"}
+
+
+def test_conversions_are_as_documented(model: Path, tmp_path: Path) -> None:
+    planned = printed("plan", model, tmp_path / "p", "--to", "safetensors")
+    check("plan", planned)
+    check("note", planned["notes"][0])
+    check("convert", printed("convert", model, tmp_path / "a", "--to", "zero3"))
+    check("convert", printed("consolidate", model, tmp_path / "c"))
+    done = printed("reshard", tmp_path / "a", tmp_path / "r", "--world-size", "2")
+    check("convert", done)
+    check("plan", done["plan"])
+
+
+def test_comparisons_are_as_documented(model: Path, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 3)}, tmp_path / "b.pt")
+    ckpt_tools.consolidate(model, tmp_path / "a.pt")
+    check("verify", printed("verify", model))
+    found = printed("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    check("verify", found)
+    for difference in found["differences"]:
+        check("difference", difference)
+    check("deviation", next(each["deviation"] for each in found["differences"] if each["aspect"] == "values"))
+    check("checksum", printed("checksum", model, "--output", "-"))
+
+
+def test_the_others_are_as_documented(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(b"noise")
+    found = printed("scan", tmp_path)
+    check("scan", found)
+    check("finding", found["findings"][0])
+    check("clean", printed("clean", tmp_path / "out"))
+    for row in printed("formats"):
+        check("formats", row)
+
+
+def test_keys_are_attributes(model: Path, tmp_path: Path) -> None:
+    results = [
+        ckpt_tools.inspect(model),
+        ckpt_tools.plan(model, tmp_path / "p", to="dcp"),
+        ckpt_tools.convert(model, tmp_path / "c", to="dcp"),
+        ckpt_tools.verify(model),
+        ckpt_tools.diff(model, tmp_path / "c"),
+        ckpt_tools.checksum(model, output="-"),
+        ckpt_tools.scan(model),
+        ckpt_tools.clean(tmp_path / "none"),
+        *ckpt_tools.formats(),
+    ]
+    for result in results:
+        found = result.to_json()
+        json.dumps(found, allow_nan=False)
+        for name, value in found.items():
+            if isinstance(value, str | int | float | None):
+                assert getattr(result, name) == value, (type(result), name)
+            else:
+                assert hasattr(result, name), (type(result), name)
