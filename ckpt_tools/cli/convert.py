@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, printable, progress, show, show_notes, table
-from ckpt_tools.cli.wrapping import say
+from ckpt_tools.cli.render import print_json, printable, progress, show_notes
+from ckpt_tools.cli.wrapping import say, say_columns
 from ckpt_tools.core.wording import MAX_NAMES, count, size
 
 if TYPE_CHECKING:
@@ -148,10 +149,7 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
     say(f"{report.source_format} to {report.target_format}: {count(report.num_tensors, 'tensor')}")
     say(f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
     say(f"peak memory {size(report.peak_memory_bytes)}")
-    drawn = table(None, "file", "bytes", right=("bytes",))
-    for path, num_bytes in report.files.items():
-        drawn.add_row(path, f"{num_bytes:,}")
-    show(drawn)
+    _show_files(report.files)
     _show_renamed(report)
     if report.removed_files:
         _show_removed(report)
@@ -168,11 +166,13 @@ def _show_renamed(report: PlanReport) -> None:
 
 def _show_removed(report: PlanReport) -> None:
     files = count(len(report.removed_files), "file")
-    click.echo(f"removes {files}, {size(report.removed_bytes)}, that DST holds now")
-    drawn = table(None, "file", "bytes", right=("bytes",))
-    for path, num_bytes in report.removed_files.items():
-        drawn.add_row(path, f"{num_bytes:,}")
-    show(drawn)
+    say(f"removes {files}, {size(report.removed_bytes)}, that DST holds now")
+    _show_files(report.removed_files)
+
+
+def _show_files(sizes: Mapping[str, int]) -> None:
+    rows = [(f"{num_bytes:,}", printable(path)) for path, num_bytes in sizes.items()]
+    say_columns(("bytes", "file"), rows, right=(0,))
 
 
 def _show_done(report: ConvertReport, as_json: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -90,6 +91,37 @@ clustering = _all(
         help="Where the work is done: threads of this process, or processes of a Ray cluster, each with --memory.",
     ),
     click.option("--address", metavar="ADDR", help="The Ray cluster; one of this machine alone if left out."),
+)
+
+DEFAULT_TOP = 20
+"""As many differences fit on a screen with their summary."""
+
+
+def _one_listing(context: click.Context, option: click.Parameter, is_all: bool) -> bool:
+    if is_all and context.params.get("top") is not None:
+        raise click.UsageError("--top and --all cannot be combined: --all lists every difference", context)
+    return is_all
+
+
+def _top(command: Command) -> Command:
+    """Give the command ``top``: how many differences it lists, None for all."""
+
+    @wraps(command)
+    def run(*, top: int | None, list_all: bool, **chosen: Any) -> Any:
+        return command(top=None if list_all else top or DEFAULT_TOP, **chosen)
+
+    return cast(Command, run)
+
+
+listing = _all(
+    click.option(
+        "--top",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help=f"List the N largest differences. Default: {DEFAULT_TOP}.",
+    ),
+    click.option("--all", "list_all", is_flag=True, callback=_one_listing, help="List every difference."),
+    _top,
 )
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -98,12 +98,13 @@ def _shape_of(side: Side, key: StateKey) -> tuple[int, ...] | None:
 
 
 def _differences(ours: Side, theirs: Side, apart: Mapping[StateKey, Deviation]) -> Iterator[Difference]:
+    names = (ours.name, theirs.name)
     for key, entry in ours.tensors.items():
         other = theirs.tensors.get(key)
         if other is None:
             if not _is_state_of_nothing(key, ours.tensors):
                 yield Difference(key, Aspect.MISSING, f"only in {ours.name}")
-        elif (found := _pair_difference(key, entry, other, apart.get(key))) is not None:
+        elif (found := _pair_difference(key, entry, other, apart.get(key), names)) is not None:
             yield found
     for key in theirs.tensors:
         if key not in ours.tensors and not _is_state_of_nothing(key, theirs.tensors):
@@ -117,13 +118,15 @@ def _is_state_of_nothing(key: StateKey, tensors: Mapping[StateKey, TensorEntry])
 
 
 def _pair_difference(
-    key: StateKey, ours: TensorEntry, theirs: TensorEntry, deviation: Deviation | None
+    key: StateKey, ours: TensorEntry, theirs: TensorEntry, deviation: Deviation | None, names: tuple[str, str]
 ) -> Difference | None:
     if ours.shape != theirs.shape:
-        return Difference(key, Aspect.SHAPE, f"shape {list(theirs.shape)} instead of {list(ours.shape)}")
+        return Difference(
+            key, Aspect.SHAPE, f"shape {list(ours.shape)} in {names[0]}, {list(theirs.shape)} in {names[1]}"
+        )
     if ours.dtype is not theirs.dtype:
         found = deviation or Deviation()
-        types = f"{theirs.dtype.value} instead of {ours.dtype.value}"
+        types = f"{ours.dtype.value} in {names[0]}, {theirs.dtype.value} in {names[1]}"
         return Difference(key, Aspect.DTYPE, f"{types}; as numbers, {found.described(ours.numel)}", found)
     if deviation is None:
         return None

@@ -123,12 +123,12 @@ def differences(expected: Digests, found: Digests) -> Iterator[Difference]:
     """How the tensors of a checkpoint differ from a list of them."""
     for key, wanted in expected.items():
         if key not in found:
-            yield Difference(key, Aspect.MISSING, "it has a digest, and is not here")
+            yield Difference(key, Aspect.MISSING, "it is in the list of digests but not in the checkpoint")
         elif (what := _difference(wanted, found[key])) is not None:
             yield Difference(key, *what)
     for key in found:
         if key not in expected:
-            yield Difference(key, Aspect.UNEXPECTED, "it has no digest")
+            yield Difference(key, Aspect.UNEXPECTED, "it is not in the list of digests")
 
 
 def one_copy(listed: Digests, *, weights: str) -> dict[StateKey, Digest]:
@@ -145,15 +145,11 @@ def has_masters(listed: Digests) -> bool:
 
 def _difference(wanted: Digest, found: Digest) -> tuple[Aspect, str] | None:
     if wanted.shape != found.shape:
-        return Aspect.SHAPE, f"shape {list(found.shape)} instead of {list(wanted.shape)}"
+        return Aspect.SHAPE, f"shape {list(found.shape)}; the list of digests has {list(wanted.shape)}"
     if wanted.dtype is not found.dtype:
-        return Aspect.DTYPE, f"{found.dtype.value} instead of {wanted.dtype.value}"
+        return Aspect.DTYPE, f"{found.dtype.value}; the list of digests has {wanted.dtype.value}"
     wrong = [name for name in _HEX if getattr(wanted, name) != getattr(found, name)]
-    return (
-        (Aspect.DIGEST, f"its elements do not have the {' and the '.join(wrong)} that was written down")
-        if wrong
-        else None
-    )
+    return (Aspect.DIGEST, f"its elements do not match the recorded {' and '.join(wrong)}") if wrong else None
 
 
 def dumps(digests: Digests) -> bytes:
