@@ -63,7 +63,7 @@ class BesideCommand(click.Command):
 
     def _not_installed(self) -> UsageError:
         return UsageError(
-            f"ckpt-tools {self.name} is not installed with this copy of ckpt-tools, which seems to be a source tree: "
+            f"ckpt-tools {self.name} is not installed with this copy of ckpt-tools, which looks like a source tree: "
             f"run pip install -e '.[{self.extra}]' in it"
         )
 

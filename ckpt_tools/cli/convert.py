@@ -17,28 +17,32 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
 
 _destination = click.argument("dst", metavar="DST")
-_to = click.option("--to", metavar="FORMAT", help="The format to write; see formats. A file's ending implies it.")
+_to = click.option(
+    "--to", metavar="FORMAT", help="The format to write (see ckpt-tools formats). Default: by the ending of DST."
+)
 _state = click.option(
     "--state",
     type=click.Choice(["model", "all"]),
-    help="Weights alone, or the whole training state. Default: all where the format can hold it.",
+    help="Write the weights alone, or the whole training state. Default: all if the format can hold it.",
 )
 _max_shard_size = click.option(
-    "--max-shard-size", metavar="SIZE", help="Cut safetensors or torch into files of at most this."
+    "--max-shard-size", metavar="SIZE", help="Split safetensors or torch output into files of at most this size."
 )
 _world_size = click.option(
     "--world-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ranks to write for, of dcp and zero*. Default: the source's own.",
+    help="The number of ranks to write for (dcp and zero*). Default: that of the source.",
 )
-_strict = click.option("--strict", is_flag=True, help="Fail where something would be dropped.")
-_overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is DST, and nothing else.")
+_strict = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
 _resume = click.option(
-    "--resume", is_flag=True, help="Continue what a killed run of the same conversion left; keep it on failure."
+    "--resume",
+    is_flag=True,
+    help="Continue a killed run of the same conversion. If this run fails too, keep its output.",
 )
-_fsync = click.option("--fsync", is_flag=True, help="Wait until the output would outlive a power failure.")
-_checksum = click.option("--checksum", is_flag=True, help="Write the digests of the output with it, for verify.")
+_fsync = click.option("--fsync", is_flag=True, help="Wait until the output is safe from a power failure.")
+_checksum = click.option("--checksum", is_flag=True, help="Also write the digests of the output, for verify.")
 
 
 @click.command("convert")
@@ -57,7 +61,7 @@ _checksum = click.option("--checksum", is_flag=True, help="Write the digests of 
 @_resume
 @_fsync
 @_checksum
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 @options.as_json
 @options.talking
 def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
@@ -75,7 +79,9 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
 @click.command("reshard")
 @options.source
 @_destination
-@click.option("--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="Ranks to write for.")
+@click.option(
+    "--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="The number of ranks to write for."
+)
 @options.reading
 @options.running
 @options.clustering
@@ -111,7 +117,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
 @options.as_json
 @options.talking
 def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
-    """Say what convert would read, write, cast, drop and remove. Writes nothing."""
+    """Show what convert would read, write, cast, drop and remove. Nothing is written."""
     from ckpt_tools import plan
 
     _show_plan(plan(src, dst, **chosen), as_json)
@@ -134,7 +140,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.as_json
 @options.talking
 def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
-    """Write the model's weights alone: safetensors, or .pt if DST says so."""
+    """Write the model's weights alone, as safetensors or in the format that DST's ending implies."""
     from ckpt_tools import consolidate
 
     with progress("consolidating", quiet=quiet) as on_progress:
@@ -166,7 +172,7 @@ def _show_renamed(report: PlanReport) -> None:
 
 def _show_removed(report: PlanReport) -> None:
     files = count(len(report.removed_files), "file")
-    say(f"removes {files}, {size(report.removed_bytes)}, that DST holds now")
+    say(f"removes {files} of DST, {size(report.removed_bytes)}")
     _show_files(report.removed_files)
 
 
@@ -185,7 +191,7 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
         f"{count(len(report.plan.files), 'file')}, {report.seconds:.2f} s ({rate}/s)"
     )
     if report.bytes_recovered:
-        say(f"{size(report.bytes_recovered)} more were there from an earlier run")
+        say(f"{size(report.bytes_recovered)} were kept from an earlier run")
     if report.digests:
         say(f"digests in {report.digests}")
     _show_renamed(report.plan)

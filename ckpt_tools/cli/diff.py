@@ -90,7 +90,7 @@ def _largest(difference: Difference) -> str:
     deviation = difference.deviation
     assert deviation is not None
     if deviation.num_one_nan:
-        return printable(f"NaN on one side alone, in {difference.key}")
+        return printable(f"NaN on one side only, in {difference.key}")
     return printable(f"{deviation.max_abs:.6g} (relative {deviation.max_rel:.3g}), in {difference.key}")
 
 

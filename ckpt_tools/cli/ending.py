@@ -83,10 +83,10 @@ def _sentence(number: int, words: Sequence[str], *, is_cleaned: bool = True) -> 
     if next((word for word in words if not word.startswith("-")), None) not in WRITING:
         return f"{how}."
     if "--resume" in words:
-        return f"{how}; what was written is kept for --resume."
+        return f"{how}; the files written so far are kept for --resume."
     if not is_cleaned:
-        return f"{how} before all was cleaned up; the next run, or ckpt-tools clean DST, removes what is left."
-    return f"{how}; the destination is as it was, or complete."
+        return f"{how} before everything was cleaned up; the next run or ckpt-tools clean DST removes the leftovers."
+    return f"{how}; the destination is either unchanged or complete."
 
 
 def _end_in_time(words: Sequence[str]) -> None:

@@ -67,7 +67,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 def test_a_format_nobody_knows(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "notes.txt").write_text("hello")
-    refused(run("inspect", tmp_path / "x"), 4, "no format that we know", "--from")
+    refused(run("inspect", tmp_path / "x"), 4, "not in a known format", "--from")
 
 
 def test_no_such_format_to_write(dcp: Path, tmp_path: Path) -> None:
