@@ -432,7 +432,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     "no model file": (2, drop(MODEL), IncompleteError, MODEL),
     "no model file of a stage 3 rank": (3, drop(rank_model(1)), IncompleteError, rank_model(1)),
     "no model file of the last stage 3 rank": (3, drop(rank_model(2)), IncompleteError, rank_model(2)),
-    "two files of one rank": (2, add(f"{TAG}/bf16_" + optim(1).split("/")[1]), MalformedError, "both claim"),
+    "two files of one rank": (2, add(f"{TAG}/bf16_" + optim(1).split("/")[1]), MalformedError, "are both of rank"),
     "a file cut short": (2, cut_short(optim(2)), CkptError, optim(2)),
     "no dictionary": (2, add(optim(1), [1, 2]), MalformedError, "no dictionary"),
     "latest names no tag": (2, add("latest", "global_step8"), IncompleteError, "'global_step8'.*global_step7"),
@@ -452,7 +452,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     "AutoEP partitions": (3, in_optim(ds_zero_partition_groups=[{}]), UnsupportedError, "AutoEP"),
     "expert partitions": (2, in_optim(partition_count=[3, 1]), UnsupportedError, "experts"),
     # What ranks say of themselves.
-    "no zero state": (2, lambda f: own(f).clear(), UnsupportedError, "no ZeRO"),
+    "no zero state": (2, lambda f: own(f).clear(), UnsupportedError, "does not contain ZeRO"),
     "stage 0": (2, in_optim(zero_stage=0), UnsupportedError, "stage is 0"),
     "saved without ZeRO": (2, in_model(param_shapes=None), UnsupportedError, "stage 0"),
     "older than param_shapes": (2, lambda f: f[MODEL].pop("param_shapes"), UnsupportedError, "older than"),
@@ -503,7 +503,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
         2,
         lambda f: own(f)["base_optimizer_state"].update(param_groups=[{"lr": 1.0}]),
         MalformedError,
-        "no params",
+        "no 'params'",
     ),
     "a partition in no group": (
         2,

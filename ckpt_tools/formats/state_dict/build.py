@@ -143,7 +143,7 @@ class _Found:
                 self._add_tensor(path, key if state[slot].shape else slot)
         if empty:
             what = f"optimizer state of {count(len(empty), 'empty parameter')}"
-            self.notes.append(Note(Outcome.DEFAULTED, what, "the source keeps none", len(empty)))
+            self.notes.append(Note(Outcome.DEFAULTED, what, "the source has none", len(empty)))
 
     def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[TreePath, Any]]:
         assert self.tree.optim is not None, "a tree with groups has a place for them"
@@ -165,7 +165,7 @@ class _Found:
         for name, value in extras.items():
             path = self.tree.extras.get(name, (*root, name))
             if path in reserved and name not in self.tree.extras:
-                self.notes.append(Note(Outcome.DROPPED, name, "model or optimizer have this name in the tree"))
+                self.notes.append(Note(Outcome.DROPPED, name, "the model or the optimizer has this name in the tree"))
             else:
                 self._add_leaves(path, value)
 
@@ -173,11 +173,11 @@ class _Found:
         for leaf, item in leaves(path, value):
             missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
             if missing:
-                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "its tensor was not selected", asked=True))
+                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "its tensor is not selected", asked=True))
             elif isinstance(item, TensorRef):
                 self._add_tensor(leaf, item.key)
             elif isinstance(item, _Nothing):
-                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "a DCP keeps no empty dict"))
+                self.notes.append(Note(Outcome.DROPPED, _dotted(leaf), "a DCP cannot hold an empty dict"))
             else:
                 self.objects[self._new(leaf)] = item
 
@@ -201,7 +201,7 @@ class _Found:
                 "two entries of the tree would have this name; choose others with --model-key", key=name
             )
         if len(self.paths) == MAX_ENTRIES:
-            raise UnsupportedError(f"more than {MAX_ENTRIES:,} entries are no checkpoint")
+            raise UnsupportedError(f"more than {MAX_ENTRIES:,} entries are too many for a checkpoint")
         self.paths[name] = path
         return name
 
@@ -233,7 +233,11 @@ def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tu
     found = dict(options)
     notes = []
     if found.pop("bias_correction", True) is not True:
-        notes.append(Note(Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
+        notes.append(
+            Note(
+                Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch's Adam always corrects the bias"
+            )
+        )
     if {"betas", "eps"} <= found.keys():
         missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
         missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
@@ -279,7 +283,7 @@ def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
     )
     for name, value in client_state.items():
         if str(name) in extra:
-            notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "an entry of the checkpoint has its name"))
+            notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "another entry of the checkpoint has this name"))
         else:
             extra[str(name)] = value
     if extra.get("global_step", 0) is None:

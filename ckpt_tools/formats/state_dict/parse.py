@@ -99,7 +99,7 @@ def _given(key: str, paths: Mapping[str, TreePath], option: str) -> TreePath:
     for prefix in prefixes:
         if ".".join(map(str, prefix)) == key:
             return prefix
-    raise UsageError(f"{option} {key!r} names nothing in this checkpoint")
+    raise UsageError(f"{option} {key!r} does not exist in this checkpoint")
 
 
 def _optim_prefix(paths: Iterable[TreePath]) -> TreePath | None:
@@ -250,7 +250,7 @@ def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]
         return leaves, tree, ()
     names = match_numbers(list(groups.values()), _state_shapes(leaves, tree.optim), _parameter_shapes(leaves, tree))
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
-        why = "it numbers its parameters, and their order and shapes do not prove which they are; carried as it is"
+        why = "it numbers its parameters, and their order and shapes do not identify them; it is copied unchanged"
         return leaves, replace(tree, optim=None), (Note(Outcome.KEPT, _dotted(tree.optim) or "the optimizer", why),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
 
@@ -377,7 +377,7 @@ def _entries(leaves: Leaves, roles: Mapping[str, LeafRole]) -> dict[StateKey, Te
         try:
             key, kind = _key(roles[name], tensor)
             if key in found:
-                raise MalformedError("another entry of the tree means the same tensor")
+                raise MalformedError("another entry of the tree is the same tensor")
             found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=name) from error

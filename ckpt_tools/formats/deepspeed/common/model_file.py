@@ -14,7 +14,7 @@ def check_names(model: ModelStates) -> None:
     """Raises IncompleteError where a parameter that trains is not in ``module``."""
     missing = model.trainable.keys() - model.module.keys()
     if missing:
-        raise IncompleteError("param_shapes has it, and module has not", path=model.file.path, key=min(missing))
+        raise IncompleteError("it is in param_shapes but not in module", path=model.file.path, key=min(missing))
 
 
 def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:

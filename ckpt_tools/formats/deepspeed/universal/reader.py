@@ -52,6 +52,6 @@ def _check_model(model: ModelStates) -> None:
     parallel = content.get("checkpoint_parallel_dimensions")
     degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
     if any(type(degree) is int and degree > 1 for degree in degrees):
-        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
+        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not supported", path=path)
     if content.get("ds_autoep_layers"):
-        raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)
+        raise UnsupportedError("it is of a run with experts (AutoEP), which is not supported", path=path)

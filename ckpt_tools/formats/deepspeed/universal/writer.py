@@ -65,7 +65,7 @@ def _grouped(manifest: Manifest) -> Manifest:
 
 def _checked_tag(tag: str) -> str:
     if tag in ("", ".", "..", LATEST) or any(character in tag for character in "/\\\0\n"):
-        raise UsageError(f"--tag {tag!r} is no name for the folder of a checkpoint")
+        raise UsageError(f"--tag {tag!r} is not a valid name for the folder of a checkpoint")
     return tag
 
 

@@ -57,7 +57,7 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
         raise IncompleteError(f"the file of this rank, one of {optim.world_size}, is missing", path=missing)
     if len(paths) > optim.world_size:
         raise MalformedError(
-            f"the checkpoint is of {optim.world_size} ranks; this file is of another one, perhaps of an earlier save",
+            f"the checkpoint is of {optim.world_size} ranks; this file is of another one, perhaps from an earlier save",
             path=paths[optim.world_size],
         )
 
@@ -67,11 +67,11 @@ def _check_model(model: ModelStates, optim: OptimStates) -> None:
     parallel = content.get("checkpoint_parallel_dimensions")
     degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
     if any(type(degree) is int and degree > 1 for degree in degrees):
-        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
+        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not supported", path=path)
     if content.get("ds_autoep_layers") or content.get("autoep_layers"):
-        raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)
+        raise UnsupportedError("it is of a run with experts (AutoEP), which is not supported", path=path)
     world_size = content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
         raise MalformedError(
-            f"its dp_world_size is {brief(world_size)}, and the optimizer's {optim.world_size}", path=path
+            f"its dp_world_size is {brief(world_size)}, but that of the optimizer is {optim.world_size}", path=path
         )

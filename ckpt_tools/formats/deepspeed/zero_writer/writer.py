@@ -44,7 +44,7 @@ class ZeroWriter:
 
 def _checked_tag(tag: str) -> str:
     if tag in ("", ".", "..", "latest") or any(character in tag for character in "/\\\0\n"):
-        raise UsageError(f"--tag {tag!r} is no name for the folder of a checkpoint")
+        raise UsageError(f"--tag {tag!r} is not a valid name for the folder of a checkpoint")
     return tag
 
 
@@ -54,9 +54,9 @@ def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
         return []
     frozen = [name for name in state.guessed if name in state.frozen]
     buffers = [name for name in state.guessed if name in state.buffers]
-    why = "the source does not tell frozen parameters, tied names and buffers apart, so names and places decided"
+    why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed"
     return [
-        Note(Outcome.DEFAULTED, f"{listed(names)} taken for {what}", why, len(names))
+        Note(Outcome.DEFAULTED, f"{listed(names)} taken as {what}", why, len(names))
         for names, what in ((frozen, "frozen parameters"), (buffers, "buffers"))
         if names
     ]
