@@ -339,7 +339,7 @@ def _check_ours(folder: Path, ours: Collection[str]) -> None:
 
 def _strangers(folder: Path, names: list[str]) -> DestinationExistsError:
     return DestinationExistsError(
-        f"{folder} is where output is staged, and holds files that ckpt-tools did not write: {listed(names)}; "
+        f"{folder} is the staging folder, but it contains files that ckpt-tools did not write: {listed(names)}; "
         "move them away"
     )
 
@@ -571,7 +571,7 @@ def _recover(place: Path) -> None:
     known = _names(_staging_folder(place)).read()
     if unknown := _unknown(aside, known):
         raise DestinationExistsError(
-            f"{aside} is where a replaced checkpoint is moved for a moment, and holds more than one: "
+            f"{aside} is the temporary folder of a replaced checkpoint, but it contains other files: "
             f"{listed(unknown)}; move it away"
         )
     _remove_named(aside, known)
@@ -605,7 +605,7 @@ def _remove_replaced(old: Path, folder: Path, target: Path, replaced: Mapping[st
         if error.errno == errno.ENOTEMPTY:
             _names(folder).path.unlink(missing_ok=True)  # what is left there is not ours, whatever it is called
             raise DestinationExistsError(
-                f"{target} is written; files that came into the old one meanwhile are kept in {old}: move them away"
+                f"{target} is written; files that were added to the old one meanwhile are kept in {old}; move them away"
             ) from error
 
 
@@ -615,7 +615,7 @@ def _beyond(folder: Path, known: Mapping[str, int]) -> list[str]:
 
 
 def _came_meanwhile(target: Path, unknown: list[str]) -> DestinationExistsError:
-    return DestinationExistsError(f"{target} is as it was, as files came into it meanwhile: {listed(unknown)}")
+    return DestinationExistsError(f"{target} is unchanged, because files were added to it meanwhile: {listed(unknown)}")
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -144,7 +144,7 @@ class FsspecStore:
                 "can be read from it in place; download the file first, or serve it from a server that sends parts",
                 path=shown(full),
             )
-        raise EOFError(f"{len(data):,} bytes came where {len(buffer):,} were asked for")
+        raise EOFError(f"{len(data):,} bytes were received, but {len(buffer):,} were requested")
 
 
 def _size(info: Mapping[str, Any], url: str) -> int:
@@ -252,7 +252,7 @@ class FsspecDestination:
         self._streams.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise UsageError("this destination is written by one process; name a path, or an s3:// URL")
+        raise UsageError("only one process can write to this destination; name a path or an s3:// URL")
 
 
 def _failing(path: str, call: Callable[[], object]) -> None:
@@ -314,7 +314,7 @@ class FsspecClaim:
             if fs.exists(old):
                 fs.mv(old, new)
             elif not fs.exists(new):
-                raise StoreError("it vanished before it was published", path=old)
+                raise StoreError("it disappeared before it was published", path=old)
 
         asked(new, move)
 
@@ -331,7 +331,7 @@ class FsspecPlace:
         fs, path = file_system(url, options)
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
         if not path or "http" in protocols:
-            raise UsageError(f"{url}: nothing can be written there; name another place")
+            raise UsageError(f"{url}: nothing can be written there; choose another destination")
         return cls(fs, path)
 
     @property
@@ -401,7 +401,7 @@ class FsspecPlace:
         """
         if resume:
             raise UsageError(
-                f"--resume: what was written to {self.url} cannot be continued, only to paths and s3:// URLs"
+                f"--resume: output to {self.url} cannot be continued; only output to paths and s3:// URLs can"
             )
         self.check_free(is_file=is_file, overwrite=overwrite)
         partial = self._partial(is_file=is_file)
