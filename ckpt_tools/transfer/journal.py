@@ -93,8 +93,8 @@ class Journal:
             return cls._new(log, plan, source, destination, runner, until=0.0)
         if heading != [_PLAN, FORMAT, fingerprint(plan, source)]:
             raise UsageError(
-                "what a killed run left there is of another source, of other options, or of another version of "
-                "ckpt-tools; resume it as it was begun, or start afresh without --resume"
+                "the run to resume had another source, other options or another version of ckpt-tools; "
+                "resume with the same ones, or start again without --resume"
             )
         return cls(log, plan, destination, runner, _left=left)._with_handles()
 

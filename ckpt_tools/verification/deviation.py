@@ -36,7 +36,7 @@ class Deviation:
     num_zero_signs: int = 0
     """Of these: zero on both sides, with other signs."""
     num_one_nan: int = 0
-    """Of these: NaN on one side alone."""
+    """Of these: NaN on one side only."""
     max_abs: float = 0
     max_rel: float = 0.0
 
@@ -69,7 +69,7 @@ class Deviation:
         apart = (
             (self.num_nan_bits, "in the bits of a NaN"),
             (self.num_zero_signs, "in the sign of a zero"),
-            (self.num_one_nan, "NaN on one side alone"),
+            (self.num_one_nan, "NaN on one side only"),
         )
         return "; ".join([text, *(f"{number:,} {what}" for number, what in apart if number)])
 

@@ -30,7 +30,7 @@ def read_digests(url: str | Path) -> Digests:
     """The list of digests at ``url``. Raises as ``digests.loads`` does, and SourceNotFoundError."""
     source = open_source(url)
     if len(source.files) != 1:
-        raise UsageError(f"{url} is no file of digests")
+        raise UsageError(f"{url} is not a file of digests")
     return digests.read_list(source, next(iter(source.files)))
 
 
@@ -123,7 +123,7 @@ def write_published(place: Place, format_name: str, *, num_workers: int, on_tota
         target = open_place(digests_url(source, manifest))
         write_list(target, lambda: _digests(source, manifest, num_workers, on_total), overwrite=True)
     except CkptError as error:
-        error.message += f"; {place.url} is written, and its digests are not"
+        error.message += f"; {place.url} is written, but its digests are not"
         raise
     return target.url
 

@@ -65,7 +65,7 @@ class Digest:
     def __post_init__(self) -> None:
         for name, form in _HEX.items():
             if not form.fullmatch(getattr(self, name)):
-                raise ValueError(f"{getattr(self, name)!r} is no {name}")
+                raise ValueError(f"{getattr(self, name)!r} is not a valid {name}")
 
 
 Digests = Mapping[StateKey, Digest]
@@ -183,9 +183,11 @@ def loads(data: bytes, path: str) -> dict[StateKey, Digest]:
     """
     found = parse_json(data, path)
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("tensors"), list):
-        raise MalformedError("it is no list of digests", path=path)
+        raise MalformedError("it is not a list of digests", path=path)
     if found.get("version") != VERSION:
-        raise UnsupportedError(f"it is version {found.get('version')!r} of its format; we know {VERSION}", path=path)
+        raise UnsupportedError(
+            f"it is version {found.get('version')!r} of its format; only version {VERSION} is supported", path=path
+        )
     digests: dict[StateKey, Digest] = {}
     for row in found["tensors"]:
         key, digest = _parsed(row, path)
@@ -198,7 +200,7 @@ def loads(data: bytes, path: str) -> dict[StateKey, Digest]:
 def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
     names = ("name", "slot", "dtype", *_HEX)
     if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names):
-        raise MalformedError("an entry lacks its name, slot, dtype or digests", path=path)
+        raise MalformedError("an entry has no name, slot, dtype or digests", path=path)
     key, dtype, shape = StateKey(row["name"], row["slot"]), from_torch(row["dtype"]), row.get("shape")
     if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise MalformedError(f"there is no tensor of {row['dtype']} and shape {shape}", path=path, key=str(key))

@@ -33,11 +33,13 @@ def check_apart(src: str | Path, dst: str | Path) -> None:
         return
     is_same = _same_file if service == "file" else PurePosixPath.__eq__
     if is_same(source, target):
-        raise DestinationExistsError(f"{dst} is the source itself, which is not replaced; {_ELSEWHERE}")
+        raise DestinationExistsError(f"{dst} is the source itself and is not replaced; {_ELSEWHERE}")
     if any(is_same(target, parent) for parent in source.parents):
-        raise DestinationExistsError(f"{dst} contains the source {src}, which replacing it would remove; {_ELSEWHERE}")
+        raise DestinationExistsError(
+            f"{dst} contains the source {src}; replacing it would remove the source; {_ELSEWHERE}"
+        )
     if any(is_same(source, parent) for parent in target.parents):
-        raise DestinationExistsError(f"{dst} lies in the source {src}, of which nothing is replaced; {_ELSEWHERE}")
+        raise DestinationExistsError(f"{dst} is inside the source {src}, which is not changed; {_ELSEWHERE}")
 
 
 def _same_file(one: PurePosixPath, other: PurePosixPath) -> bool:
@@ -65,13 +67,13 @@ def replaced_files(place: Place, written: Iterable[str], *, is_file: bool) -> Ma
     others = present.beyond(files)
     if others and not files:
         raise DestinationExistsError(
-            f"{place.url} is not a checkpoint itself: the one that is there lies deeper ({listed(others)}), and "
-            f"--overwrite replaces no folder that holds others; {_ELSEWHERE}"
+            f"{place.url} is not a checkpoint itself but contains one ({listed(others)}); "
+            f"--overwrite does not replace a folder that contains other files; {_ELSEWHERE}"
         )
     if others:
         raise DestinationExistsError(
-            f"{place.url} holds what is not part of the checkpoint there: {listed(others)}; --overwrite replaces the "
-            f"checkpoint alone: move the rest away, or {_ELSEWHERE}"
+            f"{place.url} contains files that are not part of its checkpoint: {listed(others)}; --overwrite "
+            f"replaces only the checkpoint: move the other files away, or {_ELSEWHERE}"
         )
     _check_tags(place, files, written)
     return files

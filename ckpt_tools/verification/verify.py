@@ -68,7 +68,7 @@ def _converted(listed: Digests, options: ConvertOptions) -> Digests:
     chosen = [key for key in listed if transforms.is_chosen(key.fqn, options.include, options.exclude)]
     renamed = {key._replace(fqn=new_name(key.fqn)): listed[key] for key in chosen}
     if len(renamed) < len(chosen):
-        raise UsageError("renaming makes one name of two; names must stay distinct")
+        raise UsageError("renaming gives two tensors the same name; names must stay distinct")
     return renamed
 
 
@@ -135,7 +135,7 @@ def compare_all(
             side.selected(lambda fqn: transforms.is_chosen(fqn, options.include, options.exclude)) for side in sides
         ]
         if not any(side.tensors for side in sides):
-            raise UsageError("--include and --exclude leave no tensor on either side")
+            raise UsageError("--include and --exclude select no tensor on either side")
     report = compare(sides[0], sides[1], num_workers=how.num_workers, on_progress=how.on_progress)
     return replace(report, notes=notes)
 
@@ -152,9 +152,7 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
     if all(counts) or not any(counts):
         return manifests, ()
     left_out = "model copies" if options.weight_copy == "master" else "fp32 masters"
-    note = Note(
-        Outcome.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "one side alone has them", max(counts)
-    )
+    note = Note(Outcome.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "only one side has them", max(counts))
     return [transforms.one_copy(each, weights=options.weight_copy)[0] for each in manifests], (note,)
 
 

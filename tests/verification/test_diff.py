@@ -67,7 +67,7 @@ def test_bits_of_nans_and_signs_of_zeros_differ_and_are_counted_apart(tmp_path: 
     report = diff_of(tmp_path, {"w": a}, {"w": b})
     assert only(report)[2] == Deviation(num_differing=4, num_nan_bits=2, num_zero_signs=1, num_one_nan=1)
     assert report.differences[0].what == (
-        "4 of 5 elements differ; 2 in the bits of a NaN; 1 in the sign of a zero; 1 NaN on one side alone"
+        "4 of 5 elements differ; 2 in the bits of a NaN; 1 in the sign of a zero; 1 NaN on one side only"
     )
 
 

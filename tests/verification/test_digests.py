@@ -99,9 +99,9 @@ def listed(*entries: Any, **changes: Any) -> bytes:
     ("data", "error", "words"),
     [
         (b"not json", MalformedError, "not valid JSON"),
-        (b"[]", MalformedError, "no list of digests"),
-        (listed(format="other"), MalformedError, "no list of digests"),
-        (listed(tensors={}), MalformedError, "no list of digests"),
+        (b"[]", MalformedError, "not a list of digests"),
+        (listed(format="other"), MalformedError, "not a list of digests"),
+        (listed(tensors={}), MalformedError, "not a list of digests"),
         (listed(version=2), UnsupportedError, "version 2"),
         (listed(ENTRY, ENTRY), MalformedError, "two digests"),
         (listed("w"), MalformedError, "lacks"),
@@ -430,7 +430,7 @@ def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(
     assert Path(report.digests or "").is_file()
     assert ckpt_tools.verify(tmp_path / name).num_digests == 4
     monkeypatch.setattr(digests, "digests_of", _failing)
-    with pytest.raises(StoreError, match=r"gone; .*out.* is written, and its digests are not"):
+    with pytest.raises(StoreError, match=r"gone; .*out.* is written, but its digests are not"):
         ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, overwrite=True, **options)
 
 

@@ -57,7 +57,10 @@ def _imported() -> Any:
 
 def _connect(ray: Any, address: str | None, num_workers: int) -> None:
     if address is not None and address.startswith("ray://"):
-        raise UsageError(f"--address {address} is a Ray client's: run on a node of the cluster, with --address auto")
+        raise UsageError(
+            f"--address {address} is for Ray Client, which is not supported; "
+            "run on a node of the cluster with --address auto"
+        )
     if address not in (None, "auto", "local"):
         _look_for(address)
     local = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}

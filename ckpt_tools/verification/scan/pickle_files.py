@@ -103,7 +103,7 @@ class Inspector:
         if not piece.size:
             return
         if piece.depth > MAX_NESTING:
-            self._unreadable(piece, f"pickles lie more than {MAX_NESTING} deep inside each other")
+            self._unreadable(piece, f"pickles are nested more than {MAX_NESTING} levels deep")
             return
         head = piece.read(0, min(piece.size, _HEAD_BYTES))
         if head.startswith(_ZIP_MAGIC):
@@ -176,7 +176,7 @@ class Inspector:
             self._notebook.add(piece.file, where(use.at), Danger.RUNS, use.shown)
         if found.num_uses > len(found.uses):
             left = found.num_uses - len(found.uses)
-            self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{left:,} calls more", count=left)
+            self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{left:,} more calls", count=left)
         for data in found.nested:
             self._look_inside(piece, data)
 
@@ -192,8 +192,12 @@ class Inspector:
     def _note_failure(self, piece: Piece, at: int, found: Recording) -> None:
         if at == 0 and not found.uses and _is_safetensors(piece):
             return
-        what = f"{piece.size - at:,} bytes follow a pickle and are none" if at and not found.stop > 2 else found.failure
-        self._unreadable(piece, f"it cannot be followed, so that more may run: {what}")
+        what = (
+            f"{piece.size - at:,} bytes follow a pickle but are not a pickle"
+            if at and not found.stop > 2
+            else found.failure
+        )
+        self._unreadable(piece, f"it cannot be read to its end, so there may be more calls: {what}")
 
     def _after_storages(self, piece: Piece, at: int, series: list[Recording]) -> int:
         """Where the storages of a legacy file end, which lie there in the order of the fifth pickle's keys."""
@@ -210,7 +214,7 @@ class Inspector:
         head = piece.read(at, min(at + 8, piece.size))
         stop = at + 8 + int.from_bytes(head, "little") * (item_bytes or 0)
         if item_bytes is None or len(head) < 8 or stop > piece.size:
-            self._unreadable(piece, f"the storage at byte {at:,} cannot be followed, so that more may run")
+            self._unreadable(piece, f"the storage at byte {at:,} cannot be read to its end, so there may be more calls")
             return piece.size
         return stop
 
@@ -224,7 +228,7 @@ class Inspector:
             self._any_zip(piece, error)
             return
         if directory is None:
-            self._no_archive(piece, "the zip archive has no end; it was cut off or damaged")
+            self._no_archive(piece, "the zip archive has no end; it is truncated or damaged")
         elif not has_one_directory(piece.read, piece.size):
             self._any_zip(piece, None)
             self._no_archive(piece, "the zip archive has a second directory, which a loader may read instead")
@@ -235,7 +239,7 @@ class Inspector:
 
     def _no_archive(self, piece: Piece, what: str) -> None:
         if piece.is_expected:
-            self._unreadable(piece, f"it cannot be followed, so that more may run: {what}")
+            self._unreadable(piece, f"it cannot be read to its end, so there may be more calls: {what}")
 
     def _any_zip(self, piece: Piece, error: FormatError | UnsafeError | None) -> None:
         """An archive that torch did not write. A compressed one can be followed; of others, as much as can be."""
@@ -300,7 +304,7 @@ class Inspector:
                 at = after(at + found.stop, found.value)
                 left -= 1
             elif going:
-                self._unreadable(piece, f"the pickle at byte {at:,} is none of torch's")
+                self._unreadable(piece, f"the pickle at byte {at:,} is not one of torch's")
                 going = False
         if going and at < piece.size:
             self._stream(piece.part(at, piece.size, f"from byte {at:,}", is_expected=True))

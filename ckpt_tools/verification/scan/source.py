@@ -44,7 +44,7 @@ class _Scan:
         hidden, links = _hidden(source.store)
         self._source = replace(source, files=dict(sorted({**hidden, **source.files}.items())))
         for link in links:
-            self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside of the checkpoint")
+            self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside the checkpoint")
 
     def run(self, url: str) -> ScanReport:
         items = self._items()
@@ -120,7 +120,7 @@ class _Scan:
     def _inflated(self, piece: Piece, transforms: tuple[str, ...]) -> str | None:
         """Look at an item that went through ``transforms``; why not, if not."""
         if transforms != (_ZSTD,):
-            return f"it is stored through {listed(transforms)}"
+            return f"it is compressed or transformed by {listed(transforms)}"
         data, reason = inflated_zstd(piece.read, piece.size)
         self._inspector.inspect(piece.holding(data, "", is_expected=not reason))
         return reason
