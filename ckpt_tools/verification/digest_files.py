@@ -1,6 +1,6 @@
-"""Lists of digests where they lie: in the folder of a checkpoint, or beside its one file.
+"""The files with lists of digests: in the folder of a checkpoint, or beside its single file.
 
-The list of a conversion is made of what was written, read back by the reader of the format. Where a destination can be
+The list of a conversion is computed from the output, read back by the reader of the format. If a destination can be
 read before it is published, as a local one can, the list is published with it: in the folder, or, for a file, just
 before the file. Elsewhere it follows the output.
 """

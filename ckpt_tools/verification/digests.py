@@ -120,7 +120,7 @@ def _blocks(tensor_reader: TensorReader, entry: TensorEntry) -> Iterator[memoryv
 
 
 def differences(expected: Digests, found: Digests) -> Iterator[Difference]:
-    """How the tensors of a checkpoint differ from a list of them."""
+    """The differences between the digests of a checkpoint and a recorded list."""
     for key, wanted in expected.items():
         if key not in found:
             yield Difference(key, Aspect.MISSING, "it is in the list of digests but not in the checkpoint")
@@ -176,10 +176,10 @@ def _row(key: StateKey, digest: Digest) -> dict[str, Any]:
 
 
 def loads(data: bytes, path: str) -> dict[StateKey, Digest]:
-    """The list that ``data`` is.
+    """The list of digests in ``data``.
 
     Raises:
-        MalformedError: it is none, or names a tensor twice. UnsupportedError: it is of a later version.
+        MalformedError: it is not a list of digests, or names a tensor twice. UnsupportedError: its version is later.
     """
     found = parse_json(data, path)
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("tensors"), list):
@@ -211,7 +211,7 @@ def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
 
 
 def is_list(source: Source, path: str) -> bool:
-    """Whether a file is a list of digests, if only one of a later version. Raises StoreError."""
+    """Whether a file is a list of digests, of this or a later version. Raises StoreError."""
     try:
         read_list(source, path)
     except UnsupportedError:
@@ -224,7 +224,7 @@ def is_list(source: Source, path: str) -> bool:
 def place_in(manifest: Manifest) -> str:
     """The name that the list has in the folder of a checkpoint: in the folder of the tag, where all tensors are in one.
 
-    ``zero`` is no tag: it is where a universal checkpoint whose tag folder was opened keeps its tensors.
+    ``zero`` is not a tag: it holds the tensors of a universal checkpoint whose tag folder was opened.
     """
     tops = {
         table.files[number].rpartition("/")[0].partition("/")[0]
@@ -237,5 +237,5 @@ def place_in(manifest: Manifest) -> str:
 
 
 def read_list(source: Source, path: str) -> dict[StateKey, Digest]:
-    """The list in a file of ``source``. Raises as ``loads`` does, and IncompleteError where it is missing."""
+    """The list in a file of ``source``. Raises as ``loads`` does, and IncompleteError if it is missing."""
     return loads(source.read_all(path, limit_bytes=MAX_LIST_BYTES), path)

@@ -1,4 +1,4 @@
-"""What ``--overwrite`` replaces: the files of the one checkpoint that lies at the destination itself, and nothing else.
+"""``--overwrite`` replaces the files of the one checkpoint at the destination itself, and nothing else.
 
 Each reader says which files are those of the checkpoint that it reads; our list of digests and a signature may lie with
 them. Where anything else is there, nothing is replaced: a folder is never removed because there is a checkpoint in it.
@@ -27,7 +27,7 @@ _ELSEWHERE = "choose another destination"
 
 
 def check_apart(src: str | Path, dst: str | Path) -> None:
-    """Raises DestinationExistsError where one of the two is, or lies in, the other."""
+    """Raises DestinationExistsError if one of the two is the other, or is inside it."""
     (service, source), (other, target) = whereabouts(src), whereabouts(dst)
     if service != other:
         return
@@ -80,7 +80,7 @@ def replaced_files(place: Place, written: Iterable[str], *, is_file: bool) -> Ma
 
 
 def _own_files(present: Present, url: str) -> frozenset[str]:
-    """The names of the files of the checkpoint there, and of what of ours lies with it."""
+    """The names of the files of the checkpoint there, and of our own files with it."""
     source = Source(present.store, {path: size for path, size in present.files.items() if is_shown(path)})
     try:
         reader = reader_for(source, None)

@@ -29,7 +29,7 @@ from ckpt_tools.verification.report import VerifyReport
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """By how many threads, and who hears of it."""
+    """The number of threads, and the progress callback."""
 
     num_workers: int
     on_progress: Progress
@@ -38,12 +38,12 @@ class Running:
 def verify_alone(
     source: Source, manifest: Manifest, options: ConvertOptions, how: Running, *, against: str | Path | None
 ) -> VerifyReport:
-    """Whether every byte can be read, agrees with the checksums stored in it, and every tensor with its digest, where
-    there are digests: those in ``against``, of a checkpoint that was converted to this one with ``options``, else those
-    found with this one.
+    """Whether every byte can be read and matches the stored checksums, and every tensor matches its digest, if
+    there are digests: those in ``against``, of a checkpoint that was converted to this one with ``options``, or those
+    stored with this one.
 
     Raises:
-        CkptError: bytes cannot be read; the digests are none.
+        CkptError: bytes or the digests cannot be read.
     """
     listed = read_digests(against) if against is not None else stored_digests(source, manifest)
     report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
@@ -57,7 +57,7 @@ def verify_alone(
 
 
 def _converted(listed: Digests, options: ConvertOptions) -> Digests:
-    """The list as converting its checkpoint makes it: weights alone, chosen and renamed. Raises UsageError."""
+    """The list after the conversion of its checkpoint: only weights, selected and renamed. Raises UsageError."""
     if options.state == "model":
         copies = digests.one_copy(listed, weights=options.weight_copy)
         listed = {key: digest for key, digest in copies.items() if key.slot == WEIGHT}
@@ -73,7 +73,7 @@ def _converted(listed: Digests, options: ConvertOptions) -> Digests:
 
 
 def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions) -> tuple[Digests, Digests]:
-    """Where one side alone keeps fp32 masters, one copy of each weight on both."""
+    """If only one side has fp32 masters, one copy of each weight on both sides."""
     sides = [digests.has_masters(each) for each in (wanted, found)]
     check([OF_TWO_COPIES], options.given, Case(has_masters=sides[0], keeps_both=all(sides)))
     if sides[0] == sides[1]:
@@ -84,7 +84,7 @@ def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions
 def verify_pair(
     source: Source, manifest: Manifest, dst: str | Path, options: ConvertOptions, how: Running
 ) -> VerifyReport:
-    """Whether ``dst`` holds what converting ``manifest`` with ``options`` makes.
+    """Whether ``dst`` holds the result of converting ``manifest`` with ``options``.
 
     Raises:
         CkptError: one of them cannot be read.
@@ -102,7 +102,7 @@ def verify_pair(
 
 
 def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
-    """How the destination is read: with the tag and the keys that are not for reading the source."""
+    """The options for reading the destination: the tag and the keys that are not for reading the source."""
     case = case_of(manifest, "", keeps_both=False, whole=False)
     return ReadOptions(
         tag=None if case.reads_tag else options.tag,
@@ -114,10 +114,10 @@ def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
 def compare_all(
     a: tuple[Source, Manifest], b: tuple[Source, Manifest], options: ConvertOptions, how: Running
 ) -> VerifyReport:
-    """What differs between ``a``, its tensors renamed by ``options``, and ``b``, in the tensors that they choose.
+    """The differences between ``a``, with its tensors renamed by ``options``, and ``b``, in the selected tensors.
 
     Raises:
-        CkptError: bytes cannot be read. UsageError: no tensor is chosen.
+        CkptError: bytes cannot be read. UsageError: no tensor is selected.
     """
     has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
     is_both = all(has_masters) and options.state != "model"
@@ -141,9 +141,9 @@ def compare_all(
 
 
 def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[list[Manifest], tuple[Note, ...]]:
-    """The manifests as they are to be compared, and what that leaves out.
+    """The manifests to compare, and notes about what is left out.
 
-    Where one side alone keeps fp32 masters, ``options.weights`` says which of its copies stands for a weight.
+    If only one side has fp32 masters, ``options.weights`` says which of its copies is compared.
     """
     if options.state == "model":
         bare = [transforms.model_only(each, weights=options.weight_copy, asked=True) for each in manifests]
@@ -158,7 +158,7 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
 
 @dataclass(frozen=True, slots=True)
 class ChecksumReport:
-    """The digests of a checkpoint's tensors, and where they were written; None where they were not."""
+    """The digests of a checkpoint's tensors, and where they were written; None if they were not written."""
 
     digests: Digests
     num_bytes: int
@@ -176,10 +176,10 @@ class ChecksumReport:
 def write_digests(
     source: Source, manifest: Manifest, how: Running, *, output: str | Path | None, overwrite: bool
 ) -> ChecksumReport:
-    """Write the list of a checkpoint's digests to ``output``: left out, with the checkpoint; ``-``, nowhere.
+    """Write the list of a checkpoint's digests to ``output``. Default: with the checkpoint. ``-``: do not write it.
 
     Raises:
-        DestinationExistsError: a list is there. CkptError: bytes cannot be read or written.
+        DestinationExistsError: the list exists. CkptError: bytes cannot be read or written.
     """
     meter = Meter(how.on_progress, digests.num_bytes(manifest))
 

@@ -1,4 +1,4 @@
-"""What a scan finds."""
+"""The results of a scan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MAX_FINDINGS = 1000
 
 
 class Danger(StrEnum):
-    """What a finding is of."""
+    """The kind of a finding."""
 
     RUNS = "runs"
     """Code that a loader would run or import."""
     OUTSIDE = "outside"
     """A name of a file that leads out of the checkpoint."""
     UNREADABLE = "unreadable"
-    """What could not be followed: damaged, of an unknown kind, or made so that it cannot be."""
+    """Data that cannot be checked: damaged, of an unknown kind, or made to resist it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ScanReport:
 
 
 class FindingCollector:
-    """Findings while they are collected."""
+    """Collects findings."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -75,5 +75,5 @@ class FindingCollector:
 
 
 def printable(text: str) -> str:
-    """``text`` on one line, without anything that a terminal would obey or that cannot be encoded."""
+    """``text`` on one line, without control characters and characters that cannot be encoded."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""The files that pickles lie in: streams of pickles, torch zips, the tar of torch before 0.1.10, numpy's arrays.
+"""The files that contain pickles: streams of pickles, torch zips, the tar of torch before 0.1.10, numpy's arrays.
 
 A file is taken for what its first bytes make a loader take it for (torch/serialization.py ``load``), not for what its
 name says. The name decides one thing: where it is one that loaders unpickle, what cannot be followed is a finding.
@@ -91,7 +91,7 @@ class Piece:
 
 
 class Inspector:
-    """Looks at pieces, and notes what a loader would run of them."""
+    """Checks pieces, and records the calls that a loader would execute."""
 
     def __init__(self, notebook: FindingCollector) -> None:
         self._notebook = notebook
@@ -99,7 +99,7 @@ class Inspector:
         self._nested: set[bytes] = set()
 
     def inspect(self, piece: Piece) -> None:
-        """Whatever ``piece`` is. Raises StoreError and MemoryBudgetError alone."""
+        """Check ``piece``, of whatever kind it is. Raises only StoreError and MemoryBudgetError."""
         if not piece.size:
             return
         if piece.depth > MAX_NESTING:
