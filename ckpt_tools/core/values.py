@@ -173,7 +173,7 @@ def check_extents(dims: tuple[int, ...]) -> None:
         raise MalformedError(f"a tensor of {len(dims)} dims")
     for dim in dims:
         if type(dim) is not int or not 0 <= dim <= INT64_MAX:
-            raise MalformedError(f"{brief(dim)} is not a valid tensor dimension")
+            raise MalformedError(f"{brief(dim)} is not a valid extent of a tensor")
 
 
 @dataclass(frozen=True, slots=True)

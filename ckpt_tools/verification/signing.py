@@ -89,7 +89,7 @@ def check_signature(src: str | Path, *, public_key: str | Path, signature: str |
     unchanged since then, with none added or removed.
 
     Raises:
-        DifferenceError: the check fails. SourceNotFoundError: there is no signature. UsageError: as for ``sign_with_key``.
+        DifferenceError: the check fails. SourceNotFoundError: no signature. UsageError: as for ``sign_with_key``.
     """
     from_model_signing = _model_signing()
     path, found, key = _existing(src), _existing(_signature_path(src, signature)), _existing(public_key)

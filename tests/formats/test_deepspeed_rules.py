@@ -513,12 +513,12 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     ),
     # The model.
     "no module": (2, in_model(module=None), MalformedError, "'module' is a NoneType"),
-    "a weight missing": (2, of_module(lambda m: m.pop("a.bias")), IncompleteError, "a.bias.*module has not"),
+    "a weight missing": (2, of_module(lambda m: m.pop("a.bias")), IncompleteError, "a.bias.*in param_shapes but not in module"),
     "a weight that is no tensor": (
         2,
         of_module(lambda m: m.update({"a.bias": 3})),
         MalformedError,
-        "a.bias.*no tensor, but a int",
+        "a.bias.*contains a int instead of a tensor",
     ),
     "a weight of another shape": (
         2,

@@ -507,7 +507,7 @@ def test_a_tensor_of_no_storage_is_refused() -> None:
         (b"X\x05\x00\x00\x00\xff\xff\xff\xff\xff.", "malformed"),
         (b"ctorch\nSize\nVab\n\x85R.", "Size"),
         (b"ctorch\nSize\n(I1\nI-1\nt\x85R.", "extent"),
-        (b"ccollections\nOrderedDict\n)RNb.", "no dict"),
+        (b"ccollections\nOrderedDict\n)RNb.", "not a dict"),
         (b"cm\nC\n)\x81}b}b.", "twice"),
         (b"c" + b"m" * 10_000 + b"\nC\n.", "absurd"),
         (b"\x80\x04\x95\xff\x00\x00\x00\x00\x00\x00\x00N.", "early"),

@@ -172,7 +172,7 @@ def test_values_are_cast_to_what_the_job_has(whole: Path) -> None:
 
 
 def test_a_cast_that_would_lose_the_kind_is_refused(whole: Path) -> None:
-    with pytest.raises(BaseException, match=r"float32, which does not become torch\.int64"):
+    with pytest.raises(BaseException, match=r"float32, which cannot be cast to torch\.int64"):
         quietly(
             dcp.load, {"w": torch.zeros(4, 3, dtype=torch.int64)}, storage_reader=storage_reader(whole), no_dist=True
         )
