@@ -468,7 +468,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     "fewer groups than shapes": (2, in_model(param_shapes=[{"a.weight": (5, 3)}]), MalformedError, "2 groups"),
     "shapes too large": (2, reshaped((9, 9)), MalformedError, "3 partitions of 8 elements.*86"),
     "shapes too small": (2, reshaped((2, 3)), MalformedError, "3 partitions of 8 elements.*11"),
-    "stage 3 shapes": (3, reshaped((9, 9)), MalformedError, "8 elements.*promise 30"),
+    "stage 3 shapes": (3, reshaped((9, 9)), MalformedError, "8 elements.*states 30"),
     "a master too short": (2, masters(1, shorter), MalformedError, "7 elements instead of 8"),
     "the first master too short": (2, masters(0, shorter), MalformedError, "7 elements instead of 8"),
     "a master too long": (2, masters(2, longer), MalformedError, "5 elements instead of 4"),
@@ -513,7 +513,12 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     ),
     # The model.
     "no module": (2, in_model(module=None), MalformedError, "'module' is a NoneType"),
-    "a weight missing": (2, of_module(lambda m: m.pop("a.bias")), IncompleteError, "a.bias.*in param_shapes but not in module"),
+    "a weight missing": (
+        2,
+        of_module(lambda m: m.pop("a.bias")),
+        IncompleteError,
+        "a.bias.*in param_shapes but not in module",
+    ),
     "a weight that is no tensor": (
         2,
         of_module(lambda m: m.update({"a.bias": 3})),
