@@ -552,7 +552,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     "a fragment missing": (3, fragment(1, lambda f: f.pop("f")), IncompleteError, "frozen f is missing"),
     "a fragment too short": (3, fragment(1, lambda f: f.update(f=f["f"][:1].clone())), MalformedError, "frozen f has"),
     "a fragment of another type": (3, fragment(1, lambda f: f.update(f=f["f"].half())), MalformedError, "float16"),
-    "a fragment that is no tensor": (3, fragment(1, lambda f: f.update(f=3)), MalformedError, "no tensor"),
+    "a fragment that is no tensor": (3, fragment(1, lambda f: f.update(f=3)), MalformedError, "not a tensor"),
     "ranks of different steps": (
         3,
         lambda f: f[rank_model(1)].update(global_steps=8),

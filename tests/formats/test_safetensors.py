@@ -73,7 +73,7 @@ def test_reads_what_the_library_wrote() -> None:
         (packed({"a": info(), "b": info(offsets=[4, 12])}, bytes(12)), MalformedError, "overlaps"),
         (packed({"a": info(offsets=[4, 12])}, bytes(12)), MalformedError, "gap"),
         (packed({"a": info()}, bytes(9)), MalformedError, "belong to no tensor"),
-        (packed({"a": info()}, bytes(7)), IncompleteError, "cut off"),
+        (packed({"a": info()}, bytes(7)), IncompleteError, "truncated"),
         (packed(b'{"a":{},"a":{}}'), MalformedError, "twice"),
         (packed({"__metadata__": {"n": 1}}), MalformedError, "__metadata__"),
         (packed(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}', bytes(8)), MalformedError, "NaN"),

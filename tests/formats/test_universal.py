@@ -249,7 +249,7 @@ OPTIMIZER = "zero/optimizer_state.pt"
 REFUSED: dict[str, Change] = {
     "too few elements": (STAGE1, UP, lambda v: {"param": v["param"][1:]}, MalformedError, "its shape is"),
     "rows without a vocabulary": (STAGE1, UP, lambda v: {"param": v["param"].T}, MalformedError, "its shape is"),
-    "no tensor": (STAGE1, UP, lambda v: {"cat_dim": 0}, MalformedError, "no tensor"),
+    "no tensor": (STAGE1, UP, lambda v: {"cat_dim": 0}, MalformedError, "does not contain a tensor"),
     "an expert": (STAGE1, UP, lambda v: {**v, "is_expert_param": True}, UnsupportedError, "experts"),
     "tensor parallel": (STAGE1, MODEL1, lambda v: {**v, "mp_world_size": 2}, UnsupportedError, "tensor-"),
     "no groups": (STAGE1, OPTIMIZER, lambda v: {"ds_version": "0"}, MalformedError, "param_groups"),
@@ -259,7 +259,7 @@ REFUSED: dict[str, Change] = {
         OPTIMIZER,
         lambda v: {**v, "param_groups": v["param_groups"][:1]},
         MalformedError,
-        "of the 3",
+        "param_shapes has 3",
     ),
     "no fragment": (STAGE3, MODEL3, lambda v: {**v, "frozen_param_fragments": {}}, IncompleteError, "its part"),
 }
