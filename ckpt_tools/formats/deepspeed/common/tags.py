@@ -18,7 +18,7 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
         UnsafeError: ``latest`` leads out of the source; UnsupportedError: there are several and nothing chooses.
     """
     if not folders:
-        raise SourceNotFoundError(f"{source.store.url} does not contain {what}")
+        raise SourceNotFoundError(f"there is no {what} in {source.store.url}")
     if tag is not None:
         return _tagged(source, folders, tag)
     if "" in folders:
