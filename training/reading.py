@@ -10,8 +10,8 @@ from pathlib import Path
 from ckpt_tools.errors import CkptError
 
 REWORDED = (
-    (r"name one with --tag\b", "resume the folder of one of them"),
-    (r"[;,]? ?(?:if it is one of them, )?say which with --from\b", ""),
+    (r"choose one with --tag\b", "resume the folder of one of them"),
+    (r"[;,]? ?(?:if it is in one of them, )?name it with --from\b", ""),
     (r",? or --storage-option key=\S+ secret=\S+", ""),
 )
 """Advice that a trainer's user can follow in another way, or not at all."""

@@ -1,7 +1,7 @@
 """``train``, ``predict`` and ``serve``: commands of the packages beside the converter, which an extra makes usable.
 
 The converter does not know these packages. The distribution names their commands as entry points. A command is looked
-up and imported when it is the one asked for, so that nothing else pays for it.
+up and imported when it is the one asked for, so that no other command pays for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GROUP = "ckpt_tools.commands"
 
 
 class BesideCommand(click.Command):
-    """Stands in the list of commands; parses and runs as the command that the entry point of its name gives."""
+    """A placeholder in the list of commands that loads the real command from the entry point of its name."""
 
     def __init__(self, name: str, extra: str, short_help: str) -> None:
         super().__init__(name, short_help=short_help)
@@ -52,8 +52,8 @@ class BesideCommand(click.Command):
         return command
 
     def _entry_point(self) -> EntryPoint | None:
-        """Only this distribution's own: another package cannot take the name."""
-        # 20 ms, which the other commands are spared.
+        """The entry point of this distribution; another package cannot replace it."""
+        # Importing it takes 20 ms, so that only these commands do.
         from importlib.metadata import PackageNotFoundError, distribution
 
         try:
@@ -64,7 +64,7 @@ class BesideCommand(click.Command):
 
     def _not_installed(self) -> UsageError:
         return UsageError(
-            f"ckpt-tools {self.name} is not installed with this copy of ckpt-tools, which seems to be a source tree: "
+            f"ckpt-tools {self.name} is not installed with this copy of ckpt-tools, which looks like a source tree: "
             f"run pip install -e '.[{self.extra}]' in it"
         )
 

@@ -14,16 +14,16 @@ from ckpt_tools.core.wording import count, size
 
 @click.command("checksum")
 @options.source
-@click.option("--output", metavar="FILE", help="Where to write the digests; - prints them. With SRC if left out.")
+@click.option("--output", metavar="FILE", help="The file to write; - prints the digests. Default: stored with SRC.")
 @options.reading
 @options.workers
-@click.option("--overwrite", is_flag=True, help="Replace digests that are there.")
+@click.option("--overwrite", is_flag=True, help="Replace existing digests.")
 @options.as_json
 @options.talking
 def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
-    """Write down the digests of a checkpoint's tensors, for verify to check.
+    """Write the digests of a checkpoint's tensors, for verify to check.
 
-    They lie in the folder of SRC, or beside its file.
+    They are stored in the folder of SRC, or beside its file.
     """
     from ckpt_tools import checksum
 

@@ -13,11 +13,11 @@ from ckpt_tools.core.wording import size
 @click.command("clean")
 @click.argument("dst", metavar="DST")
 @options.storage
-@click.option("--dry-run", is_flag=True, help="List it, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="List the leftovers and remove nothing.")
 @options.as_json
 @options.verbose
 def clean_command(dst: str, dry_run: bool, as_json: bool, storage_options: dict[str, str]) -> None:
-    """Remove what killed or failed runs left at DST or beside it, and nothing else."""
+    """Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."""
     from ckpt_tools import clean
 
     report = clean(dst, dry_run=dry_run, storage_options=storage_options)

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, show, show_notes, table
-from ckpt_tools.cli.wrapping import say
+from ckpt_tools.cli.render import print_json, progress, show_notes
+from ckpt_tools.cli.wrapping import say, say_columns
 from ckpt_tools.core.wording import MAX_NAMES, count, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
 
 _destination = click.argument("dst", metavar="DST")
-_to = click.option("--to", metavar="FORMAT", help="The format to write; see formats. A file's ending implies it.")
-_state = options.state("Weights alone, or the whole training state. Default: all where the format can hold it.")
+_to = click.option(
+    "--to", metavar="FORMAT", help="The format to write (see ckpt-tools formats). Default: by the ending of DST."
+)
+_state = options.state("Write the weights alone, or the whole training state. Default: all if the format can hold it.")
 _max_shard_size = click.option(
-    "--max-shard-size", metavar="SIZE", help="Cut safetensors or torch into files of at most this."
+    "--max-shard-size", metavar="SIZE", help="Split safetensors or torch output into files of at most this size."
 )
 _world_size = click.option(
     "--world-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ranks to write for, of dcp and zero*. Default: the source's own.",
+    help="The number of ranks to write for (dcp and zero*). Default: that of the source.",
 )
-_strict = click.option("--strict", is_flag=True, help="Fail where something would be dropped.")
-_overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is DST, and nothing else.")
+_strict = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
 _resume = click.option(
-    "--resume", is_flag=True, help="Continue what a killed run of the same conversion left; keep it on failure."
+    "--resume",
+    is_flag=True,
+    help="Continue a killed run of the same conversion. If this run fails too, keep its output.",
 )
-_fsync = click.option("--fsync", is_flag=True, help="Wait until the output would outlive a power failure.")
-_checksum = click.option("--checksum", is_flag=True, help="Write the digests of the output with it, for verify.")
+_fsync = click.option("--fsync", is_flag=True, help="Wait until the output is safe from a power failure.")
+_checksum = click.option("--checksum", is_flag=True, help="Also write the digests of the output, for verify.")
 
 
 @click.command("convert")
@@ -52,7 +57,7 @@ _checksum = click.option("--checksum", is_flag=True, help="Write the digests of 
 @_resume
 @_fsync
 @_checksum
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 @options.as_json
 @options.talking
 def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
@@ -70,7 +75,9 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
 @click.command("reshard")
 @options.source
 @_destination
-@click.option("--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="Ranks to write for.")
+@click.option(
+    "--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="The number of ranks to write for."
+)
 @options.reading
 @options.running
 @options.clustering
@@ -106,7 +113,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
 @options.as_json
 @options.talking
 def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
-    """Say what convert would read, write, cast, drop and remove. Writes nothing."""
+    """Show what convert would read, write, cast, drop and remove. Nothing is written."""
     from ckpt_tools import plan
 
     _show_plan(plan(src, dst, **chosen), as_json)
@@ -129,7 +136,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.as_json
 @options.talking
 def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
-    """Write the model's weights alone: safetensors, or .pt if DST says so."""
+    """Write the model's weights alone, as safetensors or in the format that DST's ending implies."""
     from ckpt_tools import consolidate
 
     with progress("consolidating", quiet=quiet) as on_progress:
@@ -144,10 +151,7 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
     say(f"{report.source_format} to {report.target_format}: {_figures(report)}")
     say(f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
     say(f"peak memory {size(report.peak_memory_bytes)}")
-    drawn = table(None, "file", "bytes", right=("bytes",))
-    for path, num_bytes in report.files.items():
-        drawn.add_row(path, f"{num_bytes:,}")
-    show(drawn)
+    _show_files(report.files)
     _show_renamed(report)
     if report.removed_files:
         _show_removed(report)
@@ -169,11 +173,13 @@ def _show_renamed(report: PlanReport) -> None:
 
 def _show_removed(report: PlanReport) -> None:
     files = count(len(report.removed_files), "file")
-    click.echo(f"removes {files}, {size(report.removed_bytes)}, that DST holds now")
-    drawn = table(None, "file", "bytes", right=("bytes",))
-    for path, num_bytes in report.removed_files.items():
-        drawn.add_row(path, f"{num_bytes:,}")
-    show(drawn)
+    say(f"removes {files} of DST, {size(report.removed_bytes)}")
+    _show_files(report.removed_files)
+
+
+def _show_files(sizes: Mapping[str, int]) -> None:
+    rows = [(f"{num_bytes:,}", printable(path)) for path, num_bytes in sizes.items()]
+    say_columns(("bytes", "file"), rows, right=(0,))
 
 
 def _show_done(report: ConvertReport, as_json: bool) -> None:
@@ -183,7 +189,7 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
     rate = size(report.bytes_written / max(report.seconds, 1e-9))
     say(f"{report.destination}: {_figures(report.plan)}, {report.seconds:.2f} s ({rate}/s)")
     if report.bytes_recovered:
-        say(f"{size(report.bytes_recovered)} more were there from an earlier run")
+        say(f"{size(report.bytes_recovered)} were kept from an earlier run")
     if report.digests:
         say(f"digests in {report.digests}")
     _show_renamed(report.plan)

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, show, show_notes, table
-from ckpt_tools.cli.wrapping import say
-from ckpt_tools.core.wording import count, size
+from ckpt_tools.cli.render import print_json, progress, show_notes
+from ckpt_tools.cli.wrapping import say, say_item
+from ckpt_tools.core.wording import count, listed, printable, size
 from ckpt_tools.errors import DifferenceError
 
 if TYPE_CHECKING:
-    from ckpt_tools.verification.report import VerifyReport
+    from ckpt_tools.verification.report import Difference, VerifyReport
+
+MAX_MODULES = 8
+"""A model's blocks, its head and its embeddings. More make the summary longer than a glance."""
 
 
 @click.command("diff")
@@ -21,17 +24,18 @@ if TYPE_CHECKING:
 @click.argument("b", metavar="B")
 @options.storage
 @options.reading
-@options.state("Weights alone, or everything. Default: everything.")
+@options.state("Compare the weights alone, or everything. Default: all.")
 @options.weights
 @options.naming
 @options.workers
+@options.listing
 @options.as_json
 @options.talking
-def diff_command(a: str, b: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
-    """Show which tensors of A and B differ, and by how much, whatever the formats.
+def diff_command(a: str, b: str, top: int | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Show which tensors of A and B differ, and by how much, in any two formats.
 
-    Names of A can be rewritten into those of B; --from, --tag and the keys say how A is read. Exits with 6 where
-    anything differs.
+    A summary comes first, then the largest differences. --rename and --key-map change names of A to those of B.
+    --from, --tag, --model-key and --optim-key say how A is read. Exits with 6 if anything differs.
     """
     from ckpt_tools import diff
 
@@ -40,24 +44,57 @@ def diff_command(a: str, b: str, as_json: bool, quiet: bool, **chosen: Any) -> N
     if as_json:
         print_json(report.to_json())
     else:
-        show_report(report, "are the same, bit for bit")
-    refuse(report)
+        show_report(report, "are the same, bit for bit", top=top)
+    exit_by(report)
 
 
-def show_report(report: VerifyReport, same: str) -> None:
+def show_report(report: VerifyReport, same: str, *, top: int | None) -> None:
     """The differences, or one line that says that there are none."""
     if report.equal:
         say(f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}: all {same}")
     else:
-        drawn = table(None, "tensor", "difference")
-        for difference in report.differences:
-            drawn.add_row(str(difference.key), difference.what)
-        show(drawn)
+        _show_summary(report)
+        _show_rows(report, top)
     show_notes(report.notes)
 
 
-def refuse(report: VerifyReport) -> None:
-    """Raises DifferenceError where there are differences."""
+def exit_by(report: VerifyReport) -> None:
+    """End the command with the exit code of differences if there are any. They are a result and not an error."""
     if not report.equal:
-        differ = "differs" if report.num_differing == 1 else "differ"
-        raise DifferenceError(f"{report.num_differing:,} of {count(report.num_tensors, 'tensor')} {differ}")
+        raise click.exceptions.Exit(DifferenceError.exit_code)
+
+
+def verdict(report: VerifyReport) -> str:
+    """``3 of 640 tensors differ: 2 in values, 1 missing``."""
+    verb = "differs" if report.num_differing == 1 else "differ"
+    kinds = ", ".join(_kind(aspect, number) for aspect, number in report.summary.aspects.items())
+    return f"{report.num_differing:,} of {count(report.num_compared, 'tensor')} {verb}: {kinds}"
+
+
+def _kind(aspect: str, number: int) -> str:
+    return f"{number:,} {aspect}" if aspect in ("missing", "unexpected") else f"{number:,} in {aspect}"
+
+
+def _show_summary(report: VerifyReport) -> None:
+    summary = report.summary
+    say(verdict(report))
+    for group, difference in summary.largest.items():
+        say_item(f"largest difference of {group}", _largest(difference))
+    modules = [f"{printable(name)} {number:,}" for name, number in summary.modules.items()]
+    say_item("by module", listed(modules, MAX_MODULES))
+
+
+def _largest(difference: Difference) -> str:
+    deviation = difference.deviation
+    assert deviation is not None
+    if deviation.num_one_nan:
+        return printable(f"NaN on one side only, in {difference.key}")
+    return printable(f"{deviation.max_abs:.6g} (relative {deviation.max_rel:.3g}), in {difference.key}")
+
+
+def _show_rows(report: VerifyReport, top: int | None) -> None:
+    rows = report.summary.rows
+    for row in rows[:top]:
+        say_item(printable(row.name), printable(row.what))
+    if top is not None and len(rows) > top:
+        say(f"and {len(rows) - top:,} more; --all lists them")

@@ -1,4 +1,4 @@
-"""How the command ends when a signal asks it to: with what it can clean up in seconds, and never later."""
+"""How the command ends on a signal: it cleans up what it can within seconds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import click
 from ckpt_tools.signals import Stopped, exit_code_of, first_signal, heeded, stopping_on_signals, unheeded
 
 END_SECONDS = 8.0
-"""What cleaning up may take. ``docker stop`` kills after 10 seconds, Kubernetes and Slurm after 30."""
+"""The time limit for cleaning up. ``docker stop`` kills after 10 seconds, Kubernetes and Slurm after 30."""
 
 LOOK_SECONDS = 0.5
-"""How often it is looked for signals that are blocked, as they are while Ray starts."""
+"""How often to check for blocked signals: they are blocked while Ray starts."""
 
 WRITING = {"convert", "reshard", "consolidate"}
 """Commands with a destination."""
 
 
 class StoppableGroup(click.Group):
-    """click itself prints an empty line for ``KeyboardInterrupt``, on a terminal that may be gone."""
+    """Raises ``Abort`` itself: click would print an empty line first, on a terminal that may be closed."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -39,7 +39,7 @@ class StoppableGroup(click.Group):
 
 @contextmanager
 def ended_by_signals(words: Sequence[str], *, is_process: bool) -> Iterator[None]:
-    """Within the block a signal raises ``Stopped``, which leaves it whatever other error came of that.
+    """Within the block a signal raises ``Stopped``. It replaces any other error that the signal caused.
 
     With ``is_process`` this is all that the process does: it ends within ``END_SECONDS`` of the signal, even if the
     main thread waits in a call that no signal ends, such as one that looks up a host's name.
@@ -57,7 +57,7 @@ def ended_by_signals(words: Sequence[str], *, is_process: bool) -> Iterator[None
 
 
 def end(error: BaseException, words: Sequence[str], say: Callable[[str], None], *, is_process: bool) -> NoReturn:
-    """Say it, and end with the documented code; as a process at once, without waiting for threads."""
+    """Print the sentence and exit with the documented code; a process exits at once, without waiting for threads."""
     code = exit_code_of(error) if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGINT
     with unheeded():
         # A terminal that was closed takes no words.
@@ -84,10 +84,10 @@ def _sentence(number: int, words: Sequence[str], *, is_cleaned: bool = True) -> 
     if next((word for word in words if not word.startswith("-")), None) not in WRITING:
         return f"{how}."
     if "--resume" in words:
-        return f"{how}; what was written is kept for --resume."
+        return f"{how}; the files written so far are kept for --resume."
     if not is_cleaned:
-        return f"{how} before all was cleaned up; the next run, or ckpt-tools clean DST, removes what is left."
-    return f"{how}; the destination is as it was, or complete."
+        return f"{how} before everything was cleaned up; the next run or ckpt-tools clean DST removes the leftovers."
+    return f"{how}; the destination is either unchanged or complete."
 
 
 def _end_in_time(words: Sequence[str]) -> None:

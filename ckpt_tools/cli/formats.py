@@ -18,7 +18,7 @@ def formats_command(as_json: bool) -> None:
     if as_json:
         print_json([row.to_json() for row in found])
         return
-    drawn = table(None, "format", "read", "write", "holds", "what it is")
+    drawn = table(None, "format", "read", "write", "holds", "description")
     for row in found:
         drawn.add_row(row.name, "yes" if row.reads else "", "yes" if row.writes else "", row.holds, row.about)
     show(drawn)

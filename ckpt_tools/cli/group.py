@@ -1,4 +1,4 @@
-"""A group of commands whose help wraps at words, and which say when a store is asked again."""
+"""A group of commands. Their help wraps at words, and a line says when a store is asked again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NARROW_COLUMNS = 70
 
 
 class Formatter(click.HelpFormatter):
-    """Help that breaks no word, not even at its hyphens: ``--world-size`` stays one."""
+    """Help text that is not broken inside words or at hyphens: ``--world-size`` stays one word."""
 
     def write_text(self, text: str) -> None:
         paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
@@ -44,7 +44,7 @@ class Formatter(click.HelpFormatter):
 
 
 class Context(click.Context):
-    """A command under way: its help wraps at words, and it says when a store is asked again."""
+    """The context of a running command. Its help wraps at words, and a line says when a store is asked again."""
 
     formatter_class = Formatter
 

@@ -24,7 +24,9 @@ COMMANDS = {
     "plan": Home("convert", "Say what convert would read, write, cast, drop and remove."),
     "convert": Home("convert", "Write a checkpoint in another format."),
     "reshard": Home("convert", "Write the same checkpoint in the same format for another number of ranks."),
-    "consolidate": Home("convert", "Write the model's weights alone: safetensors, or .pt if DST says so."),
+    "consolidate": Home(
+        "convert", "Write the model's weights alone, as safetensors or in the format that DST's ending implies."
+    ),
     "verify": Home(
         "verify",
         "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",
@@ -32,8 +34,8 @@ COMMANDS = {
     "diff": Home("diff", "Show which tensors of A and B differ, and by how much, whatever the formats."),
     "scan": Home("scan", "Show what a loader that executes pickles would run of any file of SRC; run nothing."),
     "checksum": Home("checksum", "Write down the digests of a checkpoint's tensors, for verify to check."),
-    "sign": Home("sign", "Sign every file of a checkpoint, or a list of digests, by OpenSSF model-signing."),
-    "clean": Home("clean", "Remove what killed or failed runs left at DST or beside it, and nothing else."),
+    "sign": Home("sign", "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."),
+    "clean": Home("clean", "Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."),
     "formats": Home("formats", "List the formats that can be read and written."),
     "train": Home("beside", "Train a small model whose checkpoints the other commands open."),
     "predict": Home("beside", "Predict images with a model file."),

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ckpt_tools.core.notes import Note
 
 QUIET_LINE_SECONDS = 5.0
-"""Where stderr is no terminal, a line of progress this often: enough to see that it lives, few enough for a log."""
+"""If stderr is not a terminal, progress is one line at this interval, which is short enough to read in a log."""
 
 MAX_NOTES = 20
-"""How many things of one outcome and reason a line lists; ``--json`` has them all."""
+"""How many names a line lists for one outcome and reason; ``--json`` has all."""
 
 Progress = Callable[[int, int], None]
 
@@ -63,7 +63,7 @@ def show(drawn: Table) -> None:
 
 
 def show_notes(notes: Iterable[Note]) -> None:
-    """The ledger, a line for each outcome and reason."""
+    """Print the ledger, one line for each outcome and reason."""
     lines: dict[tuple[str, str], list[str]] = {}
     for note in notes:
         lines.setdefault((note.outcome.value, note.why), []).append(note.what)
@@ -73,7 +73,7 @@ def show_notes(notes: Iterable[Note]) -> None:
 
 @contextmanager
 def progress(verb: str, *, quiet: bool) -> Iterator[Progress]:
-    """A callback for bytes done and in all: a bar on a terminal, a line now and then elsewhere, nothing if quiet."""
+    """A callback that takes bytes done and total bytes: a bar on a terminal, lines in a pipe, nothing if quiet."""
     if quiet:
         yield lambda done, total: None
     elif sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""A line on stderr while a store does not answer, so that nobody takes patience for a hang."""
+"""A line on stderr while a store does not answer, so that waiting does not look like a hang."""
 
 from __future__ import annotations
 

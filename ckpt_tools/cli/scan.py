@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, show, table
-from ckpt_tools.cli.wrapping import say
-from ckpt_tools.core.wording import count
+from ckpt_tools.cli.render import print_json
+from ckpt_tools.cli.wrapping import say, say_item
+from ckpt_tools.core.wording import count, printable
 from ckpt_tools.errors import MalformedError, UnsafeError
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 @options.as_json
 @options.talking
 def scan_command(src: str, as_json: bool, quiet: bool, storage_options: dict[str, str]) -> None:
-    """Show what a loader that executes pickles would run of any file of SRC; run nothing.
+    """List the calls that loading the pickles of SRC would execute. Nothing is executed.
 
-    Exits with 7 where there is something that would run or lead out of SRC, and with 4 where there is nothing of that
-    kind but a pickle that could not be followed to its end.
+    Exits with 7 if a call is unsafe, or if a file name leads out of SRC. Otherwise
+    exits with 4 if a pickle cannot be read to its end.
     """
     from ckpt_tools import scan
 
@@ -32,22 +32,18 @@ def scan_command(src: str, as_json: bool, quiet: bool, storage_options: dict[str
     if as_json:
         print_json(report.to_json())
     elif report.clean:
-        say(f"{count(report.num_pickles, 'pickle')} in {count(report.num_files, 'file')}: nothing in them would run")
+        say(f"{count(report.num_pickles, 'pickle')} in {count(report.num_files, 'file')}: no unsafe calls")
     else:
         _show(report)
     if report.unsafe:
         raise UnsafeError(f"{src} is not safe to load: {count(report.num_findings, 'finding')}")
     if not report.clean:
-        raise MalformedError(f"{src} could not be followed to the end: {count(report.num_findings, 'finding')}")
+        raise MalformedError(f"{src} cannot be checked to the end: {count(report.num_findings, 'finding')}")
 
 
 def _show(report: ScanReport) -> None:
-    from rich.text import Text
-
-    drawn = table(None, "file", "place", "", "what")
     for finding in report.findings:
-        # As they are: brackets in a call are no markup.
-        drawn.add_row(*map(Text, (finding.file, finding.place, finding.danger.value, finding.what)))
-    show(drawn)
+        place = f" ({finding.place})" if finding.place else ""
+        say_item(printable(f"{finding.danger.value}: {finding.file}{place}"), printable(finding.what))
     if report.num_findings > len(report.findings):
         say(f"and {report.num_findings - len(report.findings):,} more")

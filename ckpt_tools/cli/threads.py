@@ -1,4 +1,4 @@
-"""One thread for numpy's linear algebra, which the converter makes no use of.
+"""One thread for numpy's linear algebra, which the converter does not use.
 
 Else it starts a thread a core that waits by turning in circles. It reads the variable when numpy is imported, so this
 module comes before.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from typing import TextIO
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TextIO
 
 import click
 
@@ -13,7 +14,7 @@ MIN_COLUMNS = 20
 
 
 def columns(stream: TextIO) -> int | None:
-    """The width of the terminal that ``stream`` writes to; None where that is no terminal."""
+    """The width of the terminal that ``stream`` writes to; None if that is not a terminal."""
     if not stream.isatty():
         return None
     stated = os.environ.get("COLUMNS", "")
@@ -25,14 +26,41 @@ def columns(stream: TextIO) -> int | None:
 
 
 def filled(text: str, width: int) -> list[str]:
-    """``text`` in lines of at most ``width``, but for words that are longer."""
+    """``text`` in lines of at most ``width``. A longer word has a line of its own."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print ``text``, wrapped where a terminal shows it."""
+    """Print ``text``; on a terminal, wrapped at words."""
     width = columns(sys.stderr if err else sys.stdout)
     lines = text.split("\n")
     if width is not None:
         lines = [part for line in lines for part in filled(line, width) or [""]]
     click.echo("\n".join(lines), err=err)
+
+
+def say_columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[int] = ()) -> None:
+    """Print rows under ``header``. The last column holds long names or sentences and wraps at words on a terminal.
+
+    The columns numbered in ``right`` hold numbers.
+    """
+    width = columns(sys.stdout)
+    lines = [tuple(header), *(tuple(row) for row in rows)]
+    widths = [max(len(line[number]) for line in lines) for number in range(len(header) - 1)]
+    for line in lines:
+        cells = (f"{cell:{'>' if n in right else '<'}{widths[n]}}" for n, cell in enumerate(line[:-1]))
+        click.echo(_hanging("  ".join([*cells, ""]), line[-1], width))
+
+
+def say_item(name: str, text: str) -> None:
+    """Print ``name: text``; on a terminal, further lines are indented."""
+    click.echo(_hanging("", f"{name}: {text}", columns(sys.stdout), indent=4))
+
+
+def _hanging(head: str, text: str, width: int | None, indent: int | None = None) -> str:
+    """``head`` and ``text`` in lines of ``width``; lines after the first begin below ``text``, or at ``indent``."""
+    if width is None:
+        return f"{head}{text}"
+    spaces = " " * (len(head) if indent is None else indent)
+    options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.wrap(text, width, initial_indent=head, subsequent_indent=spaces, **options))

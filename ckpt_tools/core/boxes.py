@@ -25,7 +25,7 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop) or min(self.start, default=0) < 0 or any(map(gt, self.start, self.stop)):
-            raise ValueError(f"no box runs from {self.start} to {self.stop}")
+            raise ValueError(f"a box cannot run from {self.start} to {self.stop}")
 
     @classmethod
     def whole(cls, shape: Shape) -> Box:

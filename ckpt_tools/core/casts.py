@@ -32,7 +32,7 @@ _BF16_NAN = 0x7FC0
 def check_cast(source: DType, target: DType) -> None:
     """Raises UnsupportedError where ``source`` cannot become ``target``."""
     if source is not target and not {source, target} <= CASTABLE:
-        raise UnsupportedError(f"{source.value} is not cast to {target.value}")
+        raise UnsupportedError(f"casting {source.value} to {target.value} is not supported")
 
 
 def cast_into(elements: NDArray[Any], source: DType, out: memoryview, target: DType) -> None:

@@ -162,7 +162,9 @@ class LazyFile:
 
 def _check_checksums(placed: Sequence[tuple[int, Crc32]]) -> None:
     """Every checksum can be computed from parts of its range as they are written."""
-    assert all(0 <= crc.start <= crc.stop <= at for at, crc in placed), "a checksum lies after what it covers"
+    assert all(0 <= crc.start <= crc.stop <= at for at, crc in placed), (
+        "a checksum comes after the bytes that it covers"
+    )
     known_late = [(at, at + crc.num_bytes) for at, crc in placed]
     covered = {(crc.start, crc.stop) for _, crc in placed if crc.start < crc.stop}
     ranges = sorted([*covered, *known_late])
@@ -181,7 +183,7 @@ class Layout:
     notes: tuple[Note, ...] = ()
 
     def __post_init__(self) -> None:
-        assert len({file.path for file in self.files}) == len(self.files), "two files of one name"
+        assert len({file.path for file in self.files}) == len(self.files), "two files have the same name"
 
     @property
     def size_bytes(self) -> int:

@@ -133,7 +133,7 @@ def _check_text(names: Iterable[str]) -> None:
     """Raises MalformedError for half a surrogate pair: pickles and folders can hold one, and nothing can print it."""
     for name in names:
         if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
-            raise MalformedError(f"the name {name[:200]!r} is no text")
+            raise MalformedError(f"the name {name[:200]!r} is not text")
 
 
 def _frozen(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -173,10 +173,10 @@ class Manifest:
         _check_text(chain(names, {key.slot for key in self.tensors}, self.aliases, map(str, self.extra)))
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:
-                raise MalformedError(f"{alias!r} is tied to {owner!r}, which does not own a tensor here")
+                raise MalformedError(f"{alias!r} is tied to {owner!r}, which is not a tensor of the checkpoint")
         for name in chain.from_iterable(group.params for group in self.groups):
             if name not in names and name not in self.aliases:
-                raise MalformedError(f"a parameter group names {name!r}, and there is no such tensor")
+                raise MalformedError(f"a parameter group names {name!r}, but there is no such tensor")
 
     @property
     def files(self) -> frozenset[str]:

@@ -39,7 +39,7 @@ class ByteRange:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f"no bytes run from {self.start} to {self.stop} in {self.file}")
+            raise ValueError(f"bytes cannot run from {self.start} to {self.stop} in {self.file}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class ShardTable:
     ) -> ShardTable:
         """The table of a few shards given one by one. Raises MalformedError also for a box of other dims."""
         if any(len(shard.box.start) != len(shape) for shard in shards):
-            raise MalformedError(f"a shard of a tensor of shape {list(shape)} has another number of dims")
+            raise MalformedError(f"a shard of a tensor of shape {list(shape)} has a different number of dims")
         files = list(dict.fromkeys(shard.at.file for shard in shards))
         number = {file: index for index, file in enumerate(files)}
         rows = (len(shards), len(shape))
@@ -233,14 +233,14 @@ def _check_addressable(shape: Shape, dtype: DType) -> None:
     """No position in the tensor, in elements or bytes, exceeds an int64, even where an empty dim makes them all
     vanish."""
     if any(extent < 0 for extent in shape) or prod(max(extent, 1) for extent in shape) * dtype.item_bytes > INT64_MAX:
-        raise MalformedError(f"there can be no tensor of shape {list(shape)} of {dtype.value}")
+        raise MalformedError(f"a {dtype.value} tensor of shape {list(shape)} is too large")
 
 
 def _int64(numbers: Sequence[Any], shape: Shape) -> Ints:
     try:
         return np.array(numbers, np.int64).reshape(shape)
     except OverflowError as error:
-        raise MalformedError("a shard's place is no 64-bit number") from error
+        raise MalformedError("a shard's offset is not a 64-bit number") from error
 
 
 def _flat_index(table: ShardTable) -> FlatIndex | None:

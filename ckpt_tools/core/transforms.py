@@ -82,14 +82,16 @@ def _dropped_state(manifest: Manifest, kept: Mapping[StateKey, TensorEntry]) -> 
         if slot != MASTER:
             notes.append(_dropped(f"{slot} of {count(len(entries), 'tensor')}", entries))
     if manifest.groups:
-        notes.append(Note(Outcome.DROPPED, "parameter groups", "only the model is written", len(manifest.groups)))
-    notes += [Note(Outcome.DROPPED, name, "only the model is written") for name in manifest.extra]
+        notes.append(
+            Note(Outcome.DROPPED, "parameter groups", "only the model's weights are written", len(manifest.groups))
+        )
+    notes += [Note(Outcome.DROPPED, name, "only the model's weights are written") for name in manifest.extra]
     return tuple(notes)
 
 
 def _dropped(what: str, entries: list[TensorEntry]) -> Note:
     size = sum(entry.shards.num_bytes for entry in entries)
-    return Note(Outcome.DROPPED, what, "only the model is written", len(entries), size)
+    return Note(Outcome.DROPPED, what, "only the model's weights are written", len(entries), size)
 
 
 def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, ...]) -> Transformed:
@@ -110,7 +112,7 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
         if entry.kind is Kind.EXTRA or is_chosen(key.fqn, include, exclude)
     }
     if all(entry.kind is Kind.EXTRA for entry in kept.values()):
-        raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor")
+        raise UsageError(f"{option('include')} and {option('exclude')} select no tensor")
     left = len(manifest.tensors) - len(kept)
     aliases = {
         alias: owner
@@ -266,7 +268,7 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
     if scales:
         names = sorted(key.fqn for key in scales)
         what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
-        why = "not cast: scales and the like of quantized weights, which mean nothing in another type"
+        why = "not cast: they belong to quantized weights (scales, zero points), which have no meaning in another type"
         notes.append(Note(Outcome.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in scales)))
     return replace(manifest, tensors=tensors), tuple(notes)
 

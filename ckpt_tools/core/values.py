@@ -136,7 +136,7 @@ class OrderedDict(dict[Value, Value]):
     def build(self, state: Value) -> None:
         """Take the attributes a pickle sets. Raises MalformedError."""
         if not isinstance(state, dict):
-            raise MalformedError("a pickle gives an OrderedDict a state that is no dict")
+            raise MalformedError("a pickle gives an OrderedDict a state that is not a dict")
         self.attributes = state
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -179,7 +179,7 @@ def check_extents(dims: tuple[int, ...]) -> None:
         raise MalformedError(f"a tensor of {len(dims)} dims")
     for dim in dims:
         if type(dim) is not int or not 0 <= dim <= INT64_MAX:
-            raise MalformedError(f"{brief(dim)} is no extent of a tensor")
+            raise MalformedError(f"{brief(dim)} is not a valid extent of a tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ class _Jsonable:
         if id(value) in self._seen:
             self._visits_left -= 1
             if not self._visits_left:
-                raise MalformedError("a value that contains itself too many times over")
+                raise MalformedError("a value contains itself too many times")
         self._seen.add(id(value))
         self._open.add(id(value))
         try:

@@ -91,7 +91,9 @@ def refuse_pieces(value: Value, path: str) -> None:
     """Raises UnsupportedError where ``value``, which the file ``path`` holds, is one rank's part of a sharded state."""
     found = pieces_in(value) or (f"{rank} by its name" if (rank := rank_in_name(path)) is not None else None)
     if found is not None:
-        raise UnsupportedError(f"this is a part of a sharded state ({found}), which is not read; {_GATHER}", path=path)
+        raise UnsupportedError(
+            f"this is a part of a sharded state ({found}), which is not supported; {_GATHER}", path=path
+        )
 
 
 def refuse_ranks(files: Mapping[str, str]) -> None:
@@ -99,8 +101,8 @@ def refuse_ranks(files: Mapping[str, str]) -> None:
     if files:
         shown = ", ".join(f"{path}: {found}" for path, found in list(files.items())[:4])
         raise UnsupportedError(
-            f"files of single ranks of a sharded state lie here ({shown}), which are not read, and none of them alone "
-            f"is the model; {_GATHER}"
+            f"there are files of single ranks of a sharded state here ({shown}), which are not supported, "
+            f"and none of them is the whole model; {_GATHER}"
         )
 
 

@@ -23,7 +23,7 @@ def choose_index(indexes: list[str], preferred: str) -> str:
     """The one index of a folder, or ``preferred`` where there are several. Raises UnsupportedError."""
     if preferred in indexes or len(indexes) == 1:
         return preferred if preferred in indexes else indexes[0]
-    raise UnsupportedError(f"several models lie here ({listed(indexes)}); name the index of the one you mean")
+    raise UnsupportedError(f"there are several models here ({listed(indexes)}); name the index of the one you mean")
 
 
 def read_weight_map(source: Source, index: str) -> Mapping[str, str]:
@@ -45,7 +45,7 @@ def check_promises(weight_map: Mapping[str, str], index: str, file: str, names: 
     """``file``, which holds ``names``, holds all that the index says. Raises IncompleteError."""
     missing = [name for name, where in weight_map.items() if where == file and name not in names]
     if missing:
-        raise IncompleteError(f"{index} says that it holds {missing[0]!r}, and it does not", path=file)
+        raise IncompleteError(f"{index} says that it contains {missing[0]!r}, but it does not", path=file)
 
 
 def cut(entries: Mapping[str, TensorEntry], max_bytes: int | None) -> list[dict[str, TensorEntry]]:

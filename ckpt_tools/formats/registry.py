@@ -58,7 +58,7 @@ class _Bounded:
         try:
             return self.reader.read_manifest(source, options)
         except RecursionError as error:
-            raise MalformedError(f"{source.store.url} holds values that lie too deep inside each other") from error
+            raise MalformedError(f"{source.store.url} contains values that are nested too deeply") from error
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return self.reader.own_files(source, manifest)
@@ -179,7 +179,7 @@ def _row(found: Format) -> FormatInfo:
 
 
 def _holds(is_whole: bool) -> str:
-    return "whole state" if is_whole else "weights; whole state if asked"
+    return "whole state" if is_whole else "weights; whole state on request"
 
 
 def reader_for(source: Source, name: str | None) -> Reader:
@@ -202,8 +202,8 @@ def reader_for(source: Source, name: str | None) -> Reader:
     _refuse_known(source)
     known = ", ".join((*_READERS, *_plugins()))
     raise UnsupportedError(
-        f"{source.store.url} is in no format that we know ({known}); "
-        f"if it is one of them, say which with {option('from_')}"
+        f"{source.store.url} is not in a known format ({known}); "
+        f"if it is in one of them, name it with {option('from_')}"
     )
 
 
@@ -246,12 +246,12 @@ def _recognising_plugin(source: Source) -> Reader | None:
 
 
 _FOREIGN = {
-    "*.gguf": "GGUF, which is not read; take the checkpoint that it was made from",
-    "*.nemo": "NeMo's archive, which is not read; unpack it with tar and name what is inside",
-    "_CHECKPOINT_METADATA": "Orbax (JAX), which is not read; export the weights as safetensors",
-    "manifest.ocdbt": "Orbax (JAX), which is not read; export the weights as safetensors",
-    ".zarray": "a folder of Zarr arrays, which is not read; export the weights as safetensors",
-    "model_optim_rng.pt": "Megatron-LM's own format, which is not read; convert it with Megatron's converter",
+    "*.gguf": "GGUF, which is not supported; take the checkpoint that it was made from",
+    "*.nemo": "NeMo's archive, which is not supported; unpack it with tar and name the folder inside",
+    "_CHECKPOINT_METADATA": "Orbax (JAX), which is not supported; export the weights as safetensors",
+    "manifest.ocdbt": "Orbax (JAX), which is not supported; export the weights as safetensors",
+    ".zarray": "a folder of Zarr arrays, which is not supported; export the weights as safetensors",
+    "model_optim_rng.pt": "Megatron-LM's own format, which is not supported; convert it with Megatron's converter",
 }
 """Formats that are known and not read, by the names of their files, and what a user can do."""
 
@@ -279,7 +279,7 @@ def _refuse_archive(source: Source, path: str) -> None:
     except (MalformedError, IncompleteError):
         return
     raise UnsupportedError(
-        f"it is a file of torch.save by its content, not by its name; add {option('from_', 'torch')}", path=path
+        f"its content is that of torch.save, but its name is not; add {option('from_', 'torch')}", path=path
     )
 
 

@@ -94,10 +94,10 @@ def _check_shards(source: Source, files: list[str]) -> None:
     numbers = {(int(m[1]), int(m[2])) for file in files if (m := _SHARD_NAME.fullmatch(file))}
     if len(numbers) != len(files):
         refuse_ranks({file: found for file in files[:MAX_LOOKS] if (found := _rank_of(source, file)) is not None})
-        raise SeveralCheckpointsError(f"several files lie here ({listed(files)}); name the one you mean")
+        raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); name the one you mean")
     totals = {total for _, total in numbers}
     if numbers != {(number, total) for total in totals for number in range(1, total + 1)} or len(totals) > 1:
-        raise IncompleteError(f"of the shards {files[0]} ... {files[-1]} some are missing")
+        raise IncompleteError(f"some of the shards {files[0]} ... {files[-1]} are missing")
 
 
 def _rank_of(source: Source, file: str) -> str | None:
@@ -134,7 +134,7 @@ def _read_file(source: Source, file: str) -> _Tree:
     for path, value in _leaves(archive.value, (), file):
         name = ".".join(map(str, path))
         if not path:
-            raise UnsupportedError("it holds no dict; it is no state dict", path=file)
+            raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=file)
         if name in paths:
             raise MalformedError("two entries of the tree have this name", path=file, key=name)
         paths[name] = path
@@ -148,7 +148,7 @@ def _read_file(source: Source, file: str) -> _Tree:
             views[view] = name
             tensors[name] = _leaf(archive, value, file, name)
     if not tensors:
-        raise UnsupportedError("it holds no tensors in dicts; it is no state dict", path=file)
+        raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
     return _Tree(Leaves(paths, tensors, objects, inner), ties)
 
 
@@ -196,7 +196,7 @@ def _merged(trees: Mapping[str, _Tree]) -> Leaves:
     for file, tree in trees.items():
         twice = next((name for name in tree.leaves.paths if name in paths), None)
         if twice is not None:
-            raise MalformedError("this entry lies in two files", path=file, key=twice)
+            raise MalformedError("this entry is in two files", path=file, key=twice)
         paths |= tree.leaves.paths
         tensors |= tree.leaves.tensors
         objects |= tree.leaves.objects
@@ -218,7 +218,7 @@ class TorchWriter:
             return _model_layout(manifest, options)
         if options.max_shard_bytes is not None:
             raise UnsupportedError(
-                f"a whole state is one file; leave {option('max_shard_size')} out, or write {option('state', 'model')}"
+                f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
             )
         entries = entries_of(manifest, StateTree(("model",), ("optim",)))
         return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
@@ -231,7 +231,7 @@ def _model_layout(manifest: Manifest, options: WriteOptions) -> Layout:
         return Layout((_file_layout(options.file_name or "pytorch_model.bin", parts[0], manifest.aliases),))
     if options.file_name is not None:
         raise UnsupportedError(
-            f"{options.file_name} is one file, and {option('max_shard_size')} asks for {len(parts)}; name a folder"
+            f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
         )
     names = [f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin" for number in range(1, len(parts) + 1)]
     files = [_file_layout(name, part, manifest.aliases) for name, part in zip(names, parts, strict=True)]

@@ -47,7 +47,7 @@ def with_trainer_files(manifest: Manifest, source: Source) -> Manifest:
             extra = {**found, **extra}
             notes += note
         elif any(fnmatchcase(name, pattern) for pattern in UNREAD) or _is_foreign_part(name, manifest):
-            notes.append(Note(Outcome.DROPPED, path, "it lies beside the checkpoint and is not read"))
+            notes.append(Note(Outcome.DROPPED, path, "it is beside the checkpoint and is not read"))
     if step is None and type(extra.get("global_step")) is int:
         step = extra["global_step"]
     return replace(manifest, extra=extra, notes=(*manifest.notes, *notes), step=step)
@@ -74,7 +74,7 @@ def _read(
         return meaning(_content(source, path)), []
     except (FormatError, ValueError, RecursionError) as error:
         reason = error.message if isinstance(error, FormatError) else str(error)
-        return {}, [Note(Outcome.DROPPED, path, f"it lies beside the checkpoint and cannot be read: {reason}")]
+        return {}, [Note(Outcome.DROPPED, path, f"it is beside the checkpoint and cannot be read: {reason}")]
 
 
 def _content(source: Source, path: str) -> Any:

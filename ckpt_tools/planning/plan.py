@@ -166,7 +166,7 @@ def make_plan(
     if needed > memory_bytes:
         raise MemoryBudgetError(
             f"this checkpoint needs at least {size(needed, at_least=True)} of memory with "
-            f"{count(num_workers, 'worker')}, and the budget is {size(memory_bytes)}: "
+            f"{count(num_workers, 'worker')}, and the budget is {size(memory_bytes)}; "
             f"raise {option('memory')} or lower {option('workers')}"
         )
     fitting = (memory_bytes - fixed) // (num_workers * BUFFERS_PER_TASK)

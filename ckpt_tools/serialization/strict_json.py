@@ -35,4 +35,4 @@ def _unique(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -104,7 +104,7 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
         name.removeprefix(prefix): record for name, record in directory.records.items() if name.startswith(prefix)
     }
     if len(records) < len(directory.records):
-        raise MalformedError(f"the zip archive is malformed: a record lies outside of its folder {root!r}", path=path)
+        raise MalformedError(f"the zip archive is malformed: a record is outside its folder {root!r}", path=path)
     _check_kind(records, path)
     _check_byte_order(directory, root, records, read)
     if records["data.pkl"].size > MAX_PICKLE_BYTES:
@@ -117,19 +117,23 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
 def _no_archive(read: ReadRange, size: int, path: str) -> CkptError:
     head = read(0, min(size, 512))
     if head.startswith(_LEGACY_MAGIC):
-        return UnsupportedError(f"it has the format of torch before 1.6, which is not read; {_ASK_TORCH}", path=path)
+        return UnsupportedError(
+            f"it has the format of torch before 1.6, which is not supported; {_ASK_TORCH}", path=path
+        )
     if head[257:262] == b"ustar":
-        return UnsupportedError(f"it has the tar format of torch before 0.1.10; {_ASK_TORCH}", path=path)
+        return UnsupportedError(
+            f"it has the tar format of torch before 0.1.10, which is not supported; {_ASK_TORCH}", path=path
+        )
     if head.startswith(b"PK"):
-        return MalformedError("the zip archive has no end; it was cut off or damaged", path=path)
-    return MalformedError("it is no file that torch.save wrote", path=path)
+        return MalformedError("the zip archive has no end; it is truncated or damaged", path=path)
+    return MalformedError("it is not a file of torch.save", path=path)
 
 
 def _check_kind(records: Mapping[str, Record], path: str) -> None:
     if "constants.pkl" in records or any(name.startswith("code/") for name in records):
         raise UnsupportedError(TORCHSCRIPT, path=path)
     if "data.pkl" not in records:
-        raise MalformedError("it is a zip archive, but not one that torch.save wrote: it has no data.pkl", path=path)
+        raise MalformedError("it is a zip archive, but not of torch.save: it has no data.pkl", path=path)
 
 
 def _check_byte_order(directory: Directory, root: str, records: Mapping[str, Record], read: ReadRange) -> None:
@@ -163,13 +167,13 @@ def _interpret(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]
 def _storage(pid: Value) -> StorageRef:
     """``("storage", class, key, location, numel)``; torch < 1.6 had a sixth item, for views of storages."""
     if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[1]) is not GlobalRef:
-        raise MalformedError("a storage is not described as torch does it")
+        raise MalformedError("a storage is not described in torch's way")
     _, kind, key, location, numel = pid[:5]
     if kind.name == "UntypedStorage":
         return StorageRef(key, None, numel, location)
     dtype = from_torch_storage(kind.name)
     if dtype is None or kind.module not in ("torch", "torch.storage", "torch.cuda"):
-        raise UnsupportedError(f"a storage is a {kind}, which is not handled")
+        raise UnsupportedError(f"a storage is a {kind}, which is not supported")
     return StorageRef(key, dtype, numel, location)
 
 
@@ -181,7 +185,7 @@ def _check_storages(storages: Mapping[str, StorageRef], records: Mapping[str, Re
             raise IncompleteError(f"storage {key!r} has no record in the archive", path=path)
         if record is not None and record.size != storage.num_bytes:
             raise MalformedError(
-                f"storage {key!r} has {record.size:,} bytes where {storage.num_bytes:,} are promised", path=path
+                f"storage {key!r} has {record.size:,} bytes instead of {storage.num_bytes:,}", path=path
             )
 
 
@@ -263,7 +267,7 @@ def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -
     archive = _open(read_item, size, path, ITEM_TAIL_BYTES, _interpret)
     tensor = archive.value
     if not isinstance(tensor, StoredTensor) or tensor.storage is None:
-        raise MalformedError(f"the item at byte {start:,} holds no tensor", path=path)
+        raise MalformedError(f"the item at byte {start:,} does not contain a tensor", path=path)
     first, last = archive.storage_range(tensor.storage.key)
     location = ItemLocation(first, last, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides)
     pickle = archive.records["data.pkl"]

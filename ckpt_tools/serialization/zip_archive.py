@@ -118,7 +118,7 @@ class Directory:
 
     def _header_length(self, record: Record, data: bytes, at: int) -> int:
         if len(data) - at < _header_bytes(record):
-            self._fail(f"record {record.name!r} is cut off")
+            self._fail(f"record {record.name!r} is truncated")
         magic, _, flags, method, *_, name_bytes, extra_bytes = LOCAL.unpack_from(data, at)
         name = data[at + LOCAL.size : at + LOCAL.size + name_bytes]
         if magic != LOCAL_MAGIC or method or flags & ENCRYPTED or name != record.name.encode():
@@ -178,7 +178,7 @@ class _DirectoryReader:
 
     def _bytes(self, start: int, stop: int) -> bytes:
         if not 0 <= start <= stop <= self._size:
-            self._fail("its directory lies outside of the file")
+            self._fail("its directory is outside the file")
         if start >= self._tail_start:
             return self._tail[start - self._tail_start : stop - self._tail_start]
         return self._read(start, stop)
@@ -208,7 +208,7 @@ class _DirectoryReader:
             if disk or first_disk or here != count:
                 raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
         if any(a not in (b, MAX16, MAX32) for a, b in zip(plain, wide, strict=True)):
-            self._fail("its two end records say different things of its directory")
+            self._fail("its two end records contradict each other about its directory")
         *_, count, num_bytes, start = wide
         # torch adds the zip64 end records also where no number needs them.
         if start + num_bytes != end and not self._is_end64_at(start + num_bytes, end):
@@ -228,7 +228,7 @@ class _DirectoryReader:
             self._fail("its zip64 end record is missing")
         _, _, at, _ = LOCATOR64.unpack(locator)
         if at + END64.size + LOCATOR64.size != end:
-            self._fail("its zip64 end record does not lie before the end of its directory")
+            self._fail("its zip64 end record is not before the end of its directory")
         magic, _, _, _, disk, first_disk, here, count, num_bytes, start = END64.unpack(self._bytes(at, at + END64.size))
         if magic != END64_MAGIC:
             self._fail("its zip64 end record is missing")
@@ -242,9 +242,9 @@ class _DirectoryReader:
             record, at = self._record(data, at)
             records.append(record)
         if at != len(data):
-            self._fail("its directory holds more than its records")
+            self._fail("its directory contains more than its records")
         if len({record.name for record in records}) < len(records):
-            self._fail("two records have one name")
+            self._fail("two records have the same name")
         return sorted(records, key=attrgetter("header_offset"))
 
     def _record(self, data: bytes, at: int) -> tuple[Record, int]:
@@ -280,7 +280,7 @@ class _DirectoryReader:
         try:
             name = raw.decode()
         except UnicodeDecodeError:
-            self._fail("a record has a name that is no UTF-8")
+            self._fail("a record has a name that is not UTF-8")
         if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
             raise UnsafeError(f"a record of the zip archive is named {name!r}, outside of it", path=self._path)
         return name

@@ -22,7 +22,7 @@ class UrlClaim:
         """Raises StoreError if another process was seen to take over. Costs nothing: a thread looks."""
         if self._lock.lost:
             raise StoreError(
-                f"another process took over {self._lock.url}, as this one had not been heard of for too long"
+                f"another process took over {self._lock.url}, because this one gave no sign of life for too long"
             )
 
 

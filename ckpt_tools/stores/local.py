@@ -144,7 +144,7 @@ class LocalStore(FillableStore):
         except FileNotFoundError as error:
             raise IncompleteError("this file of the checkpoint is missing", path=str(self.root / path)) from error
         except OSError as error:
-            raise StoreError(f"looking failed: {error.strerror}", path=str(self.root / path)) from error
+            raise StoreError(f"reading the file's size failed: {error.strerror}", path=str(self.root / path)) from error
         return f"{found.st_mtime_ns} {found.st_size}"
 
     def create(self, path: str, size_bytes: int) -> LocalWriter:
@@ -208,7 +208,8 @@ class LocalWriter:
         except OSError as error:
             os.close(self.number)
             raise StoreError(
-                f"no room for {size_bytes:,} bytes: {error.strerror}; free some or write elsewhere", path=str(self.path)
+                f"there is no room for {size_bytes:,} bytes: {error.strerror}; free some space or write elsewhere",
+                path=str(self.path),
             ) from error
 
     def write_at(self, offset: int, data: Buffer) -> None:

@@ -113,7 +113,7 @@ def check_ours(folder: Path, ours: Collection[str]) -> None:
 
 def _strangers(folder: Path, names: list[str]) -> DestinationExistsError:
     return DestinationExistsError(
-        f"{folder} is where output is staged, and holds files that ckpt-tools did not write: {listed(names)}; "
+        f"{folder} is the staging folder, but it contains files that ckpt-tools did not write: {listed(names)}; "
         "move them away"
     )
 

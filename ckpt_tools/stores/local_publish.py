@@ -32,7 +32,7 @@ def recover(place: Path) -> None:
     known = names_in(staging_folder(place)).read()
     if unknown := unknown_in(aside, known):
         raise DestinationExistsError(
-            f"{aside} is where a replaced checkpoint is moved for a moment, and holds more than one: "
+            f"{aside} is the temporary folder of a replaced checkpoint, but it contains other files: "
             f"{listed(unknown)}; move it away"
         )
     remove_named(aside, known)
@@ -66,7 +66,7 @@ def remove_replaced(old: Path, folder: Path, target: Path, replaced: Mapping[str
         if error.errno == errno.ENOTEMPTY:
             names_in(folder).path.unlink(missing_ok=True)  # what is left there is not ours, whatever it is called
             raise DestinationExistsError(
-                f"{target} is written; files that came into the old one meanwhile are kept in {old}: move them away"
+                f"{target} is written; files that were added to the old one meanwhile are kept in {old}; move them away"
             ) from error
 
 
@@ -76,7 +76,7 @@ def _beyond(folder: Path, known: Mapping[str, int]) -> list[str]:
 
 
 def _came_meanwhile(target: Path, unknown: list[str]) -> DestinationExistsError:
-    return DestinationExistsError(f"{target} is as it was, as files came into it meanwhile: {listed(unknown)}")
+    return DestinationExistsError(f"{target} is unchanged, because files were added to it meanwhile: {listed(unknown)}")
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -66,7 +66,7 @@ def check_only(present: Present | None, url: str, replaced: Mapping[str, int]) -
     unknown = [] if present is None else present.beyond(replaced)
     if unknown:
         raise DestinationExistsError(
-            f"{url} holds what was not there at the start: {listed(unknown)}; nothing was replaced"
+            f"{url} contains files that were not there at the start: {listed(unknown)}; nothing was replaced"
         )
 
 

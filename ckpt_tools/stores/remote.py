@@ -49,7 +49,7 @@ def open_remote_place(url: str, options: Mapping[str, Any]) -> Place:
         return FsspecPlace.of(url, options)
     bucket, key = bucket_of(url, S3Options.parse(options))
     if ".." in PurePosixPath(key).parts or "//" in key:
-        raise UsageError(f"{url}: name the destination plainly, without .. or empty names")
+        raise UsageError(f"{url}: the destination must not contain .. or empty names")
     return S3Place(bucket, key)
 
 

@@ -73,7 +73,7 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.base_seconds < 0 or self.cap_seconds < self.base_seconds:
-            raise ValueError(f"{self} makes no sense")
+            raise ValueError(f"{self} is not valid")
 
     def wait_seconds(self, num_failures: int, fraction: float) -> float:
         """How long to wait after that many failures; ``fraction`` of ``[0, 1)`` is the jitter."""

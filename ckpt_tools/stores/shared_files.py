@@ -48,8 +48,8 @@ def _seeing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"the worker on {socket.gethostname()} does not see {path} as it is here: name a folder that all machines "
-            "share, or an object store"
+            f"the worker on {socket.gethostname()} does not see the same {path} as this machine; name a "
+            "folder that all machines share, or an object store"
         ) from error
 
 

@@ -191,5 +191,7 @@ class Source:
         """The whole of a header file. Raises MalformedError where it is larger than any such file may be."""
         size = self.size(path)
         if size > limit_bytes:
-            raise MalformedError(f"{size:,} bytes are too many for such a file (at most {limit_bytes:,})", path=path)
+            raise MalformedError(
+                f"{size:,} bytes are too many for a file of this kind (at most {limit_bytes:,})", path=path
+            )
         return self.read(path, 0, size)

@@ -53,7 +53,7 @@ def is_remote(url: str | Path) -> bool:
 def local_path(url: str | Path) -> Path:
     """The path of a path or ``file://`` URL. Raises UnsupportedError for any other scheme."""
     if is_remote(url):
-        raise UnsupportedError(f"{url}: this takes local paths and file:// URLs alone")
+        raise UnsupportedError(f"{url}: only local paths and file:// URLs are supported here")
     return Path(unquote(urlsplit(str(url)).path)) if str(url).startswith("file://") else Path(url).expanduser()
 
 

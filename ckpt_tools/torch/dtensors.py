@@ -36,7 +36,7 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
     from torch.distributed.tensor import DTensor
 
     if hasattr(tensor, "local_shards"):
-        raise UnsupportedError("a ShardedTensor of FSDP1 cannot be loaded into; use fully_shard")
+        raise UnsupportedError("a ShardedTensor of FSDP1 cannot be filled; use fully_shard")
     if not isinstance(tensor, DTensor):
         yield tensor.detach(), Box.whole(tuple(tensor.shape))
     elif tensor.device_mesh.get_coordinate() is not None:

@@ -37,7 +37,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
     found = getattr(torch, dtype.value, None)
     if not isinstance(found, torch.dtype):
-        raise UnsupportedError(f"torch {torch.__version__} has no {dtype.value}")
+        raise UnsupportedError(f"torch {torch.__version__} does not support {dtype.value}")
     return found
 
 
@@ -90,7 +90,7 @@ def _read_dtype(filling: TensorFill) -> DType:
         return found
     if torch.can_cast(torch_dtype(stored), wanted):
         return stored
-    raise UnsupportedError(f"it is stored as {stored.value}, which does not become {wanted}", key=filling.name)
+    raise UnsupportedError(f"it is stored as {stored.value}, which cannot be cast to {wanted}", key=filling.name)
 
 
 def _fill(target: torch.Tensor, tensor_reader: TensorReader, entry: TensorEntry, box: Box) -> None:

@@ -111,9 +111,9 @@ class _Problems:
 
     def check(self) -> None:
         """Raises UsageError where there is any."""
-        parts = [f"{kind} {listed(names, MAX_NAMED)}" for kind, names in self.found.items() if names]
+        parts = [f"{kind}: {listed(names, MAX_NAMED)}" for kind, names in self.found.items() if names]
         if parts:
-            raise UsageError(f"the checkpoint does not fit the job: {'; '.join(parts)}")
+            raise UsageError(f"the checkpoint does not fit the model: {'; '.join(parts)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +138,12 @@ class _Loader:
             key = self.key(names, WEIGHT)
             known.update(names)
             if key is None:
-                self.problems.add("it lacks", names[:1])
+                self.problems.add("not in the checkpoint", names[:1])
             else:
                 known.add(key.fqn)
                 yield from self.target(tensor, key, names[0])
         stored = self.manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)
-        self.problems.add("the model lacks", [key.fqn for key in stored if key.fqn not in known])
+        self.problems.add("not in the model", [key.fqn for key in stored if key.fqn not in known])
 
     def key(self, names: Iterable[str], slot: str) -> StateKey | None:
         """The tensor that goes by any of these names."""
@@ -154,9 +154,9 @@ class _Loader:
         """The target, if it is one that can be filled."""
         shape = self.manifest.tensors[key].shape
         if tuple(tensor.shape) != shape:
-            self.problems.add("another shape has", [f"{name} ({list(shape)}, here {list(tensor.shape)})"])
+            self.problems.add("shape mismatch", [f"{name} (checkpoint {list(shape)}, model {list(tensor.shape)})"])
         elif tensor.device.type == "meta":
-            self.problems.add("still on the meta device is", [name])
+            self.problems.add("still on the meta device", [name])
         else:
             yield _Target(tensor, key, name)
 
@@ -240,7 +240,7 @@ class _OptimizerLoader:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         if not self.optimizer.state and any(p.grad is not None for p in self._parameters()):
-            raise UsageError("the optimizer has no state yet and gradients wait for it; load before backward()")
+            raise UsageError("the optimizer has no state yet but there are gradients; load before backward()")
         get_optimizer_state_dict(model, self.optimizer)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
@@ -256,7 +256,7 @@ class _OptimizerLoader:
                 if stored is not None:
                     yield _Slot(holder, key, stored)
                 elif parameter.numel():
-                    self.loader.problems.add("it lacks of the optimizer's state", [f"{names[0]} ({slot})"])
+                    self.loader.problems.add("optimizer state not in the checkpoint", [f"{names[0]} ({slot})"])
 
     def _targets(self, slot: _Slot) -> Iterator[_Target]:
         import torch
@@ -269,7 +269,7 @@ class _OptimizerLoader:
         """State that the optimizer does not take is the state of another one."""
         taken = {slot.stored for slot in slots}
         left = [str(key) for key in self.loader.manifest.of_kind(Kind.STATE) if key not in taken]
-        self.loader.problems.add("the optimizer lacks", left)
+        self.loader.problems.add("not in the optimizer", left)
 
     def _set_number(self, slot: _Slot) -> None:
         """Counts that the optimizer keeps as plain numbers."""
@@ -281,13 +281,13 @@ class _OptimizerLoader:
         """The hyperparameters of the checkpoint's group that the parameters of a group are in."""
         problems, manifest = self.loader.problems, self.loader.manifest
         if any(id(parameter) not in self.names for parameter in group["params"]):
-            problems.add("the model lacks parameters of", [f"group {number}"])
+            problems.add("parameters not in the model", [f"group {number}"])
         if not manifest.groups and not manifest.of_kind(Kind.STATE):
-            problems.add("it lacks", ["the state of an optimizer"])
+            problems.add("not in the checkpoint", ["the state of an optimizer"])
         names = {name for parameter in group["params"] for name in self.names.get(id(parameter), [])}
         found = [theirs.options for theirs in manifest.groups if names & self._members(theirs)]
         if any(options != found[0] for options in found):
-            problems.add("hyperparameters of several of its groups would meet in", [f"group {number}"])
+            problems.add("groups that mix different hyperparameters of the checkpoint", [f"group {number}"])
         return found[0] if found else {}
 
     def _members(self, group: ParamGroup) -> set[str]:
@@ -322,4 +322,4 @@ def _leaves(state: dict[Any, Any], prefix: str) -> Iterator[tuple[dict[Any, Any]
 
 
 def _refuse(value: Any) -> Any:
-    raise UnsafeError("a hyperparameter is an object that only code of the checkpoint's choosing could make")
+    raise UnsafeError("a hyperparameter is an object that only code named in the checkpoint could create")

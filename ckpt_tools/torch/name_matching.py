@@ -69,8 +69,7 @@ class JobNames:
             if len(prefixes[part]) > 1:
                 first, second, *_ = prefixes[part].values()
                 raise UsageError(
-                    f"{first!r} and {second!r} could both be the {part}'s; say with job_{part[:5]}_key which part of "
-                    "the state dict is to be loaded from this checkpoint"
+                    f"{first!r} and {second!r} could both be the {part}of the job; choose one with job_{part[:5]}_key"
                 )
         self._check_extras(prefixes)
 
@@ -79,7 +78,7 @@ class JobNames:
         for prefix, name in prefixes[EXTRA].items():
             for model in prefixes[MODEL]:
                 if prefix not in ("", _parent(model)):
-                    raise UsageError(f"the checkpoint has no entry {name!r}; leave it out of the state dict")
+                    raise UsageError(f"the checkpoint has no entry {name!r}; remove it from the state dict")
 
 
 def _own_name(path: TreePath, tree: StateTree) -> tuple[str, str]:

@@ -148,8 +148,8 @@ class _Served:
 
         def unknown(value: Any) -> Any:
             raise UnsafeError(
-                f"it is or holds {_kind(value)}, which only running code that the checkpoint chose would make; leave "
-                "it out of the state dict",
+                f"it is or contains {_kind(value)}, which only code named in the checkpoint could create; "
+                "remove it from the state dict",
                 key=name,
             )
 

@@ -97,8 +97,8 @@ class Journal:
             return cls.begin(log, plan, source, destination, runner)
         if heading != [_PLAN, FORMAT, fingerprint(plan, source)]:
             raise UsageError(
-                "what a killed run left there is of another source, of other options, or of another version of "
-                f"ckpt-tools; resume it as it was begun, or start afresh without {option('resume', True)}"
+                "the run to resume had another source, other options or another version of ckpt-tools; "
+                f"resume with the same ones, or start again without {option('resume', True)}"
             )
         return cls(log, plan, destination, runner, _left=left)._with_handles()
 

@@ -153,7 +153,7 @@ class TensorReader:
         if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:
             raise MalformedError(
                 f"the item at byte {hit.at.start:,} holds {list(location.shape)} of {location.dtype.value} "
-                f"where its index promises {hit.numel:,} of {hit.dtype.value}",
+                f"but its index states {hit.numel:,} elements of {hit.dtype.value}",
                 path=hit.at.file,
             )
         return location
@@ -253,7 +253,7 @@ def _strided(hit: Hit, location: ItemLocation) -> list[BoxHit]:
     if isinstance(hit, BoxHit):
         if hit.shape != location.shape:
             raise MalformedError(
-                f"the item at byte {hit.at.start:,} holds {list(location.shape)} where its index promises "
+                f"the item at byte {hit.at.start:,} holds {list(location.shape)} but its index states "
                 f"{list(hit.shape)}",
                 path=hit.at.file,
             )

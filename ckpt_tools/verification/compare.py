@@ -1,4 +1,4 @@
-"""Proof of equality: two manifests, streamed side by side, bit by bit."""
+"""Comparison of two checkpoints: their tensors are read block by block and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt_tools.verification.deviation import Deviation, measure
 from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
 
 BLOCK_BYTES = 4 << 20
-"""Read, compared and forgotten at a time, on either side."""
+"""The size of a block: so many bytes of each side are in memory at a time, for each worker."""
 
 
 def named_tensors(manifest: Manifest) -> dict[StateKey, TensorEntry]:
@@ -29,13 +29,13 @@ def named_tensors(manifest: Manifest) -> dict[StateKey, TensorEntry]:
 
 
 def _neutral(key: StateKey) -> StateKey:
-    """User entries lie beside the model in one format and among DeepSpeed's client state in another."""
+    """The key without ``client_state.``: only DeepSpeed puts user entries into its client state."""
     return key._replace(fqn=key.fqn.removeprefix("client_state.")) if key.slot == "extra" else key
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two checkpoints: its tensors by every name, the store they lie in, and what messages call it."""
+    """One of two checkpoints: its tensors by every name, its store, and its name in messages."""
 
     name: str
     store: Store
@@ -46,11 +46,11 @@ class Side:
         return cls(name, store, named_tensors(manifest))
 
     def selected(self, is_wanted: Callable[[str], bool]) -> Side:
-        """The tensors of the names that are wanted, optimizer state with them."""
+        """The tensors whose names are wanted, with their optimizer state."""
         return replace(self, tensors={key: entry for key, entry in self.tensors.items() if is_wanted(key.fqn)})
 
     def with_masters_like(self, other: Side) -> Side:
-        """Where only ``other`` keeps an fp32 master, our weight is to be that, uncast."""
+        """If only ``other`` has an fp32 master, our weight as it is stored takes its place."""
         masters = {
             key: replace(weight, kind=Kind.STATE).cast(DType.FLOAT32)
             for key in other.tensors
@@ -71,11 +71,11 @@ class _Block:
 
 
 def compare(ours: Side, theirs: Side, *, num_workers: int, on_progress: Progress) -> VerifyReport:
-    """What differs between two checkpoints, bit for bit, in the order of ``ours``. A tensor of the same shape but
+    """The differences between two checkpoints, bit for bit, in the order of ``ours``. A tensor of the same shape but
     another dtype is compared by its values too.
 
     Raises:
-        CkptError: one of them cannot be read.
+        CkptError: a side cannot be read.
     """
     shared = [key for key, entry in ours.tensors.items() if _shape_of(theirs, key) == entry.shape]
     total, done = sum(ours.tensors[key].num_bytes for key in shared), 0
@@ -98,12 +98,13 @@ def _shape_of(side: Side, key: StateKey) -> tuple[int, ...] | None:
 
 
 def _differences(ours: Side, theirs: Side, apart: Mapping[StateKey, Deviation]) -> Iterator[Difference]:
+    names = (ours.name, theirs.name)
     for key, entry in ours.tensors.items():
         other = theirs.tensors.get(key)
         if other is None:
             if not _is_state_of_nothing(key, ours.tensors):
                 yield Difference(key, Aspect.MISSING, f"only in {ours.name}")
-        elif (found := _pair_difference(key, entry, other, apart.get(key))) is not None:
+        elif (found := _pair_difference(key, entry, other, apart.get(key), names)) is not None:
             yield found
     for key in theirs.tensors:
         if key not in ours.tensors and not _is_state_of_nothing(key, theirs.tensors):
@@ -111,19 +112,21 @@ def _differences(ours: Side, theirs: Side, apart: Mapping[StateKey, Deviation]) 
 
 
 def _is_state_of_nothing(key: StateKey, tensors: Mapping[StateKey, TensorEntry]) -> bool:
-    """Some frameworks keep optimizer state of parameters without elements, others none."""
+    """Some frameworks store optimizer state of parameters without elements, others do not."""
     weight = tensors.get(StateKey(key.fqn))
     return key.slot != WEIGHT and weight is not None and weight.numel == 0
 
 
 def _pair_difference(
-    key: StateKey, ours: TensorEntry, theirs: TensorEntry, deviation: Deviation | None
+    key: StateKey, ours: TensorEntry, theirs: TensorEntry, deviation: Deviation | None, names: tuple[str, str]
 ) -> Difference | None:
     if ours.shape != theirs.shape:
-        return Difference(key, Aspect.SHAPE, f"shape {list(theirs.shape)} instead of {list(ours.shape)}")
+        return Difference(
+            key, Aspect.SHAPE, f"shape {list(ours.shape)} in {names[0]}, {list(theirs.shape)} in {names[1]}"
+        )
     if ours.dtype is not theirs.dtype:
         found = deviation or Deviation()
-        types = f"{theirs.dtype.value} instead of {ours.dtype.value}"
+        types = f"{ours.dtype.value} in {names[0]}, {theirs.dtype.value} in {names[1]}"
         return Difference(key, Aspect.DTYPE, f"{types}; as numbers, {found.described(ours.numel)}", found)
     if deviation is None:
         return None
@@ -139,7 +142,7 @@ def _blocks(ours: Side, theirs: Side, keys: list[StateKey]) -> Iterator[_Block]:
 
 
 def _compare_on(ours: Side, theirs: Side) -> Callable[[_Block], tuple[_Block, Deviation]]:
-    """What a worker does with a block."""
+    """The function that compares one block, for the workers."""
     readers = [(side, TensorReader(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
 
     def deviation(block: _Block) -> tuple[_Block, Deviation]:

@@ -1,7 +1,7 @@
-"""How far apart the elements of two tensors are: counts of bits that differ, and the largest differences as numbers.
+"""How far the elements of two tensors are apart: how many differ in any bit, and the largest differences as numbers.
 
-Two elements of one dtype differ where any bit does, so that another payload of a NaN and the sign of a zero count, and
-are counted apart. Elements of two dtypes are compared as numbers: exactly where both are integers of at most 64 signed
+Two elements of one dtype differ if any bit does, so that another payload of a NaN and the sign of a zero count, and
+are counted apart. Elements of two dtypes are compared as numbers: exactly if both are integers of at most 64 signed
 bits, else as float64.
 """
 
@@ -18,17 +18,17 @@ from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.wording import count
 
 MEASURED_ELEMENTS = 1 << 16
-"""Looked at together: as float64 with their temporaries, about 4 MB."""
+"""Elements that are measured at a time: about 4 MB as float64 with their temporaries."""
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """What differs between two runs of elements; the sum of two describes both.
+    """The differences between two runs of elements. The sum of two deviations describes both runs.
 
     ``max_abs`` and ``max_rel`` are over pairs of numbers: ``|a - b|``, and that over ``max(|a|, |b|)``, as
-    ``math.isclose`` takes it. A pair with a NaN is in the counts alone.
+    ``math.isclose`` takes it. A pair with a NaN is only in the counts.
     """
 
     num_differing: int = 0
@@ -37,7 +37,7 @@ class Deviation:
     num_zero_signs: int = 0
     """Of these: zero on both sides, with other signs."""
     num_one_nan: int = 0
-    """Of these: NaN on one side alone."""
+    """Of these: NaN on one side only."""
     max_abs: float = 0
     max_rel: float = 0.0
 
@@ -62,7 +62,7 @@ class Deviation:
         apart = (
             (self.num_nan_bits, "in the bits of a NaN"),
             (self.num_zero_signs, "in the sign of a zero"),
-            (self.num_one_nan, "NaN on one side alone"),
+            (self.num_one_nan, "NaN on one side only"),
         )
         return "; ".join([text, *(f"{number:,} {what}" for number, what in apart if number)])
 
@@ -72,7 +72,7 @@ def _json_number(value: float) -> float | str:
 
 
 def measure(ours: Bytes, theirs: Bytes, our_dtype: DType, their_dtype: DType) -> Deviation:
-    """How the elements in two contiguous runs of bytes differ; both hold as many elements."""
+    """The deviation of two contiguous runs of bytes with the same number of elements."""
     is_same_dtype = our_dtype is their_dtype
     if is_same_dtype and _same_bytes(ours, theirs):
         return Deviation()
@@ -98,7 +98,7 @@ def _of_numbers(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
 
 
 def _same_bytes(ours: Bytes, theirs: Bytes) -> bool:
-    """By eights where that is possible: an eighth of the comparisons, and of the memory for their outcome."""
+    """Compares eight bytes at a time if possible: an eighth of the comparisons and of their memory."""
     width = np.uint64 if len(ours) % 8 == 0 else np.uint8
     return np.array_equal(ours.view(width), theirs.view(width))
 
@@ -167,5 +167,5 @@ def _as_floats(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _magnitude(array: NDArray[Any]) -> NDArray[Any]:
-    """As float64: the magnitude of the smallest int64 is none."""
+    """As float64: int64 cannot hold the magnitude of its smallest number."""
     return np.asarray(np.abs(_as_floats(array)))

@@ -1,6 +1,6 @@
-"""Lists of digests where they lie: in the folder of a checkpoint, or beside its one file.
+"""The files with lists of digests: in the folder of a checkpoint, or beside its single file.
 
-The list of a conversion is made of what was written, read back by the reader of the format. Where a destination can be
+The list of a conversion is computed from the output, read back by the reader of the format. If a destination can be
 read before it is published, as a local one can, the list is published with it: in the folder, or, for a file, just
 before the file. Elsewhere it follows the output.
 """
@@ -31,7 +31,7 @@ def read_digests(url: str | Path, storage_options: StorageOptions = None) -> Dig
     """The list of digests at ``url``. Raises as ``digests.loads`` does, and SourceNotFoundError."""
     source = open_source(url, storage_options)
     if len(source.files) != 1:
-        raise UsageError(f"{url} is no file of digests")
+        raise UsageError(f"{url} is not a file of digests")
     return digests.read_list(source, next(iter(source.files)))
 
 
@@ -128,7 +128,7 @@ def write_published(
         target = open_place(digests_url(source, manifest), storage_options)
         write_list(target, lambda: _digests(source, manifest, num_workers, on_total), overwrite=True)
     except CkptError as error:
-        error.message += f"; {place.url} is written, and its digests are not"
+        error.message += f"; {place.url} is written, but its digests are not"
         raise
     return target.url
 

@@ -63,7 +63,7 @@ class Digest:
     def __post_init__(self) -> None:
         for name, form in _HEX.items():
             if not form.fullmatch(getattr(self, name)):
-                raise ValueError(f"{getattr(self, name)!r} is no {name}")
+                raise ValueError(f"{getattr(self, name)!r} is not a valid {name}")
 
 
 Digests = Mapping[StateKey, Digest]
@@ -121,15 +121,15 @@ def _blocks(tensor_reader: TensorReader, entry: TensorEntry) -> Iterator[memoryv
 
 
 def differences(expected: Digests, found: Digests) -> Iterator[Difference]:
-    """How the tensors of a checkpoint differ from a list of them."""
+    """The differences between the digests of a checkpoint and a recorded list."""
     for key, wanted in expected.items():
         if key not in found:
-            yield Difference(key, Aspect.MISSING, "it has a digest, and is not here")
+            yield Difference(key, Aspect.MISSING, "it is in the list of digests but not in the checkpoint")
         elif (what := _difference(wanted, found[key])) is not None:
             yield Difference(key, *what)
     for key in found:
         if key not in expected:
-            yield Difference(key, Aspect.UNEXPECTED, "it has no digest")
+            yield Difference(key, Aspect.UNEXPECTED, "it is not in the list of digests")
 
 
 def one_copy(listed: Digests, *, weights: str) -> dict[StateKey, Digest]:
@@ -146,15 +146,11 @@ def has_masters(listed: Digests) -> bool:
 
 def _difference(wanted: Digest, found: Digest) -> tuple[Aspect, str] | None:
     if wanted.shape != found.shape:
-        return Aspect.SHAPE, f"shape {list(found.shape)} instead of {list(wanted.shape)}"
+        return Aspect.SHAPE, f"shape {list(found.shape)}; the list of digests has {list(wanted.shape)}"
     if wanted.dtype is not found.dtype:
-        return Aspect.DTYPE, f"{found.dtype.value} instead of {wanted.dtype.value}"
+        return Aspect.DTYPE, f"{found.dtype.value}; the list of digests has {wanted.dtype.value}"
     wrong = [name for name in _HEX if getattr(wanted, name) != getattr(found, name)]
-    return (
-        (Aspect.DIGEST, f"its elements do not have the {' and the '.join(wrong)} that was written down")
-        if wrong
-        else None
-    )
+    return (Aspect.DIGEST, f"its elements do not match the recorded {' and '.join(wrong)}") if wrong else None
 
 
 def dumps(digests: Digests) -> bytes:
@@ -181,16 +177,18 @@ def _row(key: StateKey, digest: Digest) -> dict[str, Any]:
 
 
 def loads(data: bytes, path: str) -> dict[StateKey, Digest]:
-    """The list that ``data`` is.
+    """The list of digests in ``data``.
 
     Raises:
-        MalformedError: it is none, or names a tensor twice. UnsupportedError: it is of a later version.
+        MalformedError: it is not a list of digests, or names a tensor twice. UnsupportedError: its version is later.
     """
     found = parse_json(data, path)
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("tensors"), list):
-        raise MalformedError("it is no list of digests", path=path)
+        raise MalformedError("it is not a list of digests", path=path)
     if found.get("version") != VERSION:
-        raise UnsupportedError(f"it is version {found.get('version')!r} of its format; we know {VERSION}", path=path)
+        raise UnsupportedError(
+            f"it is version {found.get('version')!r} of its format; only version {VERSION} is supported", path=path
+        )
     digests: dict[StateKey, Digest] = {}
     for row in found["tensors"]:
         key, digest = _parsed(row, path)
@@ -203,7 +201,7 @@ def loads(data: bytes, path: str) -> dict[StateKey, Digest]:
 def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
     names = ("name", "slot", "dtype", *_HEX)
     if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names):
-        raise MalformedError("an entry lacks its name, slot, dtype or digests", path=path)
+        raise MalformedError("an entry has no name, slot, dtype or digests", path=path)
     key, dtype, shape = StateKey(row["name"], row["slot"]), from_torch(row["dtype"]), row.get("shape")
     if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise MalformedError(f"there is no tensor of {row['dtype']} and shape {shape}", path=path, key=str(key))
@@ -214,7 +212,7 @@ def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
 
 
 def is_list(source: Source, path: str) -> bool:
-    """Whether a file is a list of digests, if only one of a later version. Raises StoreError."""
+    """Whether a file is a list of digests, of this or a later version. Raises StoreError."""
     try:
         read_list(source, path)
     except UnsupportedError:
@@ -227,7 +225,7 @@ def is_list(source: Source, path: str) -> bool:
 def place_in(manifest: Manifest) -> str:
     """The name that the list has in the folder of a checkpoint: in the folder of the tag, where all tensors are in one.
 
-    ``zero`` is no tag: it is where a universal checkpoint whose tag folder was opened keeps its tensors.
+    ``zero`` is not a tag: it holds the tensors of a universal checkpoint whose tag folder was opened.
     """
     tops = {
         table.files[number].rpartition("/")[0].partition("/")[0]
@@ -240,5 +238,5 @@ def place_in(manifest: Manifest) -> str:
 
 
 def read_list(source: Source, path: str) -> dict[StateKey, Digest]:
-    """The list in a file of ``source``. Raises as ``loads`` does, and IncompleteError where it is missing."""
+    """The list in a file of ``source``. Raises as ``loads`` does, and IncompleteError if it is missing."""
     return loads(source.read_all(path, limit_bytes=MAX_LIST_BYTES), path)

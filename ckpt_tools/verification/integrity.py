@@ -1,7 +1,7 @@
-"""One checkpoint against itself: every tensor byte can be read, and agrees with the checksum stored beside it.
+"""Checks one checkpoint by itself: every tensor byte can be read and matches the checksum stored with it.
 
 A torch zip states a CRC-32 for each of its records, unless torch was told to save without, and a DCP item is such a
-zip. safetensors states none: there it is proven that every tensor can be read, and no more.
+zip. safetensors has no checksums, so the check shows only that every tensor can be read.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What checking one archive or range found: the bytes read, and the records whose checksum is another."""
+    """The result for one archive or range: the bytes read, and the records whose checksum does not match."""
 
     num_bytes: int
     broken: tuple[Difference, ...]
 
 
 def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_progress: Progress) -> VerifyReport:
-    """Read every file that holds tensors once; report the records whose checksum is not the one stored.
+    """Read every file with tensors once and report the records whose stored checksum does not match.
 
     Raises:
         CkptError: bytes cannot be read.

@@ -1,4 +1,4 @@
-"""What ``--overwrite`` replaces: the files of the one checkpoint that lies at the destination itself, and nothing else.
+"""``--overwrite`` replaces the files of the one checkpoint at the destination itself, and nothing else.
 
 Each reader says which files are those of the checkpoint that it reads; our list of digests and a signature may lie with
 them. Where anything else is there, nothing is replaced: a folder is never removed because there is a checkpoint in it.
@@ -28,17 +28,19 @@ _ELSEWHERE = "choose another destination"
 
 
 def check_apart(src: str | Path, dst: str | Path, storage_options: StorageOptions = None) -> None:
-    """Raises DestinationExistsError where one of the two is, or lies in, the other."""
+    """Raises DestinationExistsError if one of the two is the other, or is inside it."""
     (service, source), (other, target) = whereabouts(src, storage_options), whereabouts(dst, storage_options)
     if service != other:
         return
     is_same = _same_file if service == "file" else PurePosixPath.__eq__
     if is_same(source, target):
-        raise DestinationExistsError(f"{dst} is the source itself, which is not replaced; {_ELSEWHERE}")
+        raise DestinationExistsError(f"{dst} is the source itself and is not replaced; {_ELSEWHERE}")
     if any(is_same(target, parent) for parent in source.parents):
-        raise DestinationExistsError(f"{dst} contains the source {src}, which replacing it would remove; {_ELSEWHERE}")
+        raise DestinationExistsError(
+            f"{dst} contains the source {src}; replacing it would remove the source; {_ELSEWHERE}"
+        )
     if any(is_same(source, parent) for parent in target.parents):
-        raise DestinationExistsError(f"{dst} lies in the source {src}, of which nothing is replaced; {_ELSEWHERE}")
+        raise DestinationExistsError(f"{dst} is inside the source {src}, which is not changed; {_ELSEWHERE}")
 
 
 def _same_file(one: PurePosixPath, other: PurePosixPath) -> bool:
@@ -66,20 +68,20 @@ def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
     others = present.beyond(files)
     if others and not files:
         raise DestinationExistsError(
-            f"{place.url} is not a checkpoint itself: the one that is there lies deeper ({listed(others)}), and "
-            f"{option('overwrite', True)} replaces no folder that holds others; {_ELSEWHERE}"
+            f"{place.url} is not a checkpoint itself but contains one ({listed(others)}); "
+            f"{option('overwrite', True)} does not replace a folder that contains other files; {_ELSEWHERE}"
         )
     if others:
         raise DestinationExistsError(
-            f"{place.url} holds what is not part of the checkpoint there: {listed(others)}; "
-            f"{option('overwrite', True)} replaces the checkpoint alone: move the rest away, or {_ELSEWHERE}"
+            f"{place.url} contains files that are not part of its checkpoint: {listed(others)}; "
+            f"{option('overwrite', True)} replaces only the checkpoint: move the other files away, or {_ELSEWHERE}"
         )
     _check_tags(place, files, written)
     return files
 
 
 def _own_files(present: Present, url: str) -> frozenset[str]:
-    """The names of the files of the checkpoint there, and of what of ours lies with it."""
+    """The names of the files of the checkpoint there, and of our own files with it."""
     source = Source(present.store, {path: size for path, size in present.files.items() if is_shown(path)})
     try:
         reader = reader_for(source, None)

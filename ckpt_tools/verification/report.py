@@ -1,4 +1,4 @@
-"""What a comparison found."""
+"""The result of a comparison."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.verification.deviation import Deviation
+from ckpt_tools.verification.report_summary import DifferenceSummary, summarize
 
 
 class Aspect(Enum):
-    """In what a tensor differs."""
+    """The way in which a tensor differs."""
 
     MISSING = "missing"
-    """It is on the first side alone."""
+    """Only the first side has it."""
     UNEXPECTED = "unexpected"
-    """It is on the second side alone."""
+    """Only the second side has it."""
     SHAPE = "shape"
     DTYPE = "dtype"
     VALUES = "values"
     DIGEST = "digest"
-    """Its elements do not have the digest written down for them."""
+    """Its elements do not have their recorded digest."""
     CHECKSUM = "checksum"
-    """A stored record does not have the checksum stored with it."""
+    """A stored record does not match the checksum stored with it."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference(Shown):
-    """One tensor that is not the same; ``deviation`` says how far apart its elements are, where they were compared."""
+    """One tensor that is not the same. ``deviation`` says how far its elements are apart, if they were compared."""
 
     key: StateKey
     aspect: Aspect
@@ -53,8 +54,8 @@ class Difference(Shown):
 class VerifyReport(Shown):
     """What was compared. ``num_bytes`` are logical bytes of the tensors on one side.
 
-    ``num_digests`` are tensors whose elements were compared with a digest written down for them; None where there were
-    no digests. ``notes`` say what was left out of the comparison.
+    ``num_digests`` counts the tensors whose elements were compared with a recorded digest; it is None if there were no
+    digests. ``notes`` list the tensors that were left out of the comparison, and the reason.
     """
 
     num_tensors: int
@@ -69,12 +70,23 @@ class VerifyReport(Shown):
 
     @property
     def num_differing(self) -> int:
-        """Tensors that differ; one may do so in several ways."""
+        """Tensors that differ. A tensor that differs in several ways counts once."""
         return len({difference.key for difference in self.differences})
 
     @property
     def num_equal(self) -> int:
-        return self.num_tensors - self.num_differing
+        """Tensors of the first side that do not differ."""
+        return self.num_compared - self.num_differing
+
+    @property
+    def num_compared(self) -> int:
+        """Tensors that at least one side has."""
+        return self.num_tensors + sum(each.aspect is Aspect.UNEXPECTED for each in self.differences)
+
+    @property
+    def summary(self) -> DifferenceSummary:
+        """The totals, and the differences by size."""
+        return summarize(self.differences)
 
     def shown(self) -> dict[str, object]:
         return {

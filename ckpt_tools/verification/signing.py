@@ -50,10 +50,10 @@ class SignReport(Shown):
 def sign_with_key(
     src: str | Path, *, private_key: str | Path, signature: str | Path | None, overwrite: bool
 ) -> SignReport:
-    """Sign what is at ``src`` with the elliptic-curve key in a PEM file, at ``signature`` or where it is looked for.
+    """Sign the files at ``src`` with the elliptic-curve key in a PEM file. ``signature`` defaults to the usual place.
 
     Raises:
-        UsageError: model-signing is not installed, or the key is none. DestinationExistsError: it is signed.
+        UsageError: model-signing is not installed, or the key is not valid. DestinationExistsError: it is signed.
     """
     from_model_signing = _model_signing()
     path, target = _existing(src), _signature_path(src, signature)
@@ -67,7 +67,7 @@ def sign_with_key(
 
 
 def _check_replaceable(target: Path, *, overwrite: bool) -> None:
-    """Raises DestinationExistsError where a signature may not be replaced, or something else is in its place."""
+    """Raises DestinationExistsError if a signature may not be replaced, or something else is in its place."""
     if not overwrite:
         raise DestinationExistsError(
             f"{target} exists; choose another {option('signature')}, or replace it with {option('overwrite', True)}"
@@ -87,7 +87,7 @@ def _is_signature(path: Path) -> bool:
 
 
 def is_signature(data: bytes) -> bool:
-    """Whether these are a Sigstore bundle, by what it says of itself."""
+    """Whether ``data`` is a Sigstore bundle, by its media type."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
@@ -96,11 +96,11 @@ def is_signature(data: bytes) -> bool:
 
 
 def check_signature(src: str | Path, *, public_key: str | Path, signature: str | Path | None) -> None:
-    """Whether the signature of what is at ``src`` was made with the private key to ``public_key``, and every file is
-    as it was then, none more and none less.
+    """Check that the signature of ``src`` was made with the private key to ``public_key``, and that every file is
+    unchanged since then, with none added or removed.
 
     Raises:
-        DifferenceError: it was not. SourceNotFoundError: there is no signature. UsageError: as for ``sign_with_key``.
+        DifferenceError: the check fails. SourceNotFoundError: no signature. UsageError: as for ``sign_with_key``.
     """
     from_model_signing = _model_signing()
     path, found, key = _existing(src), _existing(_signature_path(src, signature)), _existing(public_key)
@@ -152,7 +152,7 @@ def _signature_path(src: str | Path, signature: str | Path | None) -> Path:
 
 
 def _calling(failed: str, kind: type[CkptError], action: Callable[[], Any]) -> Any:
-    """What ``action`` returns. The library's errors are of many classes, and none may pass for success."""
+    """The result of ``action``. The library's errors are of many classes, and each means failure."""
     try:
         return action()
     except Exception as error:

@@ -42,12 +42,12 @@ class Running:
 def verify_alone(
     source: Source, manifest: Manifest, options: ConvertOptions, how: Running, *, against: str | Path | None
 ) -> VerifyReport:
-    """Whether every byte can be read, agrees with the checksums stored in it, and every tensor with its digest, where
-    there are digests: those in ``against``, of a checkpoint that was converted to this one with ``options``, else those
-    found with this one.
+    """Whether every byte can be read and matches the stored checksums, and every tensor matches its digest, if
+    there are digests: those in ``against``, of a checkpoint that was converted to this one with ``options``, or those
+    stored with this one.
 
     Raises:
-        CkptError: bytes cannot be read; the digests are none.
+        CkptError: bytes or the digests cannot be read.
     """
     reach = how.storage_options
     listed = read_digests(against, reach) if against is not None else stored_digests(source, manifest, reach)
@@ -62,7 +62,7 @@ def verify_alone(
 
 
 def _converted(listed: Digests, options: ConvertOptions) -> Digests:
-    """The list as converting its checkpoint makes it: weights alone, chosen and renamed. Raises UsageError."""
+    """The list after the conversion of its checkpoint: only weights, selected and renamed. Raises UsageError."""
     if options.state == "model":
         copies = digests.one_copy(listed, weights=options.weight_copy)
         listed = {key: digest for key, digest in copies.items() if key.slot == WEIGHT}
@@ -73,12 +73,12 @@ def _converted(listed: Digests, options: ConvertOptions) -> Digests:
     chosen = [key for key in listed if transforms.is_chosen(key.fqn, options.include, options.exclude)]
     renamed = {key._replace(fqn=new_name(key.fqn)): listed[key] for key in chosen}
     if len(renamed) < len(chosen):
-        raise UsageError("renaming makes one name of two; names must stay distinct")
+        raise UsageError("renaming gives two tensors the same name; names must stay distinct")
     return renamed
 
 
 def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions) -> tuple[Digests, Digests]:
-    """Where one side alone keeps fp32 masters, one copy of each weight on both."""
+    """If only one side has fp32 masters, one copy of each weight on both sides."""
     sides = [digests.has_masters(each) for each in (wanted, found)]
     check([OF_TWO_COPIES], options.given, Case(has_masters=sides[0], keeps_both=all(sides)))
     if sides[0] == sides[1]:
@@ -89,7 +89,7 @@ def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions
 def verify_pair(
     source: Source, manifest: Manifest, dst: str | Path, options: ConvertOptions, how: Running
 ) -> VerifyReport:
-    """Whether ``dst`` holds what converting ``manifest`` with ``options`` makes.
+    """Whether ``dst`` holds the result of converting ``manifest`` with ``options``.
 
     Raises:
         CkptError: one of them cannot be read.
@@ -107,7 +107,7 @@ def verify_pair(
 
 
 def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
-    """How the destination is read: with the tag and the keys that are not for reading the source."""
+    """The options for reading the destination: the tag and the keys that are not for reading the source."""
     case = case_of(manifest, "", keeps_both=False, whole=False)
     return ReadOptions(
         tag=None if case.reads_tag else options.tag,
@@ -119,10 +119,10 @@ def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
 def compare_all(
     a: tuple[Source, Manifest], b: tuple[Source, Manifest], options: ConvertOptions, how: Running
 ) -> VerifyReport:
-    """What differs between ``a``, its tensors renamed by ``options``, and ``b``, in the tensors that they choose.
+    """The differences between ``a``, with its tensors renamed by ``options``, and ``b``, in the selected tensors.
 
     Raises:
-        CkptError: bytes cannot be read. UsageError: no tensor is chosen.
+        CkptError: bytes cannot be read. UsageError: no tensor is selected.
     """
     has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
     is_both = all(has_masters) and options.state != "model"
@@ -140,15 +140,15 @@ def compare_all(
             side.selected(lambda fqn: transforms.is_chosen(fqn, options.include, options.exclude)) for side in sides
         ]
         if not any(side.tensors for side in sides):
-            raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor on either side")
+            raise UsageError(f"{option('include')} and {option('exclude')} select no tensor on either side")
     report = compare(sides[0], sides[1], num_workers=how.num_workers, on_progress=how.on_progress)
     return replace(report, notes=notes)
 
 
 def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[list[Manifest], tuple[Note, ...]]:
-    """The manifests as they are to be compared, and what that leaves out.
+    """The manifests to compare, and notes about what is left out.
 
-    Where one side alone keeps fp32 masters, ``options.weights`` says which of its copies stands for a weight.
+    If only one side has fp32 masters, ``options.weights`` says which of its copies is compared.
     """
     if options.state == "model":
         bare = [transforms.model_only(each, weights=options.weight_copy, asked=True) for each in manifests]
@@ -157,9 +157,7 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
     if all(counts) or not any(counts):
         return manifests, ()
     left_out = "model copies" if options.weight_copy == "master" else "fp32 masters"
-    note = Note(
-        Outcome.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "one side alone has them", max(counts)
-    )
+    note = Note(Outcome.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "only one side has them", max(counts))
     return [transforms.one_copy(each, weights=options.weight_copy)[0] for each in manifests], (note,)
 
 
@@ -190,10 +188,10 @@ class ChecksumReport(Shown):
 def write_digests(
     source: Source, manifest: Manifest, how: Running, *, output: str | Path | None, overwrite: bool
 ) -> ChecksumReport:
-    """Write the list of a checkpoint's digests to ``output``: left out, with the checkpoint; ``-``, nowhere.
+    """Write the list of a checkpoint's digests to ``output``. Default: with the checkpoint. ``-``: do not write it.
 
     Raises:
-        DestinationExistsError: a list is there. CkptError: bytes cannot be read or written.
+        DestinationExistsError: the list exists. CkptError: bytes cannot be read or written.
     """
     meter = Meter(how.on_progress, digests.num_bytes(manifest))
 

@@ -81,7 +81,10 @@ def test_a_conversion_leaves_nothing(number: signal.Signals, source: Path, out: 
     run = started(*words_of(source, out))
     wait_until(lambda: is_writing(out))
     code, said, seconds = run.stop(number)
-    assert (code, said) == (SIGNALS[number][0], f"{SIGNALS[number][1]}; the destination is as it was, or complete.\n")
+    assert (code, said) == (
+        SIGNALS[number][0],
+        f"{SIGNALS[number][1]}; the destination is either unchanged or complete.\n",
+    )
     assert seconds < 2 + SLACK_SECONDS
     check_nothing_stays(run, out)
 
@@ -104,7 +107,10 @@ def test_with_resume_the_same_command_goes_on(
     run = started(*words)
     wait_until(lambda: is_writing(out))
     code, said, _ = run.stop(number)
-    assert (code, said) == (SIGNALS[number][0], f"{SIGNALS[number][1]}; what was written is kept for --resume.\n")
+    assert (code, said) == (
+        SIGNALS[number][0],
+        f"{SIGNALS[number][1]}; the files written so far are kept for --resume.\n",
+    )
     check_nothing_stays(run, out, [".out.ckpt-tools-partial"])
     again = started(*words)
     assert again.process.wait() == 0
@@ -138,7 +144,7 @@ def test_a_thread_that_hangs_is_not_waited_for(s3_server: S3Server, out: Path, s
         run.process.send_signal(signal.SIGHUP)
         code, said, seconds = run.stop(signal.SIGINT)
     # Of signals that arrive together the system delivers the one with the lowest number first.
-    assert code in (129, 130, 143) and said.endswith("; the destination is as it was, or complete.\n")
+    assert code in (129, 130, 143) and said.endswith("; the destination is either unchanged or complete.\n")
     assert said.count("\n") == 1
     assert seconds < 3 + SLACK_SECONDS
     check_nothing_stays(run, out)
@@ -154,7 +160,7 @@ def test_cleaning_up_that_hangs_is_given_up(s3_server: S3Server, source: Path, s
         wait_until(lambda: s3_server.open_uploads(prefix))
         road.stall()
         code, said, seconds = run.stop(signal.SIGTERM)
-    rest = "before all was cleaned up; the next run, or ckpt-tools clean DST, removes what is left."
+    rest = "before everything was cleaned up; the next run or ckpt-tools clean DST removes the leftovers."
     assert (code, said) == (143, f"Stopped by SIGTERM {rest}\n")
     assert END_SECONDS - 1 < seconds < END_SECONDS + SLACK_SECONDS
     assert run.processes() == []

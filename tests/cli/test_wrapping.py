@@ -94,7 +94,7 @@ def test_help_on_a_terminal(columns: int) -> None:
     assert not lines_that_are_too_long(text, columns)
     said = " ".join(words(text))
     assert "5 I/O failure (a retry may help), 6 differences found" in said
-    assert "Sign every file of a checkpoint, or a list of digests, by OpenSSF model-signing." in said
+    assert "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing." in said
 
 
 def test_help_is_shown_where_no_command_is_named() -> None:

@@ -163,5 +163,5 @@ def test_only_plain_floats_are_cast() -> None:
         if {source, target} <= CASTABLE:
             check_cast(source, target)
         else:
-            with pytest.raises(UnsupportedError, match=f"{source.value} is not cast to {target.value}"):
+            with pytest.raises(UnsupportedError, match=f"casting {source.value} to {target.value} is not supported"):
                 check_cast(source, target)

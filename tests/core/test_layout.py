@@ -95,5 +95,5 @@ def test_files_are_made_when_asked_for_and_few_are_kept() -> None:
 
 
 def test_two_files_of_one_name_are_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="two files of one name"):
+    with pytest.raises(AssertionError, match="two files have the same name"):
         Layout((FileLayout("a", ()), FileLayout("a", (Padding(1),))))

@@ -43,7 +43,7 @@ def test_a_state_key_reads_as_its_name() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
 def test_a_byte_range_runs_forward(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match="no bytes run"):
+    with pytest.raises(ValueError, match="bytes cannot run"):
         ByteRange("f", start, stop)
 
 
@@ -90,7 +90,7 @@ class TestShardTable:
 
     @pytest.mark.parametrize("shape", [(1 << 63,), (1 << 32, 1 << 32), (0, 1 << 40, 1 << 40), (1 << 61, 2), (0, -1)])
     def test_a_shape_beyond_all_addresses_is_malformed(self, shape: Shape) -> None:
-        with pytest.raises(MalformedError, match="there can be no tensor of shape"):
+        with pytest.raises(MalformedError, match=r"tensor of shape .* is too large"):
             ShardTable.build(shape, DType.FLOAT32, [])
 
     def test_the_length_of_an_item_with_framing_is_its_own_business(self) -> None:

@@ -148,7 +148,7 @@ def test_latest_universal_chooses_and_a_tag_overrides(edited: Callable[[str], Pa
     assert {path.split("/")[0] for path in files_of(read(folder))} == {TAG}
     assert {path.split("/")[0] for path in files_of(read(folder, "other"))} == {"other"}
     (folder / "latest_universal").unlink()
-    with pytest.raises(UnsupportedError, match="name one with tag="):
+    with pytest.raises(UnsupportedError, match="choose one with tag="):
         read(folder)
 
 
@@ -249,7 +249,7 @@ OPTIMIZER = "zero/optimizer_state.pt"
 REFUSED: dict[str, Change] = {
     "too few elements": (STAGE1, UP, lambda v: {"param": v["param"][1:]}, MalformedError, "its shape is"),
     "rows without a vocabulary": (STAGE1, UP, lambda v: {"param": v["param"].T}, MalformedError, "its shape is"),
-    "no tensor": (STAGE1, UP, lambda v: {"cat_dim": 0}, MalformedError, "no tensor"),
+    "no tensor": (STAGE1, UP, lambda v: {"cat_dim": 0}, MalformedError, "does not contain a tensor"),
     "an expert": (STAGE1, UP, lambda v: {**v, "is_expert_param": True}, UnsupportedError, "experts"),
     "tensor parallel": (STAGE1, MODEL1, lambda v: {**v, "mp_world_size": 2}, UnsupportedError, "tensor-"),
     "pipeline parallel": (
@@ -262,15 +262,15 @@ REFUSED: dict[str, Change] = {
     "AutoEP layers": (STAGE1, MODEL1, lambda v: {**v, "ds_autoep_layers": [{}]}, UnsupportedError, "AutoEP"),
     "older AutoEP layers": (STAGE1, MODEL1, lambda v: {**v, "autoep_layers": [{}]}, UnsupportedError, "AutoEP"),
     "no groups": (STAGE1, OPTIMIZER, lambda v: {"ds_version": "0"}, MalformedError, "param_groups"),
-    "group of nothing": (STAGE1, OPTIMIZER, lambda v: {"param_groups": [{}]}, MalformedError, "no params"),
+    "group of nothing": (STAGE1, OPTIMIZER, lambda v: {"param_groups": [{}]}, MalformedError, "no 'params'"),
     "too few groups": (
         STAGE1,
         OPTIMIZER,
         lambda v: {**v, "param_groups": v["param_groups"][:1]},
         MalformedError,
-        "of the 3",
+        "param_shapes has 3",
     ),
-    "no fragment": (STAGE3, MODEL3, lambda v: {**v, "frozen_param_fragments": {}}, IncompleteError, "its share"),
+    "no fragment": (STAGE3, MODEL3, lambda v: {**v, "frozen_param_fragments": {}}, IncompleteError, "its part"),
 }
 
 
@@ -287,7 +287,7 @@ def test_refuses_in_one_sentence(case: str, edited: Callable[[str], Path]) -> No
 def test_refuses_other_parallelism_by_the_names_of_its_files(name: str, edited: Callable[[str], Path]) -> None:
     folder = edited(STAGE1)
     (folder / TAG / name).touch()
-    with pytest.raises(UnsupportedError, match="not read"):
+    with pytest.raises(UnsupportedError, match="not supported"):
         read(folder)
 
 

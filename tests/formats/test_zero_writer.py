@@ -558,7 +558,7 @@ def test_weights_of_a_type_that_deepspeed_does_not_train_in_are_refused() -> Non
 
 
 def test_nothing_to_train_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="no parameter to train"):
+    with pytest.raises(UnsupportedError, match="no trainable parameter"):
         layout_of(Checkpoint().weight("a", floats(0)).manifest("a"), stage=1)
 
 

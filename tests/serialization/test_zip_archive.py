@@ -189,7 +189,7 @@ def test_a_name_that_is_no_text() -> None:
 
 def test_a_name_twice() -> None:
     data = zipped({"a/one": b"1", "a/two": b"2"})
-    refused(data.replace(b"a/two", b"a/one"), MalformedError, "one name")
+    refused(data.replace(b"a/two", b"a/one"), MalformedError, "the same name")
 
 
 def test_zip64_records_are_needed_where_the_end_says_so() -> None:

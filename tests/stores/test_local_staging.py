@@ -225,7 +225,7 @@ def test_what_comes_while_the_old_is_replaced_is_kept(
         return real(a, b) if exchange else False
 
     monkeypatch.setattr(local_publish, "_exchange", late)
-    with pytest.raises(DestinationExistsError, match=r"as it was, as files came into it meanwhile: late"):
+    with pytest.raises(DestinationExistsError, match=r"unchanged, because files were added to it meanwhile: late"):
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == ["a", "deep", "late"]
@@ -249,10 +249,10 @@ def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(
     if not exchange:
         monkeypatch.setattr(local_publish, "_exchange", lambda a, b: False)
     (tmp_path / "out/a").rename(tmp_path / "out/gone")
-    with pytest.raises(DestinationExistsError, match=r"out is written; .* are kept in (.*): move them away") as caught:
+    with pytest.raises(DestinationExistsError, match=r"out is written; .* are kept in (.*); move them away") as caught:
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
     assert text_of(tmp_path / "out") == "new"
-    kept = Path(re.findall(r"kept in (.*): move", str(caught.value))[0])
+    kept = Path(re.findall(r"kept in (.*); move", str(caught.value))[0])
     assert [(path.name, path.read_text()) for path in kept.iterdir()] == [("a", "mine")]
     with pytest.raises(DestinationExistsError, match=r": a; move"):
         convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
@@ -270,7 +270,7 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path: Path, is_file: bool) ->
     ):
         with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=True) as staging:
             fill(staging, "new")
-            with pytest.raises(DestinationExistsError, match="was not there at the start"):
+            with pytest.raises(DestinationExistsError, match="were not there at the start"):
                 staging.publish(replaced=wrong)
     assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
 

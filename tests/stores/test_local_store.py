@@ -213,8 +213,8 @@ class TestWriting:
         """The limit on file sizes is a real refusal by the kernel to reserve room."""
         outcome = in_child(f"LocalStore(Path({str(tmp_path)!r})).create('f', 1 << 20)", file_size_limit=1 << 16)
         assert (
-            outcome
-            == f"StoreError: {tmp_path}/f: no room for 1,048,576 bytes: File too large; free some or write elsewhere"
+            outcome == f"StoreError: {tmp_path}/f: there is no room for 1,048,576 bytes: File too large; "
+            "free some space or write elsewhere"
         )
 
     def test_a_disk_that_fills_up_is_a_store_error(self) -> None:

@@ -118,5 +118,5 @@ def test_a_rank_that_cannot_resume_says_why_in_one_sentence(small_run: SmallRun,
     config = small_config(tmp_path / "run", engine="fsdp2", num_workers=1, resume=str(tmp_path / "weights.safetensors"))
     done = in_process("-m", "training", *config.to_args())
     assert done.returncode == 2
-    assert "the checkpoint does not fit the job: it lacks the state of an optimizer" in done.stderr
+    assert "the checkpoint does not fit the model: not in the checkpoint: the state of an optimizer" in done.stderr
     assert done.stderr.count("\n") == 1

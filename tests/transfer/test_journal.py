@@ -232,7 +232,7 @@ OTHER_PLANS = {
 def test_one_of_another_plan_is_refused_and_kept(plan: Plan) -> None:
     log, target = broken(20)
     before = log.data
-    with pytest.raises(UsageError, match="another source, of other options") as caught:
+    with pytest.raises(UsageError, match="another source, other options") as caught:
         run(log, target, plan)
     assert (caught.value.exit_code, log.data) == (2, before)
 
@@ -339,7 +339,7 @@ def test_a_conversion_that_failed_is_continued(weights: Path, tmp_path: Path) ->
 def test_one_of_other_options_is_refused_with_what_to_do(weights: Path, tmp_path: Path) -> None:
     with full_disk(after=1), pytest.raises(StoreError):
         ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True)
-    with pytest.raises(UsageError, match="start afresh without resume=True"):
+    with pytest.raises(UsageError, match="start again without resume=True"):
         ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True, include=["a.*"])
     ckpt_tools.convert(weights, tmp_path / "out.pt", include=["a.*"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "weights.pt"]

@@ -228,8 +228,8 @@ class TestItems:
     @pytest.mark.parametrize(
         ("tensor", "message"),
         [
-            (torch.zeros(5, dtype=torch.int32), r"holds \[5\] of int32 where its index promises 5 of float32"),
-            (torch.zeros(6), r"holds \[6\] of float32 where its index promises 5 of float32"),
+            (torch.zeros(5, dtype=torch.int32), r"holds \[5\] of int32 but its index states 5 elements of float32"),
+            (torch.zeros(6), r"holds \[6\] of float32 but its index states 5 elements of float32"),
             (torch.zeros(0), r"holds \[0\]"),
         ],
     )
@@ -241,7 +241,7 @@ class TestItems:
     def test_a_strided_item_of_another_shape_is_malformed(self) -> None:
         items = Items.of(torch.zeros(4, 3).t(), torch.zeros(4, 3).t())
         entry = items.entry((2, 12), DType.FLOAT32, [Box((0, 0), (2, 6)), Box((0, 6), (2, 12))])
-        with pytest.raises(MalformedError, match=r"holds \[3, 4\] where its index promises \[2, 6\]"):
+        with pytest.raises(MalformedError, match=r"holds \[3, 4\] but its index states \[2, 6\]"):
             read_all(items.tensor_reader(), entry)
 
     def test_what_is_no_item_is_malformed(self) -> None:

@@ -67,7 +67,7 @@ def test_bits_of_nans_and_signs_of_zeros_differ_and_are_counted_apart(tmp_path: 
     report = diff_of(tmp_path, {"w": a}, {"w": b})
     assert only(report)[2] == Deviation(num_differing=4, num_nan_bits=2, num_zero_signs=1, num_one_nan=1)
     assert report.differences[0].what == (
-        "4 of 5 elements differ; 2 in the bits of a NaN; 1 in the sign of a zero; 1 NaN on one side alone"
+        "4 of 5 elements differ; 2 in the bits of a NaN; 1 in the sign of a zero; 1 NaN on one side only"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_tensor_on_one_side_alone(tmp_path: Path) -> None:
 def test_shapes(tmp_path: Path) -> None:
     report = diff_of(tmp_path, {"w": torch.ones(2, 3)}, {"w": torch.ones(3, 2)})
     assert only(report) == ("w", Aspect.SHAPE, None)
-    assert report.differences[0].what == "shape [3, 2] instead of [2, 3]"
+    assert report.differences[0].what == "shape [2, 3] in A, [3, 2] in B"
 
 
 def test_another_dtype_is_a_difference_and_its_values_are_compared_as_numbers(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_loss_free_cast_has_the_same_numbers(tmp_path: Path) -> None:
     a = torch.randn(100).bfloat16()
     report = diff_of(tmp_path, {"w": a}, {"w": a.float()})
     assert only(report) == ("w", Aspect.DTYPE, Deviation())
-    assert report.differences[0].what == "float32 instead of bfloat16; as numbers, 0 of 100 elements differ"
+    assert report.differences[0].what == "bfloat16 in A, float32 in B; as numbers, 0 of 100 elements differ"
 
 
 def test_a_difference_in_any_block_of_a_large_tensor(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.pt") == 6
     shown = capsys.readouterr()
     assert "1 of 4 elements differ, by at most 0.5 (relative 0.333)" in shown.out
-    assert shown.err == "Error: 1 of 1 tensor differs\n"
+    assert shown.err == ""
     assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.pt", "--json") == 6
     (found,) = json.loads(capsys.readouterr().out)["differences"]
     assert found["key"] == {"fqn": "w", "slot": "weight"} and found["aspect"] == "values"

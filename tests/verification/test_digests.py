@@ -99,14 +99,18 @@ def listed(*entries: Any, **changes: Any) -> bytes:
     ("data", "error", "words"),
     [
         (b"not json", MalformedError, "not valid JSON"),
-        (b"[]", MalformedError, "no list of digests"),
-        (listed(format="other"), MalformedError, "no list of digests"),
-        (listed(tensors={}), MalformedError, "no list of digests"),
+        (b"[]", MalformedError, "not a list of digests"),
+        (listed(format="other"), MalformedError, "not a list of digests"),
+        (listed(tensors={}), MalformedError, "not a list of digests"),
         (listed(version=2), UnsupportedError, "version 2"),
         (listed(ENTRY, ENTRY), MalformedError, "two digests"),
-        (listed("w"), MalformedError, "lacks"),
-        (listed({**ENTRY, "name": 3}), MalformedError, "lacks"),
-        (listed({k: v for k, v in ENTRY.items() if k != "blake3"}), MalformedError, "lacks"),
+        (listed("w"), MalformedError, "has no name, slot, dtype or digests"),
+        (listed({**ENTRY, "name": 3}), MalformedError, "has no name, slot, dtype or digests"),
+        (
+            listed({k: v for k, v in ENTRY.items() if k != "blake3"}),
+            MalformedError,
+            "has no name, slot, dtype or digests",
+        ),
         (listed({**ENTRY, "dtype": "float7"}), MalformedError, "float7"),
         (listed({**ENTRY, "shape": [-1]}), MalformedError, "shape"),
         (listed({**ENTRY, "shape": [True]}), MalformedError, "shape"),
@@ -314,7 +318,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.ones(2)}, path)
     assert run("verify", path) == 0
-    assert "no digests lie with" in capsys.readouterr().out
+    assert "no digests are stored with" in capsys.readouterr().out
     assert run("checksum", path) == 0
     assert capsys.readouterr().out == f"{path}.digests.json: digests of 1 tensor, 8 B\n"
     assert run("checksum", path) == 8
@@ -322,7 +326,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run("checksum", path, "--output", "-") == 0
     assert json.loads(capsys.readouterr().out)["digests"][0]["name"] == "a"
     assert run("verify", path) == 0
-    assert "have the 1 digest written down" in capsys.readouterr().out
+    assert "match 1 recorded digest" in capsys.readouterr().out
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -430,7 +434,7 @@ def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(
     assert Path(report.digests or "").is_file()
     assert ckpt_tools.verify(tmp_path / name).num_digests == 4
     monkeypatch.setattr(digests, "digests_of", _failing)
-    with pytest.raises(StoreError, match=r"gone; .*out.* is written, and its digests are not"):
+    with pytest.raises(StoreError, match=r"gone; .*out.* is written, but its digests are not"):
         ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, overwrite=True, **options)
 
 

@@ -51,12 +51,12 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
         return [METADATA]
     if not found:
         raise UnsupportedError(
-            "every rank saved by itself (use_collectives=False), which is not read; save it together"
+            "each rank saved separately (use_collectives=False), which is not supported; save with use_collectives=True"
         )
     folders = [path.rpartition("/")[0] for path in found]
     if len(found) == 1 or _is_one_of_accelerates(folders):
         return found
-    raise SeveralCheckpointsError(f"several checkpoints lie here ({newest(folders)}); name the folder of one")
+    raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(folders)}); name the folder of one")
 
 
 def _is_one_of_accelerates(folders: list[str]) -> bool:

@@ -82,7 +82,7 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
             f"the checkpoint has two halves, which are not joined: {', '.join(metadata)} describes optimizer state "
             f"alone, and the model lies in {listed}; name the model's files by themselves for the weights"
         )
-    note = Note(Outcome.DROPPED, listed, "it lies beside the checkpoint and is not read", len(others))
+    note = Note(Outcome.DROPPED, listed, "it is beside the checkpoint and is not read", len(others))
     return replace(manifest, notes=(*manifest.notes, note))
 
 

@@ -60,7 +60,7 @@ def read_index(source: Source, path: str) -> Index:
     """
     metadata = loads(source.read_all(path, limit_bytes=MAX_METADATA_BYTES), path=path)
     if not isinstance(metadata, Metadata):
-        raise MalformedError("it holds no DCP metadata", path=path)
+        raise MalformedError("it does not contain DCP metadata", path=path)
     files = _Files(source, path.rpartition("/")[0])
     items = metadata.storage_data
     tensors, objects = {}, {}
@@ -89,7 +89,10 @@ class _Files:
         """
         for info in filter(attrgetter("transform_descriptors"), infos):
             names = listed(info.transform_descriptors or ())
-            raise UnsupportedError(f"its items are stored through {names}; save it without", path=info.relative_path)
+            raise UnsupportedError(
+                f"its items are compressed or transformed by {names}, which is not supported; save without them",
+                path=info.relative_path,
+            )
         numbers = self._column(map(self._number, map(attrgetter("relative_path"), infos)), len(infos))
         starts = self._column(map(attrgetter("offset"), infos), len(infos))
         lengths = self._column(map(attrgetter("length"), infos), len(infos))
@@ -108,7 +111,7 @@ class _Files:
             row = int(np.flatnonzero(wrong)[0])
             stop = infos[row].offset + infos[row].length
             raise IncompleteError(
-                f"it has {int(sizes[row]):,} bytes and an item of it ends at {stop:,}; it was cut off",
+                f"it has {int(sizes[row]):,} bytes, but one of its items ends at byte {stop:,}; the file is truncated",
                 path=self.names[int(numbers[row])],
             )
 
@@ -136,7 +139,7 @@ def _info(fqn: str, offsets: Size | None, items: Items) -> StorageInfo:
     found = items.get(MetadataIndex(fqn, offsets))
     if found is None:
         where = "" if offsets is None else f" at {list(offsets)}"
-        raise IncompleteError(f"its piece{where} has no place in any file", key=fqn)
+        raise IncompleteError(f"its piece{where} is not in any file", key=fqn)
     return found
 
 
@@ -148,7 +151,7 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files)
     shape = tuple(entry.size)
     chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
     if any(len(chunk.sizes) != len(shape) for chunk in chunks):
-        raise MalformedError("a chunk has other dims than its tensor", key=fqn)
+        raise MalformedError("a chunk has a different number of dims than its tensor", key=fqn)
     numbers, byte_starts, byte_stops = files.places([_info(fqn, chunk.offsets, items) for chunk in chunks])
     starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
     extents = _extents(map(attrgetter("sizes"), chunks), len(chunks), len(shape))
@@ -192,12 +195,12 @@ def _paths(metadata: Metadata) -> dict[str, TreePath]:
     """Each entry's path in the tree that was saved; files of before torch 2.4 may have none, and names stand alone."""
     planned = {} if metadata.planner_data is None else metadata.planner_data
     if not isinstance(planned, dict):
-        raise MalformedError("the planner's data is no dict of paths")
+        raise MalformedError("the planner's data is not a dict of paths")
     return {fqn: _path(planned.get(fqn, (fqn,))) for fqn in metadata.state_dict_metadata}
 
 
 def _path(found: Any) -> TreePath:
     is_tuple = isinstance(found, tuple) and 0 < len(found) <= MAX_PATH_PARTS
     if not is_tuple or not all(type(part) is str or (type(part) is int and 0 <= part < MAX_ITEMS) for part in found):
-        raise MalformedError("the planner's data holds a path of the wrong kind")
+        raise MalformedError("the planner's data contains a path of the wrong type")
     return tuple(found)

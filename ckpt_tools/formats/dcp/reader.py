@@ -65,7 +65,7 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
         twice = first.paths.keys() & other.paths.keys()
         if twice:
             raise MalformedError(
-                "another folder of the checkpoint has an entry of this name", path=path, key=min(twice)
+                "another folder of the checkpoint also has an entry with this name", path=path, key=min(twice)
             )
         first = Index(
             {**first.tensors, **other.tensors}, {**first.objects, **other.objects}, {**first.paths, **other.paths}

@@ -122,12 +122,14 @@ def _check_shards(files: list[str]) -> None:
         return
     numbers = [_SHARD_NAME.fullmatch(file) for file in files]
     if not all(numbers):
-        raise SeveralCheckpointsError(f"several models lie here ({listed(files)}); name the file of the one you mean")
+        raise SeveralCheckpointsError(
+            f"there are several models here ({listed(files)}); name the file of the one you mean"
+        )
     present = {(int(match[1]), int(match[2])) for match in numbers if match}
     totals = {total for _, total in present}
     expected = {(number, total) for total in totals for number in range(1, total + 1)}
     if len(totals) > 1 or present != expected:
-        raise IncompleteError(f"of the shards {files[0]} ... {files[-1]} some are missing")
+        raise IncompleteError(f"some of the shards {files[0]} ... {files[-1]} are missing")
 
 
 def read_header(source: Source, path: str) -> _Header:
@@ -138,7 +140,7 @@ def read_header(source: Source, path: str) -> _Header:
     """
     size = source.size(path)
     if size < 8:
-        raise IncompleteError(f"{size} bytes are no safetensors file", path=path)
+        raise IncompleteError(f"{size} bytes are not a safetensors file", path=path)
     (length,) = struct.unpack("<Q", source.read(path, 0, 8))
     if length > MAX_HEADER_BYTES:
         raise MalformedError(
@@ -148,7 +150,7 @@ def read_header(source: Source, path: str) -> _Header:
         raise IncompleteError(f"its header of {length:,} bytes does not fit its {size:,} bytes", path=path)
     found = parse_json(source.read(path, 8, 8 + length), path)
     if not isinstance(found, dict):
-        raise MalformedError("its header is no JSON object", path=path)
+        raise MalformedError("its header is not a JSON object", path=path)
     metadata = _metadata(found.pop("__metadata__", {}), path)
     tensors = {name: _described(name, info, 8 + length, path) for name, info in found.items()}
     _check_ranges(tensors, 8 + length, size, path)
@@ -170,7 +172,7 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
     shape, offsets = info["shape"], info["data_offsets"]
     if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise MalformedError(
-            f"shape {brief(shape)} or data_offsets {brief(offsets)} are no such numbers", path=path, key=name
+            f"shape {brief(shape)} or data_offsets {brief(offsets)} are not valid", path=path, key=name
         )
     if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
         raise MalformedError(
@@ -189,9 +191,9 @@ def _check_ranges(
             raise MalformedError(f"its range {kind}", path=path, key=name)
         cursor = at[1]
     if cursor > size:
-        raise IncompleteError(f"it should have {cursor:,} bytes and has {size:,}; it was cut off", path=path)
+        raise IncompleteError(f"it has {size:,} bytes instead of {cursor:,}; the file is truncated", path=path)
     if cursor < size:
-        raise MalformedError(f"{size - cursor:,} bytes after the last tensor belong to none", path=path)
+        raise MalformedError(f"{size - cursor:,} bytes after the last tensor belong to no tensor", path=path)
 
 
 def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
@@ -199,7 +201,7 @@ def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
     for path, header in headers.items():
         for name, (dtype, shape, at) in header.tensors.items():
             if name in found:
-                raise MalformedError("this tensor lies in two files", path=path, key=name)
+                raise MalformedError("this tensor is in two files", path=path, key=name)
             found[name] = TensorLeaf(shape, dtype, ShardTable.build(shape, dtype, [Shard(Box.whole(shape), at)]))
     return found
 
@@ -256,7 +258,7 @@ class SafetensorsWriter:
         parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
         if len(parts) > 1 and options.file_name is not None:
             raise UnsupportedError(
-                f"{options.file_name} is one file, and {option('max_shard_size')} asks for {len(parts)}; name a folder"
+                f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
             )
         names = [options.file_name or "model.safetensors"] if len(parts) == 1 else _shard_names(len(parts))
         files = [
@@ -308,6 +310,6 @@ def _dtype_name(name: str, dtype: DType) -> str:
     found = dtype.safetensors_name
     if found is None:
         raise UnsupportedError(
-            f"safetensors has no {dtype.value}; write it with {option('to', 'torch')} or exclude it", key=name
+            f"safetensors does not support {dtype.value}; write it with {option('to', 'torch')} or exclude it", key=name
         )
     return found

@@ -74,7 +74,7 @@ def piece_of(
     """A tensor of a file at its place. Raises MalformedError where the file does not say it."""
     start = offsets.get(name)
     if start is None or len(start) != len(extents):
-        raise MalformedError(f"its {OFFSETS_KEY} has no place for this tensor", path=at.file, key=name)
+        raise MalformedError(f"its {OFFSETS_KEY} has no offsets for this tensor", path=at.file, key=name)
     return Piece(dtype, start, extents, at)
 
 

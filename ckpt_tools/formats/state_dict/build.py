@@ -139,7 +139,7 @@ class _Found:
                 self._add_tensor(path, key if state[slot].shape else slot)
         if empty:
             what = f"optimizer state of {count(len(empty), 'empty parameter')}"
-            self.notes.append(Note(Outcome.DEFAULTED, what, "the source keeps none", len(empty)))
+            self.notes.append(Note(Outcome.DEFAULTED, what, "the source has none", len(empty)))
 
     def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[TreePath, Any]]:
         assert self.tree.optim is not None, "a tree with groups has a place for them"
@@ -161,7 +161,7 @@ class _Found:
         for name, value in extras.items():
             path = self.tree.extras.get(name, (*root, name))
             if path in reserved and name not in self.tree.extras:
-                self.notes.append(Note(Outcome.DROPPED, name, "model or optimizer have this name in the tree"))
+                self.notes.append(Note(Outcome.DROPPED, name, "the model or the optimizer has this name in the tree"))
             else:
                 self._add_leaves(path, value)
 
@@ -169,11 +169,11 @@ class _Found:
         for leaf, item in leaves(path, value):
             missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
             if missing:
-                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "its tensor was not selected", asked=True))
+                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "its tensor is not selected", asked=True))
             elif isinstance(item, TensorRef):
                 self._add_tensor(leaf, item.key)
             elif isinstance(item, _Nothing):
-                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "a DCP keeps no empty dict"))
+                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "a DCP cannot hold an empty dict"))
             else:
                 self.objects[self._new(leaf)] = item
 
@@ -197,7 +197,7 @@ class _Found:
                 f"two entries of the tree would have this name; choose others with {option('model_key')}", key=name
             )
         if len(self.paths) == MAX_ENTRIES:
-            raise UnsupportedError(f"more than {MAX_ENTRIES:,} entries are no checkpoint")
+            raise UnsupportedError(f"more than {MAX_ENTRIES:,} entries are too many for a checkpoint")
         self.paths[name] = path
         return name
 

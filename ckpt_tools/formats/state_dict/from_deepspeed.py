@@ -31,7 +31,11 @@ def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tu
     found = dict(options)
     notes = []
     if found.pop("bias_correction", True) is not True:
-        notes.append(Note(Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch always corrects"))
+        notes.append(
+            Note(
+                Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch's Adam always corrects the bias"
+            )
+        )
     if {"betas", "eps"} <= found.keys():
         missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
         missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
@@ -67,7 +71,7 @@ def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
     )
     for name, value in client_state.items():
         if str(name) in extra:
-            notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "an entry of the checkpoint has its name"))
+            notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "another entry of the checkpoint has this name"))
         else:
             extra[str(name)] = value
     if extra.get("global_step", 0) is None:

@@ -25,7 +25,7 @@ def packed(entries: Entries) -> tuple[str, tuple[Note, ...]]:
     lost = [name for name, value in entries.objects.items() if next(references(value), None) is not None]
     objects = {name: value for name, value in entries.objects.items() if name not in lost}
     data = dumps({"paths": dict(entries.paths), "objects": objects})
-    notes = (Note(Outcome.DROPPED, ", ".join(lost), "it holds tensors inside; torch and dcp keep it", len(lost)),)
+    notes = (Note(Outcome.DROPPED, ", ".join(lost), "it contains tensors; torch and dcp keep it", len(lost)),)
     return base64.b64encode(data).decode(), notes if lost else ()
 
 
@@ -68,9 +68,9 @@ def _parts(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         raise MalformedError(f"its {where} is not valid base64") from error
     paths, objects = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]
     if not isinstance(paths, dict) or not isinstance(objects, dict) or not objects.keys() <= paths.keys():
-        raise MalformedError(f"its {where} holds no tree of state")
+        raise MalformedError(f"its {where} does not contain a state tree")
     if not all(type(name) is str for name in paths) or not all(map(_is_path, paths.values())):
-        raise MalformedError(f"its {where} holds names or paths of the wrong kind")
+        raise MalformedError(f"its {where} contains names or paths of the wrong type")
     return paths, objects
 
 

@@ -100,7 +100,7 @@ def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
     for prefix in prefixes:
         if dotted(prefix) == key:
             return prefix
-    raise UsageError(f"{option(name, key)} names nothing in this checkpoint")
+    raise UsageError(f"{option(name, key)} does not exist in this checkpoint")
 
 
 def _optim_prefix(paths: Iterable[TreePath]) -> TreePath | None:
@@ -254,7 +254,7 @@ def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]
         return leaves, tree, ()
     names = match_numbers(list(groups.values()), _state_shapes(leaves, tree.optim), _parameter_shapes(leaves, tree))
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
-        why = "it numbers its parameters, and their order and shapes do not prove which they are; carried as it is"
+        why = "it numbers its parameters, and their order and shapes do not identify them; it is copied unchanged"
         return leaves, replace(tree, optim=None), (Note(Outcome.KEPT, dotted(tree.optim) or "the optimizer", why),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
 
@@ -355,7 +355,7 @@ def _entries(leaves: Leaves, roles: Mapping[str, LeafRole]) -> dict[StateKey, Te
         try:
             key, kind = _key(roles[name], tensor)
             if key in found:
-                raise MalformedError("another entry of the tree means the same tensor")
+                raise MalformedError("another entry of the tree is the same tensor")
             found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=name) from error

@@ -42,7 +42,7 @@ def _tensor(
 ) -> StoredTensor:
     """``torch._utils._rebuild_tensor`` and ``_v2``. Hooks are not saved by torch (always an empty OrderedDict)."""
     if type(storage) is not StorageRef:
-        raise MalformedError("a tensor views something that is no storage")
+        raise MalformedError("a tensor is a view of something that is not a storage")
     if metadata:
         raise UnsupportedError(f"a tensor is stored with the flags {_flags(metadata)}, which change its values")
     if type(requires_grad) is not bool:
@@ -59,7 +59,7 @@ def _flags(metadata: Value) -> str:
 
 def _ints(values: Value) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or len(values) > MAX_DIMS:
-        raise MalformedError("the shape of a tensor is no tuple")
+        raise MalformedError("the shape of a tensor is not a tuple")
     return tuple(values)
 
 
@@ -79,7 +79,7 @@ def _tensor_v3(
 def _dtype(value: Value) -> DType:
     found = value.dtype if type(value) is GlobalRef else None
     if found is None:
-        raise UnsupportedError(f"a tensor has the element type {value!s:.80}, which is not handled")
+        raise UnsupportedError(f"a tensor has the dtype {value!s:.80}, which is not supported")
     return found
 
 
@@ -130,7 +130,7 @@ _TENSORS: dict[GlobalRef, Callable[..., Value]] = {
 def _size(machine: Machine, args: tuple[Value, ...]) -> Size:
     (dims,) = args or ((),)
     if not isinstance(dims, tuple | list) or len(dims) > MAX_DIMS:
-        machine.fail("a torch.Size of something that is no tuple")
+        machine.fail("a torch.Size of something that is not a tuple")
     return Size(dims)
 
 
@@ -166,7 +166,7 @@ def _frozen(machine: Machine, args: tuple[Value, ...]) -> Value:
 def _elements(machine: Machine, args: tuple[Value, ...]) -> list[Value]:
     (items,) = args or ([],)
     if type(items) not in (list, tuple):
-        machine.fail("a set of something that is no list")
+        machine.fail("a set of something that is not a list")
     machine.copied(args)
     machine.spend(4)
     return checked_keys(machine, None, list(items))

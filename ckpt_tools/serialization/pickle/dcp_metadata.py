@@ -64,7 +64,7 @@ def _refuse_rest(kind: str, state: dict[str, Value], *known: str) -> None:
 
 
 def _wrong(kind: str) -> MalformedError:
-    return MalformedError(f"a {kind} holds values of the wrong kind")
+    return MalformedError(f"a {kind} contains values of the wrong type")
 
 
 class ChunkStorageMetadata(Record):
@@ -147,7 +147,7 @@ class StorageInfo(Record):
         if type(relative_path) is not str or type(offset) is not int or type(length) is not int:
             raise _wrong("_StorageInfo")
         if not (0 <= offset <= INT64_MAX and 0 <= length <= INT64_MAX):
-            raise MalformedError(f"an item of {length} bytes lies at byte {offset}")
+            raise MalformedError(f"an item of {length} bytes is at byte {offset}")
         self.relative_path = relative_path
         self.offset = offset
         self.length = length
@@ -220,7 +220,7 @@ class TensorProperties(Record):
     def element_type(self) -> DType:
         """The dtype. Raises MalformedError where it is none of torch's that we know."""
         if self.dtype.dtype is None:
-            raise MalformedError(f"{self.dtype} is no element type that is known here")
+            raise MalformedError(f"{self.dtype} is not a supported dtype")
         return self.dtype.dtype
 
 

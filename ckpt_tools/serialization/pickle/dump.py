@@ -101,7 +101,7 @@ class _Writer:
     def write(self, value: Value) -> None:
         encode = _ENCODERS.get(type(value))
         if encode is None:
-            raise TypeError(f"a {type(value).__name__} is no value that can be pickled")
+            raise TypeError(f"a {type(value).__name__} cannot be pickled")
         encode(self, value)
 
     # Memory

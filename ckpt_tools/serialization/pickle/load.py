@@ -84,7 +84,7 @@ def recorded(data: bytes, *, path: str) -> Recording:
         with _gc_paused(len(data) >= GC_PAUSE_BYTES):
             return Recorder(data, TRACING).record()
     except MemoryError as error:
-        raise MemoryBudgetError("there is not enough memory to follow this pickle", path=path) from error
+        raise MemoryBudgetError("there is not enough memory to check this pickle", path=path) from error
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def _unknown(machine: Machine, at: int) -> int:
         machine.fail("it uses the extension registry, which names code in the reader's process")
     if opcode in b"\x97\x98":
         machine.fail("it refers to buffers outside of it")
-    machine.fail(f"{opcode:#04x} is no opcode")
+    machine.fail(f"{opcode:#04x} is not an opcode")
 
 
 def _proto(machine: Machine, at: int) -> int:
@@ -205,7 +205,7 @@ def _global(machine: Machine, at: int) -> int:
 def _stack_global(machine: Machine, at: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        machine.fail("a name that is no string")
+        machine.fail("a name that is not a string")
     machine.stack.append(machine.name(module, name))
     return at
 
@@ -220,7 +220,7 @@ def called(machine: Machine, function: Value, args: Value) -> Value:
     build = machine.calls.get(id(function))
     machine.spend(1)
     if type(args) is not tuple:
-        machine.fail("arguments that are no tuple")
+        machine.fail("arguments that are not a tuple")
     if build is not None:
         return build(machine, args)
     if type(function) is not GlobalRef and type(function) is not Opaque:
@@ -238,7 +238,7 @@ def _newobj(machine: Machine, at: int) -> int:
 def _newobj_ex(machine: Machine, at: int) -> int:
     kwargs, args, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
     if type(kwargs) is not dict or set(map(type, kwargs)) - {str}:
-        machine.fail("named arguments that are no dict of names")
+        machine.fail("keyword arguments that are not a dict by name")
     machine.stack.append(made(machine, kind, args, kwargs or None))
     return at
 
@@ -397,7 +397,7 @@ def _long_binget(machine: Machine, at: int) -> int:
 def _get_line(machine: Machine, at: int) -> int:
     line, at = _number_line(machine, at)
     if not line.isdigit():
-        machine.fail("a memo index that is no number")
+        machine.fail("a memo index that is not a number")
     return _fetched(machine, machine.memo[int(line)], at)
 
 
@@ -423,7 +423,7 @@ def _tuple_of(num: int) -> Step:
     def step(machine: Machine, at: int) -> int:
         stack = machine.stack
         if len(stack) < num:
-            machine.fail("a tuple of more than there is")
+            machine.fail("a tuple of more items than there are")
         machine.budget -= 1
         if machine.budget < 0:
             machine.spend(0)

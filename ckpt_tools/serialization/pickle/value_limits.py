@@ -43,15 +43,15 @@ class Checker:
             height = self._fresh(value, depth)
         elif height == _OPEN:
             if not isinstance(value, Opaque):
-                raise MalformedError("a container lies inside itself")
+                raise MalformedError("a container contains itself")
             return 0
         if depth + height > MAX_DEPTH:
-            raise MalformedError(f"values lie more than {MAX_DEPTH} deep inside each other")
+            raise MalformedError(f"values are nested more than {MAX_DEPTH} levels deep")
         return height
 
     def _fresh(self, value: Value, depth: int) -> int:
         if depth >= MAX_DEPTH:
-            raise MalformedError(f"values lie more than {MAX_DEPTH} deep inside each other")
+            raise MalformedError(f"values are nested more than {MAX_DEPTH} levels deep")
         self._heights[id(value)] = _OPEN
         inner, size = 0, 1
         for group in _parts(value):

@@ -78,7 +78,7 @@ class FsspecDestination(Destination):
         self._streams.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise UsageError("this destination is written by one process; name a path, or an s3:// URL")
+        raise UsageError("only one process can write to this destination; name a path or an s3:// URL")
 
 
 def _failing(path: str, call: Callable[[], object]) -> None:

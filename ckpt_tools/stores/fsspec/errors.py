@@ -76,7 +76,7 @@ def _is_of_network(cause: BaseException) -> bool:
 def _unanswered(cause: BaseException, url: str) -> Exception:
     host = host_of(url)
     if _is_unknown_host(cause):
-        return StoreError(f"there is no host {host}: its name is not known", path=shown(url))
+        return StoreError(f"there is no host {host}: its name cannot be resolved", path=shown(url))
     failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=shown(url))
     return TransientError(failed, f"no answer from {host} yet")
 

@@ -79,7 +79,7 @@ class FsspecClaim(Claim):
             if fs.exists(old):
                 fs.mv(old, new)
             elif not fs.exists(new):
-                raise StoreError("it vanished before it was published", path=old)
+                raise StoreError("it disappeared before it was published", path=old)
 
         asked(new, move)
 
@@ -96,7 +96,7 @@ class FsspecPlace(Place):
         fs, path = file_system(url, options)
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
         if not path or "http" in protocols:
-            raise UsageError(f"{url}: nothing can be written there; name another place")
+            raise UsageError(f"{url}: nothing can be written there; choose another destination")
         return cls(fs, path)
 
     @property

@@ -115,7 +115,7 @@ class FsspecStore(Store):
                 "can be read from it in place; download the file first, or serve it from a server that sends parts",
                 path=shown(full),
             )
-        raise EOFError(f"{len(data):,} bytes came where {len(buffer):,} were asked for")
+        raise EOFError(f"{len(data):,} bytes were received, but {len(buffer):,} were requested")
 
 
 def size_of(info: Mapping[str, Any], url: str) -> int:

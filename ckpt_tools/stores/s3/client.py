@@ -205,7 +205,7 @@ class Bucket:
             case 404:
                 return IncompleteError("this file of the checkpoint is missing", path=self.url(key))
             case 412:
-                return StoreError("it was changed while it was being read; start again", path=self.url(key))
+                return StoreError("it was changed while it was being read; run again", path=self.url(key))
             case 416:
                 return IncompleteError(f"the file ends before byte {stop:,}", path=self.url(key))
             case _:
@@ -220,7 +220,7 @@ class Bucket:
         if said == f"bytes {start}-{total and int(total) - 1 if total.isdigit() else ''}/{total}" and int(total) < stop:
             raise IncompleteError(f"the file ends at byte {int(total):,}", path=self.url(key))
         raise TransientError(
-            StoreError(f"the service sent {said or 'no range'} where bytes {start}-{stop - 1} were asked for",
+            StoreError(f"the service sent {said or 'no range'} but bytes {start}-{stop - 1} were requested",
                        path=self.url(key))
         )  # fmt: skip
 
@@ -247,7 +247,7 @@ class Bucket:
         """An object that has no range, being empty: SeaweedFS makes one of a request whose sender was killed."""
         found = self._found("head_object", key, Key=key)
         if found is not None and int(found["ContentLength"]):
-            raise TransientError(StoreError("it was written meanwhile", path=self.url(key)))
+            raise TransientError(StoreError("another process wrote it meanwhile", path=self.url(key)))
         return None if found is None else Small(b"", found["ETag"], _age(found))
 
     # Writing small objects
@@ -388,7 +388,7 @@ class Bucket:
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
             raise StoreError(f"no credentials for S3 were found; {_credentials()}", path=self.url(key)) from error
         except (exceptions.CredentialRetrievalError, exceptions.TokenRetrievalError) as error:
-            raise StoreError(f"credentials for S3 cannot be had: {error}", path=self.url(key)) from error
+            raise StoreError(f"credentials for S3 cannot be loaded: {error}", path=self.url(key)) from error
         except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:
             raise self._silence(key, error) from error
         except (exceptions.IncompleteReadError, exceptions.ResponseParserError) as error:
@@ -396,7 +396,7 @@ class Bucket:
         except (OSError, http.client.HTTPException, urllib3.HTTPError, EOFError) as error:
             raise self._silence(key, error) from error
         except exceptions.BotoCoreError as error:
-            raise StoreError(f"S3 cannot be asked: {error}", path=self.url(key)) from error
+            raise StoreError(f"S3 cannot be reached: {error}", path=self.url(key)) from error
 
     @property
     def _host(self) -> str:

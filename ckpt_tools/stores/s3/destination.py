@@ -90,7 +90,7 @@ class S3Destination(Destination):
             size, mark, etag = part_tag.rpartition("+")
             if mark and found.get(number) != Part(etag, int(size)):
                 raise StoreError(
-                    f"the service copied part {number} wrongly: {found.get(number)} in the place of {size} bytes",
+                    f"the service copied part {number} wrongly: {found.get(number)} instead of {size} bytes",
                     path=self.bucket.url(self.prefix + path),
                 )
 

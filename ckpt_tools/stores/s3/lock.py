@@ -96,7 +96,9 @@ class ObjectLock:
         """Raises StoreError where somebody else took over."""
         if not self._is_mine():
             self.lost = True
-            raise StoreError(f"another process took over {self.url}, as this one had not been heard of for too long")
+            raise StoreError(
+                f"another process took over {self.url}, because this one gave no sign of life for too long"
+            )
 
     def release(self) -> None:
         """Let go of it, if it is ours still. Raises StoreError."""

@@ -61,7 +61,7 @@ class RayRunner:
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
-            raise ValueError(f"{self.num_workers} workers would do nothing")
+            raise ValueError(f"{self.num_workers} workers: at least one is needed")
 
     def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
         import ray
@@ -266,8 +266,8 @@ class _Run(Generic[Item, Result]):
             return self.news.get(timeout=None if self.num_out else START_SECONDS)
         except Empty:
             raise StoreError(
-                f"the cluster started no worker in {START_SECONDS:.0f} seconds; see with ray status whether it has a "
-                "CPU free"
+                f"the cluster did not start a worker in {START_SECONDS:.0f} seconds; "
+                "check with ray status that a CPU is free"
             ) from None
 
     def _handle(self, news: _Event[Item]) -> tuple[Result, ...]:

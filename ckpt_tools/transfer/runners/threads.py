@@ -38,7 +38,7 @@ class ThreadRunner:
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
-            raise ValueError(f"{self.num_workers} workers would do nothing")
+            raise ValueError(f"{self.num_workers} workers: at least one is needed")
 
     def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
         shared = _Shared(iter(items), threading.Semaphore(RESULTS_PER_WORKER * self.num_workers))

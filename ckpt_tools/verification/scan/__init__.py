@@ -1,4 +1,4 @@
-"""What a loader that executes pickles would have run of a checkpoint.
+"""The calls that a loader of pickles would execute for a checkpoint.
 
 Every pickle of every file is followed by a machine that writes calls down (``containers.unpickler.recorder``): those of
 torch files in both formats and of the tar before them, of the items of a DCP, of whatever lies beside a checkpoint, one

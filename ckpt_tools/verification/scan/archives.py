@@ -77,7 +77,7 @@ def _agrees(read: ReadRange, size: int, before_end: bytes, stated: tuple[tuple[i
 def members_of_any_zip(read: ReadRange, size: int) -> tuple[list[Member], str | None]:
     """The records of a zip that Python can find, and why not more."""
     if size > MAX_BROKEN_ZIP_BYTES:
-        return [], "the zip archive is broken, and too large to look for what is left of it"
+        return [], "the zip archive is damaged, and too large to search for its records"
     members: list[Member] = []
     try:
         with zipfile.ZipFile(io.BufferedReader(_Stream(read, size))) as archive:
@@ -111,7 +111,7 @@ def _payload(read: ReadRange, size: int, record: zipfile.ZipInfo, limit: int) ->
     if record.compress_type == zipfile.ZIP_STORED:
         return packed
     if record.compress_type != zipfile.ZIP_DEFLATED or record.flag_bits & 1:
-        raise zipfile.BadZipFile(f"the record {record.filename!r} is encrypted or packed in an unknown way")
+        raise zipfile.BadZipFile(f"the record {record.filename!r} is encrypted or compressed in an unknown way")
     return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, limit)
 
 
@@ -182,11 +182,11 @@ def inflated_zstd(read: ReadRange, size: int) -> tuple[bytes, str | None]:
     try:
         import zstandard
     except ImportError:
-        return b"", "it is stored through zstd, which takes the package zstandard to read"
+        return b"", "it is compressed with zstd, which needs the package zstandard"
     stream = io.BufferedReader(_Stream(read, size))
     reader = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).stream_reader(stream)
     try:
         data = reader.read(MAX_INFLATED_BYTES)
     except zstandard.ZstdError as error:
-        return b"", f"it is stored through zstd, and broken: {error}"
-    return data, "it inflates to more than can be followed" if len(data) == MAX_INFLATED_BYTES else None
+        return b"", f"it is compressed with zstd, and damaged: {error}"
+    return data, "it decompresses to more than the limit of the scan" if len(data) == MAX_INFLATED_BYTES else None

@@ -1,4 +1,4 @@
-"""What a scan finds."""
+"""The results of a scan."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_FINDINGS = 1000
 
 
 class Danger(StrEnum):
-    """What a finding is of."""
+    """The kind of a finding."""
 
     RUNS = "runs"
     """Code that a loader would run or import."""
     OUTSIDE = "outside"
     """A name of a file that leads out of the checkpoint."""
     UNREADABLE = "unreadable"
-    """What could not be followed: damaged, of an unknown kind, or made so that it cannot be."""
+    """Data that cannot be checked: damaged, of an unknown kind, or made to resist it."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,7 +76,7 @@ class ScanReport(Shown):
 
 
 class FindingCollector:
-    """Findings while they are collected."""
+    """Collects findings."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []

@@ -1,4 +1,4 @@
-"""The files that pickles lie in: streams of pickles, torch zips, the tar of torch before 0.1.10, numpy's arrays.
+"""The files that contain pickles: streams of pickles, torch zips, the tar of torch before 0.1.10, numpy's arrays.
 
 A file is taken for what its first bytes make a loader take it for (torch/serialization.py ``load``), not for what its
 name says. The name decides one thing: where it is one that loaders unpickle, what cannot be followed is a finding.
@@ -92,7 +92,7 @@ class Piece:
 
 
 class Inspector:
-    """Looks at pieces, and notes what a loader would run of them."""
+    """Checks pieces, and records the calls that a loader would execute."""
 
     def __init__(self, notebook: FindingCollector) -> None:
         self._notebook = notebook
@@ -100,11 +100,11 @@ class Inspector:
         self._nested: set[bytes] = set()
 
     def inspect(self, piece: Piece) -> None:
-        """Whatever ``piece`` is. Raises StoreError and MemoryBudgetError alone."""
+        """Check ``piece``, of whatever kind it is. Raises only StoreError and MemoryBudgetError."""
         if not piece.size:
             return
         if piece.depth > MAX_NESTING:
-            self._unreadable(piece, f"pickles lie more than {MAX_NESTING} deep inside each other")
+            self._unreadable(piece, f"pickles are nested more than {MAX_NESTING} levels deep")
             return
         head = piece.read(0, min(piece.size, _HEAD_BYTES))
         if head.startswith(_ZIP_MAGIC):
@@ -177,7 +177,7 @@ class Inspector:
             self._notebook.add(piece.file, where(use.at), Danger.RUNS, use.shown)
         if found.num_uses > len(found.uses):
             left = found.num_uses - len(found.uses)
-            self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{left:,} calls more", count=left)
+            self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{left:,} more calls", count=left)
         for data in found.nested:
             self._look_inside(piece, data)
 
@@ -193,8 +193,12 @@ class Inspector:
     def _note_failure(self, piece: Piece, at: int, found: Recording) -> None:
         if at == 0 and not found.uses and _is_safetensors(piece):
             return
-        what = f"{piece.size - at:,} bytes follow a pickle and are none" if at and not found.stop > 2 else found.failure
-        self._unreadable(piece, f"it cannot be followed, so that more may run: {what}")
+        what = (
+            f"{piece.size - at:,} bytes follow a pickle but are not a pickle"
+            if at and not found.stop > 2
+            else found.failure
+        )
+        self._unreadable(piece, f"it cannot be read to its end, so there may be more calls: {what}")
 
     def _after_storages(self, piece: Piece, at: int, series: list[Recording]) -> int:
         """Where the storages of a legacy file end, which lie there in the order of the fifth pickle's keys."""
@@ -211,7 +215,7 @@ class Inspector:
         head = piece.read(at, min(at + 8, piece.size))
         stop = at + 8 + int.from_bytes(head, "little") * (item_bytes or 0)
         if item_bytes is None or len(head) < 8 or stop > piece.size:
-            self._unreadable(piece, f"the storage at byte {at:,} cannot be followed, so that more may run")
+            self._unreadable(piece, f"the storage at byte {at:,} cannot be read to its end, so there may be more calls")
             return piece.size
         return stop
 
@@ -225,7 +229,7 @@ class Inspector:
             self._any_zip(piece, error)
             return
         if directory is None:
-            self._no_archive(piece, "the zip archive has no end; it was cut off or damaged")
+            self._no_archive(piece, "the zip archive has no end; it is truncated or damaged")
         elif not has_one_directory(piece.read, piece.size):
             self._any_zip(piece, None)
             self._no_archive(piece, "the zip archive has a second directory, which a loader may read instead")
@@ -236,7 +240,7 @@ class Inspector:
 
     def _no_archive(self, piece: Piece, what: str) -> None:
         if piece.is_expected:
-            self._unreadable(piece, f"it cannot be followed, so that more may run: {what}")
+            self._unreadable(piece, f"it cannot be read to its end, so there may be more calls: {what}")
 
     def _any_zip(self, piece: Piece, error: FormatError | UnsafeError | None) -> None:
         """An archive that torch did not write. A compressed one can be followed; of others, as much as can be."""
@@ -301,7 +305,7 @@ class Inspector:
                 at = after(at + found.stop, found.value)
                 left -= 1
             elif going:
-                self._unreadable(piece, f"the pickle at byte {at:,} is none of torch's")
+                self._unreadable(piece, f"the pickle at byte {at:,} is not one of torch's")
                 going = False
         if going and at < piece.size:
             self._stream(piece.part(at, piece.size, f"from byte {at:,}", is_expected=True))

@@ -1,4 +1,4 @@
-"""Every file of a source, and every item of a DCP where its metadata says it lies."""
+"""Scans every file of a source, and every item of a DCP at the place that its metadata names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ZSTD = "stream.zstd/1"
 
 
 def scan_source(source: Source, url: str) -> ScanReport:
-    """What a loader would run of any file of ``source``. Nothing is run, and nothing opened outside of it.
+    """The calls that a loader would execute for the files of ``source``. Nothing is executed or opened outside of it.
 
     Raises:
         StoreError: a file cannot be read. MemoryBudgetError: there is not enough memory for a pickle.
@@ -44,7 +44,7 @@ class _Scan:
         hidden, links = _hidden(source.store)
         self._source = replace(source, files=dict(sorted({**hidden, **source.files}.items())))
         for link in links:
-            self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside of the checkpoint")
+            self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside the checkpoint")
 
     def run(self, url: str) -> ScanReport:
         items = self._items()
@@ -118,9 +118,9 @@ class _Scan:
             self._notebook.add(piece.file, piece.place, Danger.UNREADABLE, reason)
 
     def _inflated(self, piece: Piece, transforms: tuple[str, ...]) -> str | None:
-        """Look at an item that went through ``transforms``; why not, if not."""
+        """Check an item that was stored with ``transforms``; returns the reason if that is not possible."""
         if transforms != (_ZSTD,):
-            return f"it is stored through {listed(transforms)}"
+            return f"it is compressed or transformed by {listed(transforms)}"
         data, reason = inflated_zstd(piece.read, piece.size)
         self._inspector.inspect(piece.holding(data, "", is_expected=not reason))
         return reason

@@ -83,7 +83,7 @@ def terminate(case: Case, runs: Runs, call: Call, words: list[str], before: dict
     ended = runs.terminated_at(call, *case.words, *words)
     assert ended.code in (143, 0), (call, ended)
     if ended.code:
-        assert ended.stderr == "Stopped by SIGTERM; the destination is as it was, or complete.\n"
+        assert ended.stderr == "Stopped by SIGTERM; the destination is either unchanged or complete.\n"
     assert case.visible() in (before, case.expected), "half a destination"
     assert {path.name for path in case.folder.iterdir()} <= {case.name}
     return ended.code == 143
@@ -157,9 +157,9 @@ def test_interrupted(call: Call, is_noted: bool, made_case: MakeCase, runs: Runs
     four writes else, one for the name of each file."""
     case = made_case("dcp")
     ended = runs.interrupted_at(Call("pwrite64", 3), *case.words)
-    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; the destination is as it was, or complete.")
+    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; the destination is either unchanged or complete.")
     assert list(case.folder.iterdir()) == []
     ended = runs.interrupted_at(call, *case.words, "--resume")
-    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; what was written is kept for --resume.")
+    assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; the files written so far are kept for --resume.")
     assert noted_bytes(case) > 0 or not is_noted
     check_resumed(case, runs, [])

@@ -85,7 +85,7 @@ def test_a_project_that_holds_a_checkpoint_somewhere(refusal: Way, tmp_path: Pat
     src = put(tmp_path / "other/epoch_12", "dcp")
     before = look(tmp_path)
     told = refusal(src, tmp_path / "proj", "dcp")
-    assert "lies deeper" in told and "src/main.py" in told and "thesis.tex" in told
+    assert "not a checkpoint itself but contains one" in told and "src/main.py" in told and "thesis.tex" in told
     assert look(tmp_path) == before
 
 
@@ -97,7 +97,7 @@ def test_files_beside_a_model(refusal: Way, tmp_path: Path) -> None:
     src = put(tmp_path / "src", "dcp")
     before = look(tmp_path)
     told = refusal(src, hf, "safetensors")
-    assert "config.json" in told and "and 15 more" in told and "not part of the checkpoint" in told
+    assert "config.json" in told and "and 15 more" in told and "not part of its checkpoint" in told
     assert look(tmp_path) == before
 
 
@@ -137,7 +137,7 @@ def test_a_source_by_another_name(name: str, tmp_path: Path) -> None:
     assert "is the source itself" in told
     assert "contains the source" in by_python(other, src.parent, "dcp")
     if name != "fsspec-local":
-        assert "lies in the source" in by_python(other, src / "x.safetensors", None)
+        assert "is inside the source" in by_python(other, src / "x.safetensors", None)
     assert look(tmp_path) == before
 
 
@@ -246,7 +246,7 @@ def test_a_checkpoint_that_cannot_be_read(how: str, tmp_path: Path) -> None:
 def test_a_tag_without_the_file_that_names_it_lies_deeper(tmp_path: Path) -> None:
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "zero2")
     (dst / "latest").unlink()
-    assert "lies deeper" in by_python(src, dst, "dcp")
+    assert "not a checkpoint itself but contains one" in by_python(src, dst, "dcp")
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.bin"])

@@ -405,5 +405,5 @@ def test_a_cluster_without_a_free_processor_is_said_to_be_one(
     nobody = ray.remote(num_cpus=1, resources={"nowhere": 1})(Process)
     monkeypatch.setattr(ray_runner, "new_process", nobody.remote)
     monkeypatch.setattr(ray_runner, "START_SECONDS", 0.2)
-    with closing(runner_of(1)) as runner, pytest.raises(StoreError, match="started no worker in 0 seconds"):
+    with closing(runner_of(1)) as runner, pytest.raises(StoreError, match="did not start a worker in 0 seconds"):
         list(runner.run(double, range(3)))

@@ -40,7 +40,7 @@ class File:
         """Raises FormatError where ``path`` is missing, damaged, or holds no dictionary."""
         archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
         if not isinstance(archive.value, dict):
-            raise MalformedError("it holds no dictionary, as DeepSpeed's files do", path=path)
+            raise MalformedError("it does not contain a dictionary, as DeepSpeed's files do", path=path)
         return cls(path, archive.value, archive)
 
     def start(self, tensor: StoredTensor) -> int:
@@ -48,7 +48,7 @@ class File:
         if not tensor.numel:
             return 0
         if tensor.storage is None:
-            raise MalformedError("a tensor of the meta device has no elements", path=self.path)
+            raise MalformedError("the tensor is on the meta device and has no elements", path=self.path)
         start, _ = self.archive.storage_range(tensor.storage.key)
         return start + tensor.storage_offset * tensor.dtype.item_bytes
 
@@ -95,11 +95,11 @@ class ModelStates:
     def of(cls, file: File) -> ModelStates:
         if "param_shapes" not in file.content or "buffer_names" not in file.content:
             raise UnsupportedError(
-                "it has no param_shapes and buffer_names: no ZeRO checkpoint, or one older than DeepSpeed 0.4",
+                "it has no param_shapes and buffer_names: it is not of ZeRO, or it is older than DeepSpeed 0.4",
                 path=file.path,
             )
         if file.content["param_shapes"] is None:
-            raise UnsupportedError("it was saved without ZeRO (stage 0), which is not read", path=file.path)
+            raise UnsupportedError("it was saved without ZeRO (stage 0), which is not supported", path=file.path)
         return cls(
             file=file,
             module=_named(file.get("module", dict), file.path),
@@ -124,7 +124,7 @@ def _named(found: Mapping[Value, Value], path: str) -> Mapping[str, Value]:
 def _strings(found: Sequence[Value], path: str) -> Sequence[str]:
     for name in found:
         if not isinstance(name, str):
-            raise MalformedError(f"a {kind_of(name)} stands where a name should", path=path)
+            raise MalformedError(f"expected a name, found a {kind_of(name)}", path=path)
     return found
 
 
@@ -136,14 +136,14 @@ def _param_shapes(file: File) -> tuple[Mapping[str, Shape], ...]:
     names = [name for group in shapes for name in group]
     if len(set(names)) != len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise MalformedError("param_shapes has it in two groups", path=file.path, key=twice)
+        raise MalformedError("param_shapes lists it in two groups", path=file.path, key=twice)
     return shapes
 
 
 def _shapes(found: Value, path: str) -> Mapping[str, Shape]:
     """Name to shape; a shape is a ``torch.Size`` or a plain tuple."""
     if not isinstance(found, dict):
-        raise MalformedError("its shapes are no dictionary of names", path=path)
+        raise MalformedError("its shapes are not a dictionary by name", path=path)
     return {name: _shape(name, shape, path) for name, shape in _named(found, path).items()}
 
 
@@ -164,7 +164,7 @@ def _optional(file: File, name: str) -> Mapping[Value, Value]:
 def _tensors(found: Mapping[Value, Value], path: str) -> Mapping[str, StoredTensor]:
     for name, value in _named(found, path).items():
         if not isinstance(value, StoredTensor):
-            raise MalformedError("its fragment is no tensor", path=path, key=name)
+            raise MalformedError("its fragment is not a tensor", path=path, key=name)
     return found
 
 
@@ -228,12 +228,12 @@ def _stage(own: Mapping[str, Value], path: str) -> int:
     """1, 2 or 3; BF16_Optimizer, which is a stage 1, does not say."""
     if "zero_stage" not in own:
         if "single_partition_of_fp32_groups" not in own:
-            raise UnsupportedError("it holds no ZeRO optimizer state", path=path)
+            raise UnsupportedError("it does not contain ZeRO optimizer state", path=path)
         return 1
     found = own["zero_stage"]
     stage = found.args[0] if isinstance(found, Opaque) and len(found.args) == 1 else found
     if type(stage) is not int or stage not in (1, 2, 3):
-        raise UnsupportedError(f"its ZeRO stage is {brief(stage)}; 1, 2 and 3 are read", path=path)
+        raise UnsupportedError(f"its ZeRO stage is {brief(stage)}; only stages 1, 2 and 3 are supported", path=path)
     return stage
 
 
@@ -256,14 +256,14 @@ def _world_size(own: Mapping[str, Value], path: str) -> int:
 def _flat_tensors(found: list[Value], name: str, path: str) -> tuple[StoredTensor, ...]:
     for value in found:
         if not isinstance(value, StoredTensor) or len(value.shape) != 1 or not value.is_contiguous:
-            raise MalformedError(f"{name} holds something else than flat tensors", path=path, key=name)
+            raise MalformedError(f"{name} contains something other than flat tensors", path=path, key=name)
     return tuple(found)
 
 
 def _paddings(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
     found = own.get("group_paddings") or [0] * num_flats
     if not are_naturals(found, num_flats) or len(found) != num_flats or max(found, default=0) > MAX_PADDING:
-        raise MalformedError(f"its group_paddings are no {num_flats} numbers", path=path, key="group_paddings")
+        raise MalformedError(f"its group_paddings are not {num_flats} numbers", path=path, key="group_paddings")
     return tuple(found)
 
 
@@ -273,7 +273,7 @@ def _alignment_paddings(own: Mapping[str, Value], num_flats: int, path: str) -> 
     if found is None:
         return None
     if not isinstance(found, list) or len(found) != num_flats or not all(are_naturals(group, None) for group in found):
-        raise MalformedError("they are no list of numbers a group", path=path, key="param_alignment_paddings")
+        raise MalformedError("they are not a list of numbers for each group", path=path, key="param_alignment_paddings")
     return tuple(tuple(group) for group in found)
 
 
@@ -297,7 +297,9 @@ def _elastic(
 ) -> tuple[tuple[Mapping[str, Value], ...], tuple[OptimGroup, ...]]:
     """An elastic checkpoint keeps the states alone, and one step for all."""
     if len(found) != num_flats:
-        raise MalformedError(f"{len(found)} states for {num_flats} param groups", path=path, key="base_optimizer_state")
+        raise MalformedError(
+            f"{len(found)} states, but {num_flats} param groups", path=path, key="base_optimizer_state"
+        )
     step = own.get("base_optimizer_state_step")
     options = {} if step is None else {"step": step}
     return tuple(_slots(state, path) for state in found), tuple(OptimGroup((i,), options) for i in range(num_flats))
@@ -307,12 +309,10 @@ def _slots(found: Value, path: str) -> Mapping[str, Value]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise MalformedError("the state of a parameter is no dictionary", path=path)
+        raise MalformedError("the state of a parameter is not a dictionary", path=path)
     for slot in (WEIGHT, MASTER):
         if slot in found:
-            raise UnsupportedError(
-                f"the optimizer calls one of its slots {slot!r}, which has a meaning here", path=path
-            )
+            raise UnsupportedError(f"the optimizer has a slot named {slot!r}, which is a reserved name", path=path)
     return _named(found, path)
 
 
@@ -327,9 +327,9 @@ def _groups(found: list[Value], num_flats: int, path: str) -> tuple[OptimGroup, 
 
 def _group(found: Value, path: str) -> OptimGroup:
     if not isinstance(found, dict) or not isinstance(found.get("params"), list):
-        raise MalformedError("a param group has no params", path=path, key="param_groups")
+        raise MalformedError("a param group has no 'params'", path=path, key="param_groups")
     if not all(type(number) is int for number in found["params"]):
-        raise MalformedError("the params of a group are no numbers", path=path, key="param_groups")
+        raise MalformedError("the params of a group are not numbers", path=path, key="param_groups")
     options = {name: value for name, value in _named(found, path).items() if name not in ("params", "param_names")}
     return OptimGroup(tuple(dict.fromkeys(found["params"])), options)
 

@@ -14,7 +14,7 @@ def check_names(model: ModelStates) -> None:
     """Raises IncompleteError where a parameter that trains is not in ``module``."""
     missing = model.trainable.keys() - model.module.keys()
     if missing:
-        raise IncompleteError("param_shapes has it, and module has not", path=model.file.path, key=min(missing))
+        raise IncompleteError("it is in param_shapes but not in module", path=model.file.path, key=min(missing))
 
 
 def refuse_parallel(model: ModelStates) -> None:
@@ -24,9 +24,9 @@ def refuse_parallel(model: ModelStates) -> None:
     parallel = content.get("checkpoint_parallel_dimensions")
     degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
     if any(type(degree) is int and degree > 1 for degree in degrees):
-        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not read", path=path)
+        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not supported", path=path)
     if content.get("ds_autoep_layers") or content.get("autoep_layers"):
-        raise UnsupportedError("it is of a run with experts (AutoEP), which is not read", path=path)
+        raise UnsupportedError("it is of a run with experts (AutoEP), which is not supported", path=path)
 
 
 def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:

@@ -74,10 +74,12 @@ class OptimizerState:
     def _absent(self, number: int, params: Sequence[str], foreign: Sequence[str]) -> list[Note]:
         what = f"optimizer state of parameter group {number}"
         if foreign:
-            why = f"{', '.join(foreign)} cannot be cut as the parameters are, so DeepSpeed starts this group afresh"
+            why = f"{', '.join(foreign)} cannot be partitioned like the parameters, so DeepSpeed resets this group"
             return [noted(Outcome.DROPPED, what, why, self.entries(params))]
         if self.manifest.groups:
-            return [noted(Outcome.DEFAULTED, what, "the source has none, so DeepSpeed starts it at the first step")]
+            return [
+                noted(Outcome.DEFAULTED, what, "the source has none, so DeepSpeed initializes it at the first step")
+            ]
         return []
 
 
@@ -131,7 +133,9 @@ class _Column:
         missing = [param for param, state in zip(self.params, self.states, strict=True) if state is None]
         fresh = [weight for weight, state in zip(self.weights, self.states, strict=True) if state is None]
         wide = [state for _, state in self.present if state.dtype is DType.FLOAT64]
-        why = "the source has none, as of parameters that never had a gradient; zeros, at their group's step"
+        why = (
+            "the source has none, as for parameters that never had a gradient; set to zero, at the step of their group"
+        )
         notes = [noted(Outcome.DEFAULTED, f"{self.name} of {listed(missing)}", why, fresh)] if missing else []
         if wide:
             notes.append(
@@ -144,7 +148,7 @@ class _Column:
         places = {(*map(str, state.shards.files), *state.shards.byte_starts.tolist()) for _, state in self.present}
         if len(places) < 2:
             return []
-        why = f"DeepSpeed keeps one for a group: that of {self.first.fqn}, which the others should share"
+        why = f"DeepSpeed keeps one value for a group; the value of {self.first.fqn} is used"
         return [Note(Outcome.DEFAULTED, f"{self.name} of parameter group {number}", why, len(places))]
 
 

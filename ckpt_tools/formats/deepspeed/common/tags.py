@@ -20,7 +20,7 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
         UnsafeError: ``latest`` leads out of the source; UnsupportedError: there are several and nothing chooses.
     """
     if not folders:
-        raise SourceNotFoundError(f"{source.store.url} holds no {what}")
+        raise SourceNotFoundError(f"there is no {what} in {source.store.url}")
     if tag is not None:
         return _tagged(source, folders, tag)
     if "" in folders:
@@ -29,7 +29,7 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
         return _latest(source, folders, latest)
     if len(folders) > 1:
         raise SeveralCheckpointsError(
-            f"there is no file {latest!r}, and several tags: name one with {option('tag')} ({_listed(folders)})"
+            f"there are several tags and no file {latest!r}; choose one with {option('tag')} ({_listed(folders)})"
         )
     return folders[0]
 
@@ -37,7 +37,7 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
 def written_tag(tag: str, *, latest: str) -> str:
     """``tag`` if it can name the folder of a checkpoint beside the file ``latest``. Raises UsageError."""
     if tag in ("", ".", "..", latest) or any(character in tag for character in "/\\\0\n"):
-        raise UsageError(f"{option('tag', tag)} cannot name the folder of a checkpoint")
+        raise UsageError(f"{option('tag', tag)} is not a valid name for the folder of a checkpoint")
     return tag
 
 
@@ -52,12 +52,14 @@ def _latest(source: Source, folders: list[str], latest: str) -> str:
     try:
         text = source.read_all(latest, limit_bytes=MAX_LATEST_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise MalformedError("it should hold the name of a tag, and it is no text", path=latest) from error
+        raise MalformedError("it should contain the name of a tag, but it is not text", path=latest) from error
     if not text.strip():
-        raise IncompleteError("it should hold the name of a tag, and it is empty", path=latest)
+        raise IncompleteError("it should contain the name of a tag, but it is empty", path=latest)
     tag = checked_name(text.strip()).strip("/")
     if tag not in folders:
-        raise IncompleteError(f"it names the tag {tag!r}, which is not here; there is {_listed(folders)}", path=latest)
+        raise IncompleteError(
+            f"it names the tag {tag!r}, which does not exist; the tags are {_listed(folders)}", path=latest
+        )
     return tag
 
 

@@ -112,7 +112,7 @@ class _Reading:
         """The source's own groups; without any, one of all weights of the main type, which loads as weights alone."""
         if self.manifest.groups:
             return self.manifest.groups
-        why = "the source has none: one group of all parameters, without hyperparameters; "
+        why = "the source has none, so all parameters are in one group without hyperparameters; "
         why += "load it with load_optimizer_states=False"
         self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
         weights = {key.fqn: e for key, e in self.manifest.tensors.items() if key.slot == WEIGHT}
@@ -124,13 +124,13 @@ class _Reading:
         names = tuple(self.manifest.aliases.get(name, name) for name in group.params)
         for name in names:
             if StateKey(name) not in self.manifest.tensors:
-                raise IncompleteError("a parameter group names it, and there is no such weight", key=name)
+                raise IncompleteError("a parameter group names it, but there is no such weight", key=name)
         return names
 
     def _flavour(self, trained: Sequence[str]) -> DType:
         found = {self._weight(name).dtype: name for name in trained}
         if not found:
-            raise UnsupportedError("there is no parameter to train, and DeepSpeed does not start without one")
+            raise UnsupportedError("there is no trainable parameter, and DeepSpeed does not start without one")
         if len(found) > 1 or not found.keys() <= set(FLAVOURS):
             kinds = ", ".join(f"{dtype.value} ({name})" for dtype, name in found.items())
             raise UnsupportedError(
@@ -143,7 +143,7 @@ class _Reading:
         """None for a group without elements."""
         params = tuple(name for name in members if self._weight(name).numel)
         if not params:
-            why = "DeepSpeed has no group without elements to optimize"
+            why = "DeepSpeed does not support a parameter group without elements"
             self.notes.append(Note(Outcome.DROPPED, f"hyperparameters of parameter group {number}", why))
             return None
         state = self.optimizer.group(number, params)
@@ -168,8 +168,8 @@ class _Reading:
 
     def _note_lost(self, trained: Mapping[str, None], empty: Mapping[str, TensorEntry]) -> None:
         """State of parameters that DeepSpeed does not optimize."""
-        why = {"no parameter group has them": [name for name in self.optimizer.slots if name not in trained]}
-        why["they have no elements to optimize"] = [name for name in empty if name in self.optimizer.slots]
+        why = {"they are in no parameter group": [name for name in self.optimizer.slots if name not in trained]}
+        why["they have no elements"] = [name for name in empty if name in self.optimizer.slots]
         for reason, names in why.items():
             if names:
                 lost = self.optimizer.entries(names)
@@ -180,7 +180,7 @@ class _Reading:
         keys = [_master(self.manifest, name) for name in trained]
         narrow = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
         if narrow:
-            why = "the source keeps none, so the weights are widened"
+            why = "the source has none, so they are made from the weights"
             self.notes.append(
                 noted(Outcome.DEFAULTED, f"fp32 masters of {count(len(narrow), 'parameter')}", why, narrow)
             )

@@ -64,7 +64,7 @@ class Extras:
             notes=(
                 *_notes(manifest, steps),
                 *_scaler_notes(scaler, dtype),
-                *(Note(Outcome.DROPPED, name, "DeepSpeed keeps something else under this name") for name in shadowing),
+                *(Note(Outcome.DROPPED, name, "DeepSpeed uses this name for something else") for name in shadowing),
             ),
         )
 
@@ -97,13 +97,15 @@ def _steps(manifest: Manifest) -> int | None:
 def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
     notes = []
     if steps is None:
-        notes.append(Note(Outcome.DEFAULTED, "global_steps", "the source does not say; DeepSpeed starts counting at 0"))
+        notes.append(
+            Note(Outcome.DEFAULTED, "global_steps", "the source does not state it; DeepSpeed starts counting at 0")
+        )
     if manifest.extra.get("lr_scheduler") is None and not is_deepspeed(manifest):
-        why = "the source has none; a run that has a scheduler loads it with load_lr_scheduler_states=False"
+        why = "the source has none; if the run has a scheduler, load with load_lr_scheduler_states=False"
         notes.append(Note(Outcome.DEFAULTED, "lr_scheduler", why))
     partitions = _dict(_dict(manifest.extra.get("deepspeed")).get("partition_state"))
     if partitions:
-        why = "it belongs to the partitions of other ranks and cannot be cut again"
+        why = "it belongs to the partitions of each rank and cannot be partitioned again"
         notes.append(Note(Outcome.DROPPED, "optimizer state of each rank's own kind", why, len(partitions)))
     return notes
 
@@ -112,7 +114,7 @@ def _scaler_notes(found: Any, dtype: DType) -> list[Note]:
     if dtype is DType.FLOAT16 and not is_scaling(found):
         return [Note(Outcome.DEFAULTED, "loss_scaler", f"the source has none: {DEFAULT_SCALER}")]
     if dtype is not DType.FLOAT16 and is_scaling(found):
-        return [Note(Outcome.DROPPED, "loss_scaler", f"a run in {dtype.value} is not scaled")]
+        return [Note(Outcome.DROPPED, "loss_scaler", f"training in {dtype.value} does not use loss scaling")]
     if found is not None and not isinstance(found, dict):
-        return [Note(Outcome.DROPPED, "loss_scaler", "it is none of DeepSpeed's")]
+        return [Note(Outcome.DROPPED, "loss_scaler", "it is not an entry that DeepSpeed uses")]
     return []

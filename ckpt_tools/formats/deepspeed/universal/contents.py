@@ -105,7 +105,7 @@ class Contents:
     def _trained(self, name: str, value: StoredTensor, shape: Shape) -> Entries:
         paths = self.files.states.get(name, {})
         if MASTER_FILE not in paths and 0 not in shape:
-            raise IncompleteError("it has no file zero/.../fp32.pt", path=self.model.file.path, key=name)
+            raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
         states = {_slot_name(slot, path): self._state(slot, path, shape, name) for slot, path in paths.items()}
         yield StateKey(name, WEIGHT), self._weight(name, value, shape, states.get(MASTER))
         yield from ((StateKey(name, slot), entry) for slot, entry in states.items())
@@ -148,7 +148,9 @@ class Contents:
 
     def _fragment(self, name: str, model: ModelStates, fragment: StoredTensor | None, lower: int, upper: int) -> Shard:
         if fragment is None or fragment.numel < upper - lower or not fragment.is_contiguous:
-            raise IncompleteError("the file lacks its share of this frozen weight", path=model.file.path, key=name)
+            raise IncompleteError(
+                "the file does not contain its part of this frozen weight", path=model.file.path, key=name
+            )
         start = model.file.start(fragment)
         stop = start + (upper - lower) * fragment.dtype.item_bytes
         return Shard(Box((lower,), (upper,)), ByteRange(model.file.path, start, stop))
@@ -165,7 +167,7 @@ class Contents:
         found = checked(where, "param_groups", list, self.optimizer.path)
         for group in found:
             if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-                raise self._bad_groups("a param group has no params")
+                raise self._bad_groups("a param group has no 'params'")
         self._check_numbers([number for group in found for number in group["params"]])
         return found
 
@@ -173,7 +175,9 @@ class Contents:
         """Every list of ``param_shapes`` is in exactly one group."""
         expected = list(range(len(self.model.param_shapes)))
         if not all(type(number) is int for number in numbers) or (numbers and sorted(numbers) != expected):
-            raise self._bad_groups(f"its param groups hold {numbers[:8]} of the {len(expected)} of param_shapes")
+            raise self._bad_groups(
+                f"its param groups contain the parameters {numbers[:8]}; param_shapes has {len(expected)}"
+            )
 
     def _bad_groups(self, message: str) -> MalformedError:
         return MalformedError(message, path=self.optimizer.path, key="param_groups")
@@ -231,5 +235,5 @@ class Contents:
 
 def _slot_name(slot: str, path: str) -> str:
     if slot in (WEIGHT, MASTER):
-        raise UnsupportedError(f"the optimizer calls one of its slots {slot!r}, which has a meaning here", path=path)
+        raise UnsupportedError(f"the optimizer has a slot named {slot!r}, which is a reserved name", path=path)
     return MASTER if slot == MASTER_FILE else slot

@@ -41,7 +41,7 @@ def portable(groups: Sequence[Group]) -> tuple[tuple[Group, ...], tuple[Note, ..
     for number, group in enumerate(groups):
         foreign = _foreign(group)
         if foreign:
-            why = f"a universal checkpoint has no form for {', '.join(foreign)}; zero1, zero2 and zero3 do"
+            why = f"a universal checkpoint cannot hold {', '.join(foreign)}; zero1, zero2 and zero3 do"
             notes.append(Note(Outcome.DROPPED, f"optimizer state of parameter group {number}", why))
         found.append(replace(group, slots=(), scalars={}) if foreign else group)
     return tuple(found), tuple(notes)
@@ -50,7 +50,9 @@ def portable(groups: Sequence[Group]) -> tuple[tuple[Group, ...], tuple[Note, ..
 def _foreign(group: Group) -> list[str]:
     for slot in (*group.scalars, *(slot.name for slot in group.slots)):
         if slot == MASTER_FILE or "/" in slot:
-            raise UnsupportedError(f"a slot of the optimizer is called {slot!r}, which names another file here")
+            raise UnsupportedError(
+                f"the optimizer has a slot named {slot!r}, which is the name of another file of a universal checkpoint"
+            )
     scalars = [slot for slot in group.scalars if slot != STEP]
     return scalars + [slot.name for slot in group.slots if slot.dtype is not DType.FLOAT32]
 
@@ -72,7 +74,7 @@ def corrected(notes: Iterable[Note]) -> Iterator[Note]:
     """The notes on what is no tensor. A native checkpoint needs a loss scaler; here the job keeps its own."""
     for note in notes:
         if note.what == "loss_scaler" and note.outcome is Outcome.DEFAULTED:
-            note = replace(note, why="the source has none, so the job keeps its own")
+            note = replace(note, why="the source has none, so the job keeps its own values")
         yield note
 
 
@@ -89,10 +91,7 @@ def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
 def _untrained(what: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:
     found = list(entries)
     if found:
-        why = (
-            "they are in the checkpoint, but load_universal leaves them as the job made them; "
-            "zero1, zero2 and zero3 restore them"
-        )
+        why = "they are in the checkpoint, but load_universal does not restore them; zero1, zero2 and zero3 do"
         yield Note(Outcome.DROPPED, f"{len(found)} {what}", why, len(found), sum(entry.num_bytes for entry in found))
 
 
@@ -104,7 +103,7 @@ def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
         why = f"it loads Adam's state and nothing else, and fails without {', '.join(missing)}; zero3 loads"
         yield Note(Outcome.DEFAULTED, what, why)
     elif others:
-        why = f"it does not load {', '.join(sorted(others))}, without which the next step fails; zero3 restores it"
+        why = f"it does not load {', '.join(sorted(others))}, and the next step fails without it; zero3 restores it"
         yield Note(Outcome.DEFAULTED, what, why)
 
 

@@ -134,10 +134,10 @@ def _refuse_foreign(names: list[str], folder: str) -> None:
     for name in names:
         for pattern, what in _FOREIGN.items():
             if pattern.fullmatch(name):
-                raise UnsupportedError(f"{place} holds {what} ({name}), which are not read")
+                raise UnsupportedError(f"{place} holds {what} ({name}), which are not supported")
         match = _MODEL.fullmatch(name) or _RANK_MODEL.fullmatch(name)
         if match and int(match["mp"]):
-            raise UnsupportedError(f"{place} is of a tensor-parallel run ({name}), which is not read")
+            raise UnsupportedError(f"{place} is of a tensor-parallel run ({name}), which is not supported")
 
 
 def _models(names: list[str], prefix: str) -> tuple[str, ...]:

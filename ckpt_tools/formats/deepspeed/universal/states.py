@@ -59,14 +59,16 @@ class Slots:
         content = self._open(path)
         tensor = content.value
         if not isinstance(tensor, StoredTensor):
-            raise MalformedError("it holds no tensor, as universal checkpoints do", path=path)
+            raise MalformedError("it does not contain a tensor, as the files of universal checkpoints do", path=path)
         if tuple(tensor.shape) == shape:
             return _table(path, content.start, tensor)
         if len(tensor.shape) == 1 and tensor.numel >= prod(shape) and tensor.is_contiguous:
             return _flat_table(path, content.start, tensor, prod(shape))
         if content.is_vocabulary and _is_padded(tensor.shape, shape) and tensor.is_contiguous:
             return self._padded_table(path, content.start, tensor, shape)
-        raise MalformedError(f"its shape is {list(tensor.shape)}, and the model's {list(shape)}", path=path, key=fqn)
+        raise MalformedError(
+            f"its shape is {list(tensor.shape)}, but that of the model is {list(shape)}", path=path, key=fqn
+        )
 
     def scalar(self, path: str) -> ShardTable:
         """The 0-d tensor or the number in ``path``. Raises MalformedError."""
@@ -79,7 +81,7 @@ class Slots:
     def number(self, name: str, value: Value) -> ShardTable:
         """A number that is no tensor, kept under ``name``. Raises MalformedError."""
         if not is_number(value):
-            raise MalformedError(f"a step is a {type(value).__name__}, which is no count", path=name)
+            raise MalformedError(f"a step is a {type(value).__name__}, which is not a number", path=name)
         table, files = number_table(value, name)
         self.literals |= files
         return table
@@ -101,7 +103,9 @@ class Slots:
         rows, item = tensor.shape[0], tensor.dtype.item_bytes
         missing = (prod(shape) - tensor.numel) * item
         if missing > MAX_VOCAB_PADDING_BYTES:
-            raise UnsupportedError(f"its vocabulary lacks {shape[0] - rows:,} rows, too many to add", path=path)
+            raise UnsupportedError(
+                f"its vocabulary is {shape[0] - rows:,} rows too short, which is too many to add", path=path
+            )
         zeros = literal_file("zeros")
         if len(self.literals.get(zeros, b"")) < missing:
             self.literals[zeros] = bytes(missing)
@@ -114,12 +118,14 @@ def _content(archive: TorchArchive) -> _Content:
     value = archive.value
     fields: Mapping[Value, Value] = value if isinstance(value, dict) else {PARAM: value}
     if fields.get(IS_EXPERT):
-        raise UnsupportedError("it is of a run with experts (mixture of experts), which is not read", path=archive.path)
+        raise UnsupportedError(
+            "it is of a run with experts (mixture of experts), which is not supported", path=archive.path
+        )
     found = fields.get(PARAM)
     if not isinstance(found, StoredTensor):
         return _Content(found)
     if found.storage is None and found.numel:
-        raise MalformedError("a tensor of the meta device has no elements", path=archive.path)
+        raise MalformedError("the tensor is on the meta device and has no elements", path=archive.path)
     start = archive.storage_range(found.storage.key)[0] if found.storage and found.numel else 0
     return _Content(found, start, bool(fields.get(VOCAB)))
 

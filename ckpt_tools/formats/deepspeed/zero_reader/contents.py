@@ -69,7 +69,7 @@ class Contents:
         """Stages 2 and 3 list frozen parameters, and None in place of the list says that they were not to be saved."""
         content = self.model.file.content
         if self.optim.stage > 1 and "frozen_param_shapes" in content and content["frozen_param_shapes"] is None:
-            why = "they are not in the checkpoint: it was saved with exclude_frozen_parameters"
+            why = "the checkpoint was saved with exclude_frozen_parameters"
             yield Note(Outcome.DEFAULTED, "weights of frozen parameters, if the run has any", why)
 
     @cached_property
@@ -117,7 +117,9 @@ class Contents:
             self.extras.add_module_value(name, value, self.model.file)
             return
         if not isinstance(value, StoredTensor):
-            raise MalformedError(f"module holds no tensor, but a {kind_of(value)}", path=self.model.file.path, key=name)
+            raise MalformedError(
+                f"module contains a {kind_of(value)} instead of a tensor", path=self.model.file.path, key=name
+            )
         yield StateKey(name, WEIGHT), self._weight(name, value)
         if name in self.pieces:
             yield from self._states(name, self.trainable[name], self.pieces[name])
@@ -138,7 +140,9 @@ class Contents:
         frozen = self.model.frozen_shapes if self.optim.stage == 3 else {}
         shape = self.trainable.get(name, frozen.get(name))
         if shape is None and self.optim.stage == 3 and not value.numel:
-            raise IncompleteError("no file has the elements of this parameter", path=self.model.file.path, key=name)
+            raise IncompleteError(
+                "no file contains the elements of this parameter", path=self.model.file.path, key=name
+            )
         return tuple(value.shape) if shape is None else shape
 
     def _cut_weight(self, name: str, shape: Shape, dtype: DType) -> ShardTable:
@@ -162,7 +166,7 @@ class Contents:
         for name in ("global_steps", "dp_world_size"):
             found, expected = model.file.content.get(name), self.model.file.content.get(name)
             if found != expected:
-                raise MalformedError(f"its {name} is {brief(found)} and that of rank 0 {brief(expected)}", path=path)
+                raise MalformedError(f"its {name} is {brief(found)} but that of rank 0 is {brief(expected)}", path=path)
         return _fragments(model)
 
     def _states(self, name: str, shape: Shape, pieces: Pieces) -> Entries:
@@ -214,7 +218,7 @@ class Contents:
         self.extras.add_model(self.model.file)
         self.extras.add_optimizer(self.optim.file, self.optim.own)
         for rank, state in self.partitions.rest:
-            assert state.file is not None, "state of other kinds comes with its file"
+            assert state.file is not None, "other state is read with its file"
             kept = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
             kept[rank] = self.extras.inert(dict(state.rest), f"partition_state.{rank}", state.file)
 

@@ -68,7 +68,7 @@ class Flats:
                 byte_starts[rank, flat], numels[rank, flat] = vector.start, vector.numel
                 if dtypes.setdefault(flat, vector.dtype) is not vector.dtype:
                     raise MalformedError(
-                        f"its {name} is {vector.dtype.value} and that of other ranks {dtypes[flat].value}",
+                        f"its {name} is {vector.dtype.value} but that of other ranks is {dtypes[flat].value}",
                         path=files[rank],
                     )
         return cls(name, files, dtypes, byte_starts, numels)
@@ -87,7 +87,7 @@ class Flats:
         numels = pieces.stops - pieces.starts
         self._refuse(pieces, starts == ABSENT, "is missing", IncompleteError)
         short = pieces.offsets + numels > self.numels[pieces.ranks, pieces.flats]
-        self._refuse(pieces, short, "has fewer elements than param_shapes promise", MalformedError)
+        self._refuse(pieces, short, "has fewer elements than param_shapes states", MalformedError)
         dtype = self._dtype(pieces)
         byte_starts = starts + pieces.offsets * dtype.item_bytes
         return ShardTable(
@@ -113,5 +113,5 @@ class Flats:
         found = {self.dtypes[flat] for flat in set(pieces.flats.tolist())}
         if len(found) > 1:
             names = ", ".join(sorted(dtype.value for dtype in found))
-            raise MalformedError(f"{self.name} of one parameter has several element types: {names}", path=self.files[0])
+            raise MalformedError(f"{self.name} of one parameter has several dtypes: {names}", path=self.files[0])
         return found.pop()

@@ -99,8 +99,8 @@ def tag_files(source: Source, folder: str) -> TagFiles:
     if not optim:
         name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
         raise IncompleteError(
-            f"{_place(folder)} has no *_optim_states.pt, the optimizer's files; runs without ZeRO (stage 0) have none, "
-            "and are not read",
+            f"{_place(folder)} has no *_optim_states.pt, the optimizer's files; runs without ZeRO (stage 0) have none "
+            "and are not supported",
             path=prefix + name,
         )
     return TagFiles(prefix, model, rank_models, optim)
@@ -114,10 +114,10 @@ def _refuse_foreign(names: list[str], folder: str) -> None:
     for name in names:
         for pattern, what in _FOREIGN.items():
             if pattern.fullmatch(name):
-                raise UnsupportedError(f"{_place(folder)} holds {what} ({name}), which are not read")
+                raise UnsupportedError(f"{_place(folder)} holds {what} ({name}), which are not supported")
         match = _RANK_MODEL.fullmatch(name) or _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)
         if match and int(match["mp"]):
-            raise UnsupportedError(f"{_place(folder)} is of a tensor-parallel run ({name}), which is not read")
+            raise UnsupportedError(f"{_place(folder)} is of a tensor-parallel run ({name}), which is not supported")
 
 
 def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
@@ -127,7 +127,7 @@ def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
         if match:
             rank = int(match.groupdict().get("rank", 0))
             if rank in found:
-                raise MalformedError(f"{name} and {found[rank]} both claim to be of rank {rank}")
+                raise MalformedError(f"{name} and {found[rank]} are both of rank {rank}")
             found[rank] = name
     return found
 

@@ -91,9 +91,9 @@ def _read_rank(source: Source, path: str, first: OptimStates) -> RankState:
     for name in ("stage", "world_size", "is_bf16_optimizer", "alignment_paddings"):
         found, expected = getattr(states, name), getattr(first, name)
         if found != expected:
-            raise MalformedError(f"its {name} is {brief(found)} and that of rank 0 {brief(expected)}", path=path)
+            raise MalformedError(f"its {name} is {brief(found)} but that of rank 0 is {brief(expected)}", path=path)
     if len(states.masters) != len(first.masters):
-        raise MalformedError(f"it has {len(states.masters)} partitions and rank 0 has {len(first.masters)}", path=path)
+        raise MalformedError(f"it has {len(states.masters)} partitions, but rank 0 has {len(first.masters)}", path=path)
     return RankState.of(states)
 
 

@@ -58,7 +58,7 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
         raise IncompleteError(f"the file of this rank, one of {optim.world_size}, is missing", path=missing)
     if len(paths) > optim.world_size:
         raise MalformedError(
-            f"the checkpoint is of {optim.world_size} ranks; this file is of another one, perhaps of an earlier save",
+            f"the checkpoint is of {optim.world_size} ranks; this file is of another one, perhaps from an earlier save",
             path=paths[optim.world_size],
         )
 
@@ -68,5 +68,6 @@ def _check_model(model: ModelStates, optim: OptimStates) -> None:
     world_size = model.file.content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
         raise MalformedError(
-            f"its dp_world_size is {brief(world_size)}, and the optimizer's {optim.world_size}", path=model.file.path
+            f"its dp_world_size is {brief(world_size)}, but that of the optimizer is {optim.world_size}",
+            path=model.file.path,
         )

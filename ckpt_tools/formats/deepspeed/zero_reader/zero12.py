@@ -38,7 +38,7 @@ def locate(
     num_groups = masters.numels.shape[1]
     if len(param_shapes) != num_groups:
         raise MalformedError(
-            f"{num_groups} groups of partitions for the {len(param_shapes)} of param_shapes", path=masters.files[0]
+            f"{num_groups} groups of partitions, but param_shapes has {len(param_shapes)}", path=masters.files[0]
         )
     found: dict[str, Pieces] = {}
     for group, shapes in enumerate(param_shapes):

@@ -47,14 +47,15 @@ def _check_sizes(masters: Flats, expected: int) -> None:
     found = int(masters.numels[0].sum())
     if found != expected:
         raise MalformedError(
-            f"its partitions have {found:,} elements where param_shapes promise {expected:,}", path=masters.files[0]
+            f"its partitions have {found:,} elements, but param_shapes states {expected:,}", path=masters.files[0]
         )
     wrong = np.flatnonzero((masters.numels != masters.numels[0]).any(axis=1))
     if len(wrong):
         rank = int(wrong[0])
         lengths = masters.numels[[rank, 0]].tolist()
         raise MalformedError(
-            f"its partitions have {lengths[0]} elements and those of rank 0 {lengths[1]}", path=masters.files[rank]
+            f"its partitions have {lengths[0]} elements, but those of rank 0 have {lengths[1]}",
+            path=masters.files[rank],
         )
 
 

@@ -48,9 +48,9 @@ def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
         return []
     frozen = [name for name in state.guessed if name in state.frozen]
     buffers = [name for name in state.guessed if name in state.buffers]
-    why = "the source does not tell frozen parameters, tied names and buffers apart, so names and places decided"
+    why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed"
     return [
-        Note(Outcome.DEFAULTED, f"{listed(names)} taken for {what}", why, len(names))
+        Note(Outcome.DEFAULTED, f"{listed(names)} taken as {what}", why, len(names))
         for names, what in ((frozen, "frozen parameters"), (buffers, "buffers"))
         if names
     ]

@@ -21,7 +21,7 @@ def called(machine: Recorder, function: Value, args: Value) -> Value:
     if type(args) is Made:
         args = (args,)
     if type(args) is not tuple:
-        machine.fail("arguments that are no tuple")
+        machine.fail("arguments that are not a tuple")
     if type(function) is GlobalRef:
         rule = _RULES.get(function)
         if rule is not None:
@@ -48,7 +48,7 @@ def made(machine: Recorder, kind: Value, args: Value, kwargs: Value = None) -> V
         machine.copied(args)
         args = (*args, kwargs)
     if type(kind) not in (GlobalRef, Made):
-        machine.fail(f"an object of a {type(kind).__name__}, which is no class")
+        machine.fail(f"an object of a {type(kind).__name__}, which is not a class")
     if not _may_be_made(kind, args):
         machine.use(kind, lambda: call_text(kind, args, ".__new__"))
         machine.bury(args)

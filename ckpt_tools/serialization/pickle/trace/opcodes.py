@@ -24,7 +24,7 @@ def _stack_global(machine: Machine, at: int) -> int:
     """A name that is computed is none of the harmless ones."""
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) not in (str, Made) or type(module) not in (str, Made):
-        machine.fail("a name that is no string")
+        machine.fail("a name that is not a string")
     machine.stack.append(machine.name(_part(module), _part(name)))
     return at
 
