@@ -26,6 +26,9 @@ import torch
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.util.queue import Queue
 
+from ckpt_tools.guard import guarded
+from ckpt_tools.signals import starting_processes
+
 from ..checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
 from ..config import TrainConfig
 from ..launchers.failures import Failure
@@ -33,7 +36,6 @@ from ..locking import RunLock
 from ..loop import EpochMetrics, Save, Trained, train
 from ..result import RunResult
 from ..storage import file_system
-from .processes import guarded, own_signals
 from .torchrun import publish
 
 # Ray's own default is 30 % of the memory; nothing but a few lines of progress goes through the object store here.
@@ -56,13 +58,14 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
 def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
     """The Ray cluster of this process, of ``RAY_ADDRESS``, or else one started here and stopped afterwards.
 
-    For ``keep_open`` see :func:`.processes.guarded`, which ends all of it if this process is killed or told to stop.
+    For ``keep_open`` see :func:`ckpt_tools.guard.guarded`, which ends all of it if this process is killed or told to
+    stop.
     """
     if ray.is_initialized():
         yield
         return
-    with guarded(keep_open):
-        with own_signals():
+    with guarded(keep_open) as marking:
+        with marking(), starting_processes():
             ray.init(**_init_options(num_workers))
         yield from _until_shutdown()
 
