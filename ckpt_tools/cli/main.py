@@ -65,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _run(arguments)
     finally:
-        if arguments is None:
-            # The process ends: else the interpreter looks for circles in everything it knows first, for 25 ms.
+        if arguments is None and "torch" not in sys.modules:
+            # The process ends: else the interpreter looks for circles in everything it knows first, for 25 ms. Bindings
+            # that come with torch would complain on stderr of objects that were left.
             gc.freeze()
 
 

@@ -39,11 +39,6 @@ LOG_NAME = "torchrun.log"
 ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Start one process a worker on this machine and wait; raises what the first failing rank raised.
 
