@@ -17,6 +17,7 @@ from benchmarks.inputs import FolderError, claim
 from benchmarks.journal import Journal
 from benchmarks.suite import WAYS, OutOfTimeError, Runner, Settings, say
 from benchmarks.works import WORKS
+from ckpt_tools.guard import guarded
 from ckpt_tools.signals import exit_code_of, stopping_on_signals
 
 HERE = Path(__file__).parent
@@ -113,7 +114,7 @@ def _forget(names: Sequence[str], journal: Journal) -> None:
 
 if __name__ == "__main__":
     try:
-        with stopping_on_signals():
+        with stopping_on_signals(), guarded() as marking, marking():
             main()
     except KeyboardInterrupt as error:
         say("Stopped; the same command goes on from here.")

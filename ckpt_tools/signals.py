@@ -6,11 +6,13 @@ blocks end what the command started, whichever signal it was.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -124,6 +126,44 @@ def unheeded() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_is_starting = threading.Event()
+
+
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    """Signals that ask to stop wait until the block ends, and then meet the handlers from before it.
+
+    For a library that starts processes and installs handlers of its own, in Python or below it, as Ray does: it would
+    exit at SIGTERM, and an exception in the middle of starting would leave processes that nobody knows. Its children
+    take signals again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    _take_signals_in_children()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    _is_starting.set()
+    try:
+        yield
+    finally:
+        _is_starting.clear()
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
+        with held_back():
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@cache
+def _take_signals_in_children() -> None:
+    def take() -> None:
+        if _is_starting.is_set():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+    os.register_at_fork(after_in_child=take)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -5,20 +5,23 @@ Options and files are checked before torch is loaded; images are read, predicted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from ckpt_tools.signals import killed_by_interrupts
 
-import click
+with killed_by_interrupts():
+    from collections.abc import Sequence
+    from dataclasses import dataclass, field
+    from pathlib import Path
+    from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import CkptError, UsageError
+    import click
 
-from .files import local_path, model_path
-from .inputs import Inputs, file_inputs, held_out_inputs
-from .output import Output, Row, RowWriter, open_output
-from .progress import show_progress
-from .reporting import report_errors
+    from ckpt_tools.errors import CkptError, UsageError
+
+    from .files import local_path, model_path
+    from .inputs import Inputs, file_inputs, held_out_inputs
+    from .output import Output, Row, RowWriter, open_output
+    from .progress import show_progress
+    from .reporting import report_errors
 
 if TYPE_CHECKING:
     from .training_package import data
@@ -146,4 +149,5 @@ def predict_into(writer: RowWriter, model: Path, inputs: Inputs, *, quiet: bool)
 
 
 if __name__ == "__main__":
-    main()
+    with killed_by_interrupts():
+        main()

@@ -7,24 +7,27 @@ by sample, the predictions of the run that it came from, and these are good.
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from ckpt_tools.signals import killed_by_interrupts
 
-import click
-import torch
-from rich.console import Console
-from rich.table import Table
+with killed_by_interrupts():
+    import json
+    import os
+    import re
+    import sys
+    from dataclasses import asdict, dataclass
+    from pathlib import Path
 
-import ckpt_tools
-from ckpt_tools.errors import CkptError, DestinationExistsError
+    import click
+    import torch
+    from rich.console import Console
+    from rich.table import Table
 
-from .inputs import held_out_inputs
-from .rows import predict_rows
-from .training_package import config, launchers, result
+    import ckpt_tools
+    from ckpt_tools.errors import CkptError, DestinationExistsError
+
+    from .inputs import held_out_inputs
+    from .rows import predict_rows
+    from .training_package import config, interruption, launchers, locking, result
 
 NUM_WORKERS = 2
 DEMO_ENGINES: tuple[config.EngineName, ...] = ("fsdp2", "zero3")
@@ -103,16 +106,17 @@ def train_one(engine: config.EngineName, out: Path, console: Console) -> result.
 
 
 def remove_former(folder: Path) -> None:
-    """Remove the run that a former demo left in ``folder``, which is known by its names alone.
+    """Remove the run that a former demo left in ``folder``, which is known by its names alone; its lock stays.
 
     Raises:
-        DestinationExistsError: something else is there; nothing is removed then.
+        DestinationExistsError: something else is there, or a run is at work; nothing is removed then.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise DestinationExistsError(
             f"{folder} is not a folder that a demo made; move it away, or choose another --out"
         )
-    found = sorted(folder.rglob("*"), key=lambda path: -len(path.parts))
+    locking.check_no_other_run(folder)
+    found = sorted(set(folder.rglob("*")) - {folder / locking.LOCK_NAME}, key=lambda path: -len(path.parts))
     strangers = sorted(str(path.relative_to(folder)) for path in found if not _is_of_a_run(path, folder))
     if strangers:
         more = f" and {len(strangers) - MAX_LISTED:,} more" if len(strangers) > MAX_LISTED else ""
@@ -218,7 +222,8 @@ def main(out: Path) -> None:
     # Into a file or a log the table keeps its full width, 80 columns would cut its figures.
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
-        rows = run_demo(out.absolute(), console)
+        with interruption.interruptible(lambda: "start the demo again"):
+            rows = run_demo(out.absolute(), console)
     except CkptError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
@@ -230,4 +235,5 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with killed_by_interrupts():
+        main()

@@ -7,14 +7,17 @@ a request comes back as one sentence in ``detail``. Options are checked and the 
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from ckpt_tools.signals import killed_by_interrupts
 
-import click
+with killed_by_interrupts():
+    from pathlib import Path
+    from typing import TYPE_CHECKING
 
-from .files import model_path
-from .listening import bind, check_address, listen
-from .reporting import report_errors
+    import click
+
+    from .files import model_path
+    from .listening import bind, check_address, listen
+    from .reporting import report_errors
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -55,4 +58,5 @@ def run(model: Path, host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with killed_by_interrupts():
+        main()

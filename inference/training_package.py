@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from training import config, data, evaluation, launchers, models, result
+    from training import config, data, evaluation, interruption, launchers, locking, models, result
 
-__all__ = ["config", "data", "evaluation", "launchers", "models", "result"]
+__all__ = ["config", "data", "evaluation", "interruption", "launchers", "locking", "models", "result"]
 
 _PACKAGE = f"{__package__}".replace("inference", "training")
 

@@ -34,10 +34,10 @@ PACKAGES = (
 APART = {frozenset({"formats", "transfer"}), frozenset({"verification", "torch"})}
 """Packages that know nothing of each other, though one stands before the other."""
 
-FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "signals"}
+FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "guard", "guard_process", "signals"}
 """The modules at the root, beside the package itself."""
 
-EVERYWHERE = {"errors", "signals"}
+EVERYWHERE = {"errors", "guard", "signals"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
 LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wording"}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
+from ckpt_tools.signals import killed_by_interrupts
 
-import click
+with killed_by_interrupts():
+    import os
+    import sys
+    from functools import partial
+    from pathlib import Path
+    from typing import Any
 
-from ckpt_tools.errors import CkptError
+    import click
 
-from .config import DATASETS, ENGINES, LAUNCHERS, OVERRIDES, PRECISIONS, RESUME_LATEST, TrainConfig
-from .installed import check_installed
-from .interruption import interruptible
+    from ckpt_tools.errors import CkptError
+
+    from .config import DATASETS, ENGINES, LAUNCHERS, OVERRIDES, PRECISIONS, RESUME_LATEST, TrainConfig
+    from .installed import check_installed
+    from .interruption import how_to_go_on, interruptible
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -55,17 +60,24 @@ def run(options: dict[str, Any]) -> None:
     paths = {name: options[name].absolute() for name in ("out", "data_root") if options[name]}
     config = TrainConfig(**(options | paths))
     check_installed(config)
-    # Only now: torch takes seconds to import, and a mistake in the options is answered before.
-    from .launchers import launch
-    from .launchers.torchrun import under_torchrun, work
+    # What follows imports torch, which takes seconds: a mistake in the options is answered before.
+    if config.launcher == "torchrun" and _is_under_torchrun():
+        from .launchers.torchrun import work
 
-    if config.launcher == "torchrun" and under_torchrun():
         work(config)
-    with interruptible(config):
+    with interruptible(partial(how_to_go_on, config)):
+        from .launchers import launch
+
         result = launch(config)
     click.echo(f"{result.correct} of {result.total} held-out samples right ({result.accuracy:.4f})")
     click.echo(f"checkpoint: {result.checkpoint}")
 
 
+def _is_under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 if __name__ == "__main__":
-    main()
+    with killed_by_interrupts():
+        main()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ckpt_tools
@@ -32,9 +33,13 @@ PATIENCE_SECONDS = 3.0
 _UNFINISHED = re.compile(r"\.epoch_\d{4,}\.partial")
 
 
+class LostStorageError(StoreError):
+    """Another run took over the storage of this one, which has to end at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunLock:
-    """What a run holds while it goes on; ``check`` raises StoreError if another process took its storage over."""
+    """What a run holds while it goes on; ``check`` raises LostStorageError if another process took its storage over."""
 
     descriptor: int
     check: Callable[[], None]
@@ -51,7 +56,7 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
         descriptor = held.enter_context(_locked(config.out))
         check = _nothing
         if config.storage is not None:
-            check = held.enter_context(ckpt_tools.claim(config.storage)).check
+            check = partial(_check, held.enter_context(ckpt_tools.claim(config.storage)))
         _remove_unfinished(config.out / CHECKPOINTS)
         yield RunLock(descriptor, check)
 
@@ -65,6 +70,13 @@ def check_no_other_run(out: Path) -> None:
     if is_there:
         with _locked(out):
             pass
+
+
+def _check(claim: ckpt_tools.UrlClaim) -> None:
+    try:
+        claim.check()
+    except StoreError as error:
+        raise LostStorageError(error.message) from error
 
 
 def _nothing() -> None:

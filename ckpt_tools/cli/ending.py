@@ -26,6 +26,9 @@ LOOK_SECONDS = 0.5
 WRITING = {"convert", "reshard", "consolidate"}
 """Commands with a destination."""
 
+ENDING_THEMSELVES = {"train", "predict", "serve"}
+"""Commands of other packages, which heed signals themselves: a service gives the requests in flight 10 seconds."""
+
 
 class StoppableGroup(click.Group):
     """Raises ``Abort`` itself: click would print an empty line first, on a terminal that may be closed."""
@@ -45,7 +48,7 @@ def ended_by_signals(words: Sequence[str], *, is_process: bool) -> Iterator[None
     main thread waits in a call that no signal ends, such as one that looks up a host's name.
     """
     with stopping_on_signals():
-        if is_process:
+        if is_process and _command(words) not in ENDING_THEMSELVES:
             _end_in_time(words)
         try:
             yield
@@ -81,13 +84,17 @@ def _release(error: BaseException | None) -> None:
 
 def _sentence(number: int, words: Sequence[str], *, is_cleaned: bool = True) -> str:
     how = "Interrupted" if number == signal.SIGINT else f"Stopped by {signal.Signals(number).name}"
-    if next((word for word in words if not word.startswith("-")), None) not in WRITING:
+    if _command(words) not in WRITING:
         return f"{how}."
     if "--resume" in words:
         return f"{how}; the files written so far are kept for --resume."
     if not is_cleaned:
         return f"{how} before everything was cleaned up; the next run or ckpt-tools clean DST removes the leftovers."
     return f"{how}; the destination is either unchanged or complete."
+
+
+def _command(words: Sequence[str]) -> str | None:
+    return next((word for word in words if not word.startswith("-")), None)
 
 
 def _end_in_time(words: Sequence[str]) -> None:

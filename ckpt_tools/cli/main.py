@@ -67,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _run(arguments)
     finally:
-        if is_process:
-            # The process ends: else the interpreter looks for circles in everything it knows first, for 25 ms.
+        if is_process and "torch" not in sys.modules:
+            # The process ends: else the interpreter looks for circles in everything it knows first, for 25 ms. Bindings
+            # that come with torch would complain on stderr of objects that were left.
             gc.freeze()
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,12 +104,16 @@ class Service:
         return int(self.url.rpartition(":")[2])
 
 
+SERVE = ("inference.serve",)
+CKPT_TOOLS_SERVE = ("ckpt_tools", "serve")
+
+
 @contextmanager
-def running_service(folder: Path, model: Path, *args: str) -> Iterator[Service]:
+def running_service(folder: Path, model: Path, *args: str, module: Sequence[str] = SERVE) -> Iterator[Service]:
     """``python -m inference.serve`` on a port that the system chose; its temporary files are in a folder of its own."""
     temporary, log = folder / "temporary", folder / "log"
     temporary.mkdir(parents=True)
-    command = [sys.executable, "-m", "inference.serve", str(model), "--port", "0", *args]
+    command = [sys.executable, "-m", *module, str(model), "--port", "0", *args]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with (
         log.open("wb") as stderr,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +278,12 @@ def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 # --- work done is kept
 
 
-def start(*args: object, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "inference.batch", *map(str, args)]
+BATCH = ("inference.batch",)
+CKPT_TOOLS_PREDICT = ("ckpt_tools", "predict")
+
+
+def start(*args: object, module: Sequence[str] = BATCH, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", *module, *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -291,16 +296,23 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+    ("module", "number", "code"),
+    [
+        (BATCH, signal.SIGKILL, -9),
+        (BATCH, signal.SIGTERM, 143),
+        (BATCH, signal.SIGINT, 130),
+        (BATCH, signal.SIGHUP, 129),
+        (CKPT_TOOLS_PREDICT, signal.SIGTERM, 143),
+        (CKPT_TOOLS_PREDICT, signal.SIGINT, 130),
+    ],
 )
 def test_a_run_that_is_ended_keeps_what_it_predicted(
-    number: signal.Signals, code: int, forms: Path, many_images: Path, tmp_path: Path
+    module: Sequence[str], number: signal.Signals, code: int, forms: Path, many_images: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "x.parquet"
     unfinished = tmp_path / "x.parquet.unfinished"
     args = (forms / "model.pt", f"--images={many_images}", f"--out={out}", "--quiet")
-    with start(*args, preexec_fn=default_signals) as process:
+    with start(*args, module=module, preexec_fn=default_signals) as process:
         wait_for_rows(unfinished, process)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)

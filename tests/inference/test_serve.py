@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import signal
 import socket
 import statistics
@@ -13,7 +15,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +31,9 @@ from inference import batch
 from inference.app import MAX_UPLOAD_BYTES
 from inference.listening import bind, listen
 from inference.serve import create_app
-from tests.inference.conftest import Service, running_service
+from tests.inference.conftest import CKPT_TOOLS_SERVE, SERVE, Service, running_service
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -377,8 +381,9 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_client_that_hangs_does_not_hold_the_end(forms: Path, tmp_path: Path) -> None:
-    with running_service(tmp_path / "serve", forms / "model.pt") as service:
+@pytest.mark.parametrize("module", [SERVE, CKPT_TOOLS_SERVE], ids=" ".join)
+def test_a_client_that_hangs_does_not_hold_the_end(module: Sequence[str], forms: Path, tmp_path: Path) -> None:
+    with running_service(tmp_path / "serve", forms / "model.pt", module=module) as service:
         with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
             connection.sendall(request_head("Content-Length: 5000") + BEGINNING)
             wait_until(lambda: unread_bytes(connection) == 0)
@@ -399,6 +404,28 @@ def test_a_signal_while_the_model_is_loaded_is_one_sentence(forms: Path) -> None
         process.terminate()
         assert process.communicate(timeout=60) == ("", "stopped by SIGTERM\n")
     assert process.returncode == 143
+
+
+@pytest.mark.parametrize("module", ["inference.serve", "inference.batch", "inference.demo", "training"])
+def test_ctrl_c_during_imports_is_the_end(module: str, tmp_path: Path) -> None:
+    """At once and without a traceback; there is nothing to clean up yet."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", module]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
+        try:
+            wait_until(lambda: is_killed_by_interrupts(process.pid))
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60)[1] == ""
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGINT
+
+
+def is_killed_by_interrupts(pid: int) -> bool:
+    """Python has set up its signals, so that SIGPIPE is ignored, and nobody takes SIGINT."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored, taken = (int(re.findall(rf"{name}:\t(\w+)", status)[0], 16) for name in ("SigIgn", "SigCgt"))
+    return bool(ignored & 1 << signal.SIGPIPE - 1) and not taken & 1 << signal.SIGINT - 1
 
 
 def is_bound(port: int) -> bool:

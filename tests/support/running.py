@@ -30,7 +30,7 @@ class Running:
 
     def processes(self) -> list[int]:
         """Those that run, by the session or by the mark; a process that ended and was not waited for is none."""
-        return [pid for pid in _pids() if self._is_ours(pid) and not _is_dead(pid)]
+        return [pid for pid in _pids() if self._is_ours(pid) and not is_dead(pid)]
 
     def _is_ours(self, pid: int) -> bool:
         with suppress(OSError):
@@ -83,7 +83,7 @@ def _pids() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
-def _is_dead(pid: int) -> bool:
+def is_dead(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

@@ -13,6 +13,8 @@ from rich.console import Console
 from ckpt_tools.errors import DestinationExistsError
 from inference.demo import FORMAT_FILES, Row, check_results, convert_and_check, describe, remove_former, table_of
 from tests.training.conftest import SmallRun
+from training.config import TrainConfig
+from training.locking import LOCK_NAME, only_run
 
 GOOD = Row(
     checkpoint="fsdp2, 2 ranks",
@@ -87,12 +89,20 @@ def test_a_former_run_is_removed(engine: str, small_run: SmallRun, tmp_path: Pat
     """All that a run leaves, and the files that the demo makes of it."""
     made = Path(small_run(engine).checkpoint).parents[1]
     shutil.copytree(made, tmp_path / engine)
-    for name in FORMAT_FILES.values():
+    for name in (*FORMAT_FILES.values(), LOCK_NAME):
         (tmp_path / engine / name).write_text("")
     remove_former(tmp_path / engine)
-    assert list((tmp_path / engine).iterdir()) == []
+    assert [path.name for path in (tmp_path / engine).iterdir()] == [LOCK_NAME]
     remove_former(tmp_path / engine)
     remove_former(tmp_path / "absent")
+
+
+def test_a_run_at_work_is_left_alone(tmp_path: Path) -> None:
+    with only_run(TrainConfig(out=tmp_path / "fsdp2", engine="fsdp2")):
+        (tmp_path / "fsdp2/result.json").write_text("its own")
+        with pytest.raises(DestinationExistsError, match="another run is writing"):
+            remove_former(tmp_path / "fsdp2")
+    assert (tmp_path / "fsdp2/result.json").exists()
 
 
 @pytest.mark.parametrize(

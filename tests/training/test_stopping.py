@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from click.testing import CliRunner
 import ckpt_tools
 from tests.support.s3_server import BUCKET, S3Server
 from tests.training.conftest import in_process
-from tests.training.watched import Watched
+from tests.training.watched import OVERDUE_SECONDS, Watched
 from training.__main__ import main
 from training.checkpoints import saved_checkpoints
 from training.config import LAUNCHERS, LauncherName, TrainConfig
@@ -111,6 +111,42 @@ def test_a_stopped_run_leaves_no_process_and_goes_on_exactly(
     if pytestconfig.getoption("--soak"):
         end_many_times(out, launcher, moments)
     check_goes_on_exactly(out, launcher, tmp_path / "whole")
+
+
+TRAIN = ("training",)
+CKPT_TOOLS_TRAIN = ("ckpt_tools", "train")
+
+
+@pytest.mark.parametrize("module", [TRAIN, CKPT_TOOLS_TRAIN], ids=" ".join)
+def test_a_run_is_stopped_while_torch_is_imported(module: Sequence[str], tmp_path: Path) -> None:
+    run = Watched.start(tmp_path, "-m", *module, *config(tmp_path, "torchrun").to_args())
+    try:
+        run.wait_until(lambda: "/libtorch" in Path(f"/proc/{run.process.pid}/maps").read_text())
+        said = "interrupted by SIGINT: no checkpoint was saved yet; start the run again\n"
+        assert run.stop(signal.SIGINT) == (130, said)
+    finally:
+        run.destroy()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ckpt_tools_train_ends_as_training_does(launcher: LauncherName, tmp_path: Path) -> None:
+    run = Watched.start(tmp_path, "-m", *CKPT_TOOLS_TRAIN, *config(tmp_path, launcher).to_args())
+    try:
+        run.wait_until(run.holds_the_lock)
+        end(run, signal.SIGTERM)
+    finally:
+        run.destroy()
+
+
+def test_the_demo_ends_all_that_it_started(tmp_path: Path) -> None:
+    """It drives several runs in one process, on one cluster of its own."""
+    run = Watched.start(tmp_path, "-m", "inference.demo", f"--out={tmp_path}")
+    try:
+        run.wait_until(lambda: bool(saved_checkpoints(tmp_path / "fsdp2")))
+        assert run.stop(signal.SIGINT) == (130, "interrupted by SIGINT: start the demo again\n")
+        assert run.left() == []
+    finally:
+        run.destroy()
 
 
 def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path: Path) -> None:
@@ -232,14 +268,25 @@ def test_a_second_signal_does_not_disturb_the_cleaning_up(number: signal.Signals
     assert (done.returncode, done.stdout) == (128 + number, "cleaned up\n"), done.stderr
 
 
-def test_a_run_ends_that_lost_its_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.launchers import ray_train
+LOOKS_OFTEN = """
+from ckpt_tools.stores.s3 import lock
+lock.BEAT_SECONDS = 0.2
+from training.__main__ import main
+main()
+"""
 
-    monkeypatch.setattr(ray_train, "CHECK_SECONDS", 0.01)
 
-    def lost() -> None:
-        raise ckpt_tools.CkptError("taken over")
-
-    never: Callable[[], object] = lambda: time.sleep(60)  # noqa: E731
-    with pytest.raises(ckpt_tools.CkptError, match="taken over"):
-        ray_train._beside(never, lost)  # type: ignore[arg-type]
+def test_a_run_ends_that_lost_its_storage(s3_server: S3Server, s3: S3Server, tmp_path: Path) -> None:
+    """While Ray works: one sentence, the code of a store's failure, and no process."""
+    prefix = s3_server.new_prefix()
+    url = f"s3://{BUCKET}/{prefix}run"
+    run = Watched.start(tmp_path, "-c", LOOKS_OFTEN, *config(tmp_path, "ray", storage=url).to_args())
+    try:
+        run.wait_until(lambda: any("epoch_0001/" in key for key in s3.keys(prefix)))
+        s3.put(f"{prefix}run/.ckpt-tools-partial/", {"lock": b'{"token": "another", "host": "elsewhere", "pid": 1}'})
+        _, said = run.process.communicate(timeout=OVERDUE_SECONDS)
+        assert run.process.returncode == 5, said
+        assert re.fullmatch(rf"error: another process took over {url}, as this one .*\n", said), said
+        assert run.left() == []
+    finally:
+        run.destroy()

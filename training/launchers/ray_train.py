@@ -26,19 +26,24 @@ import torch
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.util.queue import Queue
 
+from ckpt_tools.guard import guarded
+from ckpt_tools.signals import starting_processes
+
 from ..checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
 from ..config import TrainConfig
 from ..launchers.failures import Failure
-from ..locking import RunLock
+from ..locking import LostStorageError, RunLock
 from ..loop import EpochMetrics, Save, Trained, train
 from ..result import RunResult
 from ..storage import file_system
-from .processes import guarded, own_signals
 from .torchrun import publish
 
 # Ray's own default is 30 % of the memory; nothing but a few lines of progress goes through the object store here.
 OBJECT_STORE_BYTES = 100 * 2**20
 CHECK_SECONDS = 1.0
+
+AT_ONCE = (KeyboardInterrupt, LostStorageError)
+"""What ends a run while a thread waits for Ray: nothing is asked of Ray then, and the process ends without teardown."""
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
@@ -56,23 +61,24 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
 def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
     """The Ray cluster of this process, of ``RAY_ADDRESS``, or else one started here and stopped afterwards.
 
-    For ``keep_open`` see :func:`.processes.guarded`, which ends all of it if this process is killed or told to stop.
+    For ``keep_open`` see :func:`ckpt_tools.guard.guarded`, which ends all of it if this process is killed or told to
+    stop.
     """
     if ray.is_initialized():
         yield
         return
-    with guarded(keep_open):
-        with own_signals():
+    with guarded(keep_open) as marking:
+        with marking(), starting_processes():
             ray.init(**_init_options(num_workers))
         yield from _until_shutdown()
 
 
 def _until_shutdown() -> Iterator[None]:
-    """Told to stop, leave the shutdown out: it is not safe while a thread waits for Ray's answer (see :func:`_beside`).
-    The guard ends a local cluster, and a remote one ends the work of a driver that is gone."""
+    """If the run has to end at once, leave the shutdown out: it does not end while a thread waits for Ray's answer (see
+    :func:`_beside`). The guard ends a local cluster, and a remote one ends the work of a driver that is gone."""
     try:
         yield
-    except KeyboardInterrupt:
+    except AT_ONCE:
         raise
     except BaseException:
         ray.shutdown()
@@ -98,7 +104,7 @@ def printed_lines() -> Iterator[Queue]:
     printer.start()
     try:
         yield lines
-    except KeyboardInterrupt:
+    except AT_ONCE:
         # The queue ends with the cluster, and the thread with this process.
         raise
     except BaseException:

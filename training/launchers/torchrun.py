@@ -21,6 +21,8 @@ from typing import NoReturn
 
 import torch
 
+from ckpt_tools.guard import guarded
+
 from ..checkpoints import CHECKPOINTS, checkpoint_name, make_partial, resume_folder
 from ..config import TrainConfig
 from ..launchers.failures import Failure, RunFailedError
@@ -28,18 +30,13 @@ from ..locking import RunLock, only_run
 from ..loop import EpochMetrics, Save, train
 from ..result import RESULT_NAME, RunResult
 from ..settings import check_settings
-from .processes import die_with_parent, guarded, wait_for
+from .processes import die_with_parent, wait_for
 
 PACKAGE = f"{__package__}".rpartition(".")[0]
 """``training`` in a checkout, ``ckpt_tools_training`` where a wheel is installed."""
 
 LOG_NAME = "torchrun.log"
 ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
@@ -50,7 +47,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     log = config.out / LOG_NAME
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
         error_file = Path(folder, "error.json")
-        with guarded(keep_open=[lock.descriptor]):
+        with guarded(keep_open=[lock.descriptor]) as marking, marking():
             code = wait_for(subprocess.Popen(_command(config), stderr=stderr, env=_environment(error_file)))
         if code == 0:
             return RunResult.read(config.out / RESULT_NAME)
@@ -80,7 +77,8 @@ def _on_its_own(config: TrainConfig) -> Iterator[None]:
     with ExitStack() as held:
         if os.environ["RANK"] == "0":
             held.enter_context(only_run(config))
-        held.enter_context(guarded())
+        marking = held.enter_context(guarded())
+        held.enter_context(marking())
         yield
 
 

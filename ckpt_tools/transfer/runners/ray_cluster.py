@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from functools import cache
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import StoreError, UsageError
-from ckpt_tools.signals import STOPPING, heeded, held_back
+from ckpt_tools.guard import guarded
+from ckpt_tools.signals import held_back, starting_processes
 
 OBJECT_STORE_BYTES = 256 << 20
 """Of a cluster that is started here. The plan alone goes through it; Ray's own habit is 30 % of the memory."""
@@ -36,14 +34,22 @@ def connected(address: str | None, num_workers: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    asked = address or os.environ.get("RAY_ADDRESS")
     # Ray prints on stdout what became of its processes, where results belong.
     with redirect_stdout(sys.stderr):
-        try:
-            _connect(ray, address or os.environ.get("RAY_ADDRESS"), num_workers)
-            yield
-        finally:
-            with held_back():
-                ray.shutdown()
+        with nullcontext(nullcontext) if _is_there(asked) else guarded() as marking:
+            try:
+                with marking():
+                    _connect(ray, asked, num_workers)
+                yield
+            finally:
+                with held_back():
+                    ray.shutdown()
+
+
+def _is_there(address: str | None) -> bool:
+    """Whether the cluster at ``address`` is somebody's; else it is started here."""
+    return address not in (None, "local")
 
 
 def _imported() -> Any:
@@ -67,50 +73,13 @@ def _connect(ray: Any, address: str | None, num_workers: int) -> None:
     if address not in (None, "auto", "local"):
         _look_for(address)
     local = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    options = {"address": address} if address not in (None, "local") else {"address": "local", **local}
+    options = {"address": address} if _is_there(address) else {"address": "local", **local}
     try:
-        with _deaf_to_signals():
+        with starting_processes():
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise StoreError(f"no Ray cluster could be reached at {options['address']}: {reason}") from error
-
-
-_is_connecting = threading.Event()
-
-
-@contextmanager
-def _deaf_to_signals() -> Iterator[None]:
-    """Signals that ask this process to end wait while Ray connects, and Ray's own handlers do not outlive that.
-
-    Ray would exit at SIGTERM, and a library of its own abort with a stack. An exception in the middle of starting
-    would leave processes that nobody knows. These must be able to hear, so that each child takes signals again.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in STOPPING}
-    _hear_in_children()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
-    _is_connecting.set()
-    try:
-        yield
-    finally:
-        _is_connecting.clear()
-        for number, handler in handlers.items():
-            if handler is not None:
-                signal.signal(number, handler)
-        with held_back():
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@cache
-def _hear_in_children() -> None:
-    def hear() -> None:
-        if _is_connecting.is_set():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-
-    os.register_at_fork(after_in_child=hear)
 
 
 def _look_for(address: str) -> None:

@@ -1,8 +1,8 @@
-"""A process that outlives the run and ends what the run started: ``python -I -S guard.py MARK``.
+"""The process that ends what a run started, however the run ends: ``python -I -S guard_process.py MARK``.
 
-Its standard input is a pipe that only the run holds open, so that it ends with the run, however the run ends: SIGKILL
-too. Then every process whose environment holds ``MARK`` (``NAME=VALUE``) is killed. All that the run started inherited
-it, in whatever session and under whatever parent: ranks, Ray's processes, compilers. Linux alone; it needs ``/proc``.
+Its standard input is a pipe that only the run holds open, so the pipe closes when the run ends, even by SIGKILL. Then
+it kills every process whose environment holds ``MARK`` (``NAME=VALUE``). All that the run started inherited the mark,
+whatever its session and its parent: ranks, Ray's processes, compilers. Linux only, because it reads ``/proc``.
 
 This file imports nothing but the standard library, so that the process costs 8 MiB and 20 ms.
 """
@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PATIENCE_SECONDS = 30.0
-"""A process that waits in the kernel for a device or a file server cannot be killed; nobody waits for it for ever."""
+"""A process that waits in the kernel for a device or a file server cannot be killed. The guard gives up on it then."""
 
 
 def main(mark: bytes) -> None:
