@@ -77,7 +77,8 @@ def main(words: Sequence[str] | None = None) -> None:
         if not asked.report:
             _measure(asked, settings, journal)
     finally:
-        report.write(journal, asked.results, report.README if asked.results.resolve() == RESULTS else None)
+        documents = (report.README, report.PAGE) if asked.results.resolve() == RESULTS else ()
+        report.write(journal, asked.results, *documents)
         say(f"{asked.results / 'table.md'}")
 
 

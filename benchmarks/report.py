@@ -1,4 +1,4 @@
-"""The table, the picture, and README's section, all from the journal alone: `python -m benchmarks --report`."""
+"""The tables, the picture, and two documents' sections, from the journal alone: `python -m benchmarks --report`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,36 @@ from statistics import median
 from benchmarks import figures
 from benchmarks.figures import Result, Row
 from benchmarks.journal import Journal, Record
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, code
 from benchmarks.works import COPY, LARGE_BYTES, OURS
 
-START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
+README_SECTION, PAGE_SECTION = "speed", "benchmarks"
+"""The names in the markers between which a section stands."""
+
+README_WORKS = ("dcp-safetensors", "dcp-torch", "dcp-zero3", "zero3-safetensors", "zero3-universal", "dcp8-dcp3")
+"""The works of README's few rows: each direction, and one without a rival."""
+
 MAX_MEMORY_BYTES = 256_000_000
 MAX_CONVERT_SECONDS, MAX_START_SECONDS = 0.6, 0.3
 
 METHOD = f"""
-Seconds are medians of runs that alternate in random order, start-up and imports included. *warm*: the source is in the
-page cache; *cold*: its pages were evicted. *fsync*: what was written is on the disk when the clock stops (`cp -r` and
-then fsync of every file and folder; `--fsync` of ours); otherwise the kernel writes it later, for all alike. `cp -r`
-copies the bytes that the work writes: an output of ours, which was first verified. So the ratio to `cp -r` is the
-price of converting over copying the result. Memory is the highest resident set of any run, with child processes. Every
-contestant's first output was compared with its source, bit for bit (`ckpt-tools verify`). torch_to_dcp and dcp.save
-sync what they write unasked; they are held against our times with fsync. Promises are about checkpoints of
-{LARGE_BYTES / 1e9:g} GB or more.
+- Times are medians in seconds. They include start-up and imports. The contestants run alternately, in random order.
+- Warm: the source is in the page cache. Cold: its pages were evicted before the run.
+- fsync: the clock stops when the output is on the disk. ckpt-tools runs with `--fsync`; `cp -r` is followed by an fsync
+  of every file and folder. Without fsync, the kernel writes the output to the disk later, for all contestants alike.
+- `cp -r` copies an output that ckpt-tools wrote and that was verified. So "ours / cp" compares a conversion with a
+  copy of its result.
+- `torch_to_dcp` and `dcp.save` always sync their output. They are compared with our times with fsync.
+- Memory is the largest resident set of any run, child processes included.
+- The first output of every contestant was compared with its source, bit for bit (`ckpt-tools verify`).
+- The promises are about checkpoints of {LARGE_BYTES / 1e9:g} GB or more.
 """.strip()
 
 
-def write(journal: Journal, folder: Path, readme: Path | None) -> None:
-    """`table.md` and `picture.png` in the folder, and the section between README's markers."""
+def write(journal: Journal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
+    """`table.md` and `picture.png` in the folder, and the sections of the two documents."""
     found = list(figures.results(journal))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text("\n".join(_full_table(journal, found)) + "\n")
@@ -39,30 +47,50 @@ def write(journal: Journal, folder: Path, readme: Path | None) -> None:
 
         draw(found, folder / "picture.png")
     if readme:
-        refresh(readme, "\n".join(_section(journal, found, folder)))
+        refresh(readme, README_SECTION, "\n".join(_few_rows(found)))
+    if page:
+        refresh(page, PAGE_SECTION, "\n".join(_section(journal, found)))
 
 
-def refresh(readme: Path, section: str) -> None:
-    """Put the section between the markers."""
-    before, _, rest = readme.read_text().partition(START)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{START}\n{section}\n{END}{after}")
+def refresh(document: Path, name: str, section: str) -> None:
+    """Put the section between the markers of that name."""
+    start, end = markers(name)
+    before, _, rest = document.read_text().partition(start)
+    _, _, after = rest.partition(end)
+    document.write_text(f"{before}{start}\n{section}\n{end}{after}")
 
 
-def _section(journal: Journal, found: Sequence[Result], folder: Path) -> Iterator[str]:
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+
+
+def _few_rows(found: Sequence[Result]) -> Iterator[str]:
+    """README's table: time and memory of ours, of `cp -r` and of the best peer."""
+    yield "| conversion | output | ours | `cp -r` of the output | fastest other tool | memory: ours, theirs |"
+    yield "|---|--:|--:|--:|---|--:|"
+    for result in found:
+        if result.work.name in README_WORKS:
+            yield "| " + " | ".join(_few_cells(result)) + " |"
+
+
+def _few_cells(result: Result) -> Iterator[str]:
+    ours, peer = result.row(OURS), result.best_peer
+    theirs = result.row(peer) if peer else None
+    yield result.work.about
+    yield f"{result.about['copied_bytes'] / 1e9:.2f} GB"
+    yield _seconds(ours)
+    yield _seconds(result.row(COPY))
+    yield f"{peer}: {_seconds(theirs)}" if peer else _no_peer(result)
+    yield ", ".join(_megabytes(row) for row in (ours, theirs) if row)
+
+
+def _section(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     yield from _machine(journal)
     yield ""
     yield from _summary(found)
     yield from _earlier(journal, found)
     yield ""
     yield from _promises(journal, found)
-    yield ""
-    where = folder.relative_to(ROOT)
-    yield "![Time of every contestant over that of cp -r][picture]"
-    yield ""
-    yield f"[picture]: {where / 'picture.png'}"
-    yield ""
-    yield f"`cp -r` copies the bytes that the work writes; times include start-up. More: `{where / 'table.md'}`."
 
 
 def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
@@ -88,6 +116,9 @@ def _machine(journal: Journal) -> Iterator[str]:
     if machines := journal.find(kind="machine"):
         facts = {key: value for key, value in machines[-1].items() if key != "kind"}
         yield "Measured on: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "."
+    if (measured := _codes(journal)) and code() not in measured:
+        yield ""
+        yield f"Measured with other versions of ckpt-tools than this one; digests of their code: {', '.join(measured)}."
 
 
 def _summary(found: Sequence[Result]) -> Iterator[str]:
@@ -100,10 +131,16 @@ def _summary(found: Sequence[Result]) -> Iterator[str]:
 
 def _earlier(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     """The rows that are not of the code that was measured last: nobody should take them for its figures."""
-    codes = [record["code"] for record in journal.records if "code" in record]
+    codes = _codes(journal)
     if about := [result.work.about for result in found if result.about["code"] != codes[-1]]:
         yield ""
         yield f"Measured with an earlier version of ckpt-tools than the others: {'; '.join(about)}."
+
+
+def _codes(journal: Journal) -> list[str]:
+    """Digests of the code that was measured, that of the last record at the end."""
+    latest_first = dict.fromkeys(record["code"] for record in reversed(journal.records) if "code" in record)
+    return list(latest_first)[::-1]
 
 
 def _summary_cells(result: Result) -> Iterator[str]:

@@ -1,12 +1,17 @@
-"""Every command, option, exit code and public name is documented."""
+"""Every command, option, exit code and public name is documented, and what the documents name is there."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import click
 import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 import ckpt_tools
 from ckpt_tools import errors
@@ -14,9 +19,26 @@ from ckpt_tools.cli.beside import BesideCommand
 from ckpt_tools.cli.main import group
 from ckpt_tools.formats.registry import readers, writers
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 CLI = (DOCS / "cli.md").read_text()
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+NOT_A_PAGE = {"index.md", "index_links.md"}
+"""The index itself, and definitions of links that stand before README on a package index."""
+
+NOT_A_NAME = {"ckpt_tools.state", "ckpt_tools.commands"}
+"""A key in a file's header, and a group of entry points."""
+
+ELSEWHERE = {"python.md", "json.md", "extending.md"}
+"""Pages that are written beside this one."""
+
+COMMON = {"core", "planning", "stores", "serialization", "formats", "transfer", "verification", "cli", "testing"}
+"""Packages that documents name without ``ckpt_tools``. The name ``torch`` alone means the framework."""
+
+TREE = {"ckpt_tools", "tests", "docs", "benchmarks", "fixtures", "training", "inference"}
+"""Folders at the root with which a path in a document begins."""
+
 OPTIONS = sorted(
     {name for command in group.commands.values() for option in command.params for name in option.opts if "--" in name}
 )
@@ -52,3 +74,123 @@ def test_every_format_is_listed(name: str) -> None:
 def test_every_room_has_its_place_in_the_house() -> None:
     rooms = {path.stem for path in Path(ckpt_tools.__file__).parent.iterdir() if not path.name.startswith(("_", "py."))}
     assert [room for room in sorted(rooms) if not re.search(rf"\b{room}\b", ARCHITECTURE)] == []
+
+
+def tokens(page: Path) -> Iterator[Token]:
+    """Links, pictures and code in the text of a page."""
+    for block in MarkdownIt().enable("table").parse(page.read_text()):
+        yield from block.children or ()
+
+
+def codes(page: Path) -> Iterator[str]:
+    yield from (token.content for token in tokens(page) if token.type == "code_inline")
+
+
+def anchors(page: Path) -> set[str]:
+    """Where a link into the page can lead: its headings, as GitHub names them."""
+    blocks = MarkdownIt().parse(page.read_text())
+    headings = [after.content for block, after in pairwise(blocks) if block.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = {str(token.attrs["href"]) for token in tokens(DOCS / "index.md") if token.type == "link_open"}
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - NOT_A_PAGE
+    assert sorted(pages - linked) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_what_is_there(page: Path) -> None:
+    for token in tokens(page):
+        link = str(token.attrs.get("href") or token.attrs.get("src") or "")
+        if not link or "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if target.name in ELSEWHERE and not target.exists():
+            continue
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_names_in_code_are_those_of_the_code(page: Path) -> None:
+    for code in codes(page):
+        if code not in NOT_A_NAME and (parts := parts_of(code)) is not None:
+            assert is_defined(parts), code
+
+
+def parts_of(code: str) -> list[str] | None:
+    """Of a dotted name of ours, without ``ckpt_tools``."""
+    found = re.fullmatch(r"(ckpt_tools\.)?((?:\w+\.)*\w+)(\(.*\))?", code)
+    if found is None or found[2].split(".")[-1] in {"py", "md", "json", "digests"}:
+        return None
+    parts = found[2].split(".")
+    return parts if found[1] or (len(parts) > 1 and parts[0] in COMMON) else None
+
+
+def is_defined(parts: list[str]) -> bool:
+    """Whether a path of modules leads to a module, or to a name that it defines."""
+    path = ROOT / "ckpt_tools"
+    while parts and ((path / parts[0]).is_dir() or (path / f"{parts[0]}.py").is_file()):
+        path, parts = path / parts[0], parts[1:]
+    module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if parts and path == ROOT / "ckpt_tools":
+        return parts[0] in ckpt_tools.__all__
+    return not parts or parts[0] in names_in(ast.parse(module.read_text()).body)
+
+
+def names_in(body: list[ast.stmt]) -> set[str]:
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assigned = [node.targets for node in body if isinstance(node, ast.Assign)]
+    annotated = [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    targets = [*(target for targets in assigned for target in targets), *annotated]
+    return defined | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("core.manifest.Manifest", True),
+        ("ckpt_tools.convert", True),
+        ("planning.plan.MAX_TASK_BYTES", True),
+        ("planning.MAX_TASK_BYTES", False),
+        ("stores.base", False),
+        ("ckpt_tools.containers.pickles", False),
+        ("testing.stores.NoTests", False),
+    ],
+)
+def test_a_name_that_is_not_there_is_found(code: str, expected: bool) -> None:
+    parts = parts_of(code)
+    assert parts is not None
+    assert is_defined(parts) is expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_paths_in_code_are_those_of_the_tree(page: Path) -> None:
+    for code in codes(page):
+        for path in paths_of(code):
+            assert (ROOT / path).exists() or (ROOT / "ckpt_tools" / path).exists(), code
+
+
+def paths_of(code: str) -> Iterator[str]:
+    """Files and folders of ours that ``code`` names, also as modules that it runs. Names in capitals are to be filled
+    in."""
+    if module := re.search(r"python -m ([\w.]+)", code):
+        path = module[1].replace(".", "/")
+        if path.split("/")[0] in TREE:
+            yield path if (ROOT / path).is_dir() else f"{path}.py"
+        return
+    is_path = re.fullmatch(r"[\w./-]+", code) and "/" in code and not re.search(r"\b[A-Z]+\b", code)
+    if is_path and (code.split("/")[0] in {*TREE, *COMMON} or code.endswith(".py")):
+        yield code
+
+
+@pytest.mark.parametrize("code", ["tests/test_no.py", "zero_writer/kinds.py", "stores/nothing", "python -m tests.x"])
+def test_a_path_that_is_not_there_is_found(code: str) -> None:
+    (path,) = paths_of(code)
+    assert not (ROOT / path).exists() and not (ROOT / "ckpt_tools" / path).exists()

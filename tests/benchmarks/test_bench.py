@@ -103,10 +103,8 @@ def test_outputs_are_deleted(journal: Journal, settings: Settings) -> None:
 
 
 def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
     folder = tmp_path / "results"
-    report.write(journal, folder, None)
+    report.write(journal, folder)
     table = (folder / "table.md").read_text()
     for result in results(journal):
         assert f"## {result.work.about}" in table
@@ -119,14 +117,51 @@ def test_the_table_says_which_rows_are_of_earlier_code(journal: Journal, tmp_pat
     later = Journal(tmp_path / "results.jsonl")
     for record in journal.records:
         later.add(record)
-    report.write(later, tmp_path, None)
+    report.write(later, tmp_path)
     assert "earlier version" not in (tmp_path / "table.md").read_text()
     later.forget(keep={"kind": None}, work=SMALL_WORKS[1].name)
     for record in journal.find(work=SMALL_WORKS[1].name):
         later.add({**record, "code": "another"})
-    report.write(later, tmp_path, None)
+    report.write(later, tmp_path)
     about = BY_NAME[SMALL_WORKS[0].name].about
     assert f"earlier version of ckpt-tools than the others: {about}.\n" in (tmp_path / "table.md").read_text()
+
+
+def test_the_table_says_that_all_of_it_is_of_other_code(journal: Journal, tmp_path: Path) -> None:
+    report.write(journal, tmp_path)
+    assert "other versions" not in (tmp_path / "table.md").read_text()
+    later = Journal(tmp_path / "results.jsonl")
+    for record in journal.records:
+        later.add({**record, "code": "0123456789ab"})
+    report.write(later, tmp_path)
+    said = "Measured with other versions of ckpt-tools than this one; digests of their code: 0123456789ab.\n"
+    assert said in (tmp_path / "table.md").read_text()
+
+
+def test_the_page_gets_the_whole_and_readme_a_few_rows(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "README_WORKS", (SMALL_WORKS[0].name,))
+    readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
+    for path, name in ((readme, report.README_SECTION), (page, report.PAGE_SECTION)):
+        path.write_text("before\n{}\nold\n{}\nafter\n".format(*report.markers(name)))
+    report.write(journal, tmp_path / "results", readme, page)
+    few, whole = readme.read_text(), page.read_text()
+    for result in results(journal):
+        assert f"| {result.work.about} |" in whole
+        assert (f"| {result.work.about} |" in few) == (result.work.name in report.README_WORKS)
+        assert all(f"- {result.work.about}: {promise}" in whole for promise in result.promises())
+    assert "Promised" not in few and "\nold\n" not in few + whole
+    assert all(text.startswith("before\n") and text.endswith("\nafter\n") for text in (few, whole))
+
+
+def test_readme_has_six_rows() -> None:
+    assert len(report.README_WORKS) == 6 and set(report.README_WORKS) <= BY_NAME.keys()
+    start, end = report.markers(report.README_SECTION)
+    rows = report.README.read_text().partition(start)[2].partition(end)[0].strip().splitlines()
+    assert [row.split(" | ")[0] for row in rows[2:]] == [
+        f"| {work.about}" for work in WORKS if work.name in report.README_WORKS
+    ]
 
 
 def test_the_command_line_reports_without_measuring(
@@ -146,15 +181,18 @@ def test_a_work_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]
 
 
 def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
-    report.refresh(readme, "new")
-    assert readme.read_text() == f"before\n{report.START}\nnew\n{report.END}\nafter\n"
+    document = tmp_path / "page.md"
+    start, end = report.markers("speed")
+    document.write_text(f"before\n{start}\nold\n{end}\nafter\n")
+    report.refresh(document, "speed", "new")
+    assert document.read_text() == f"before\n{start}\nnew\n{end}\nafter\n"
 
 
-def test_readme_has_the_markers() -> None:
-    text = report.README.read_text()
-    assert text.index(report.START) < text.index(report.END)
+def test_both_documents_have_their_markers() -> None:
+    for document, name in ((report.README, report.README_SECTION), (report.PAGE, report.PAGE_SECTION)):
+        start, end = report.markers(name)
+        text = document.read_text()
+        assert text.index(start) < text.index(end)
 
 
 def used(code: str, log: Path, time_limit: float = 60) -> Usage:
