@@ -30,9 +30,6 @@ NOT_A_PAGE = {"index.md", "index_links.md"}
 NOT_A_NAME = {"ckpt_tools.state", "ckpt_tools.commands"}
 """A key in a file's header, and a group of entry points."""
 
-ELSEWHERE = {"python.md", "json.md", "extending.md"}
-"""Pages that are written beside this one."""
-
 COMMON = {"core", "planning", "stores", "serialization", "formats", "transfer", "verification", "cli", "testing"}
 """Packages that documents name without ``ckpt_tools``. The name ``torch`` alone means the framework."""
 
@@ -111,8 +108,6 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        if target.name in ELSEWHERE and not target.exists():
-            continue
         assert target.is_file(), link
         assert not anchor or anchor in anchors(target), link
 
