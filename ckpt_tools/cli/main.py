@@ -21,7 +21,7 @@ from ckpt_tools.errors import CkptError, StoreError
 
 COMMANDS = {
     "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),
-    "plan": Home("convert", "Say what convert would read, write, cast, drop and remove."),
+    "plan": Home("convert", "Show what convert would read, write, cast, drop and remove."),
     "convert": Home("convert", "Write a checkpoint in another format."),
     "reshard": Home("convert", "Write the same checkpoint in the same format for another number of ranks."),
     "consolidate": Home(
@@ -31,9 +31,9 @@ COMMANDS = {
         "verify",
         "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",
     ),
-    "diff": Home("diff", "Show which tensors of A and B differ, and by how much, whatever the formats."),
-    "scan": Home("scan", "Show what a loader that executes pickles would run of any file of SRC; run nothing."),
-    "checksum": Home("checksum", "Write down the digests of a checkpoint's tensors, for verify to check."),
+    "diff": Home("diff", "Show which tensors of A and B differ, and by how much, in any two formats."),
+    "scan": Home("scan", "List the calls that loading the pickles of SRC would execute."),
+    "checksum": Home("checksum", "Write the digests of a checkpoint's tensors, for verify to check."),
     "sign": Home("sign", "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."),
     "clean": Home("clean", "Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."),
     "formats": Home("formats", "List the formats that can be read and written."),

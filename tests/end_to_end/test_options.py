@@ -44,6 +44,8 @@ APPLY_ALWAYS = {
     "as_json": "how the result is printed",
     "quiet": "no progress and no line about retries",
     "tensors": "lists more",
+    "top": "how many differences are listed",
+    "list_all": "lists every difference",
     "verbose": "how errors are shown",
     "version": "asks for nothing else",
     "help": "asks for nothing else",
@@ -241,7 +243,7 @@ def test_the_tag_and_keys_that_are_not_of_the_source_are_of_the_destination(made
         ckpt_tools.verify(made["dcp"], tmp_path / "zero", tag="other")
     ckpt_tools.convert(made["zero2"], tmp_path / "dcp", to="dcp", model_key="net", optim_key="opt")
     assert ckpt_tools.verify(made["zero2"], tmp_path / "dcp", model_key="net", optim_key="opt").equal
-    with pytest.raises(UsageError, match="names nothing"):
+    with pytest.raises(UsageError, match="does not exist"):
         ckpt_tools.verify(made["zero2"], tmp_path / "dcp", model_key="other")
 
 

@@ -142,7 +142,7 @@ class TestThePrintedFormat:
                 ckpt_tools.convert(source, tmp_path / "npy", to="npy", **options)  # type: ignore[arg-type]
         ckpt_tools.convert(source, tmp_path / "npy", to="npy")
         assert ckpt_tools.inspect(tmp_path / "npy", model_key="model").num_parameters
-        with pytest.raises(UsageError, match="--tag is for"):
+        with pytest.raises(UsageError, match="tag= is for"):
             ckpt_tools.inspect(tmp_path / "npy", tag="x")
 
     def test_the_command_line_takes_it(self, installed: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ class TestThePrintedFormat:
         assert "npy_index.json" in command("formats", folders=(installed,)).stdout
         done = command("convert", source, target, "--to", "npy", "--json", folders=(installed,))
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["target_format"] == "npy"
+        assert json.loads(done.stdout)["plan"]["target_format"] == "npy"
         assert command("inspect", target, "--from", "npy", folders=(installed,)).returncode == 0
         without = command("inspect", target, folders=())
-        assert without.returncode == 4 and "in no format that we know" in without.stderr
+        assert without.returncode == 4 and "not in a known format" in without.stderr
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ class TestWrongPlugins:
     def test_two_that_recognise_one_source_are_refused(self, plugin: Plugin, odd: Path) -> None:
         plugin("one", CLAIMING.format(name="odd"), odd="ckpt_npy_one:Claiming")
         plugin("two", CLAIMING.format(name="even"), even="ckpt_npy_two:Claiming")
-        with pytest.raises(UsageError, match=r"several formats recognise .* \(even, odd\); say which with --from"):
+        with pytest.raises(UsageError, match=r"several formats recognise .* \(even, odd\); say which with from_="):
             ckpt_tools.inspect(odd)
 
     def test_a_folder_that_nobody_recognises_stays_unsupported(self, plugin: Plugin, tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
     piece_of,
     read_offsets,
 )
-from ckpt_tools.formats.state_dict.packed import packed, unpacked
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
@@ -79,6 +78,8 @@ class SafetensorsReader:
         state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
         if state is not None:
             ties = _ties(headers.values(), leaves)
+            from ckpt_tools.formats.state_dict.packed import unpacked
+
             return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
         tensors = {StateKey(name): _entry(leaf) for name, leaf in leaves.items()}
         return Manifest("safetensors", tensors, aliases=_ties(headers.values(), leaves))
@@ -250,6 +251,7 @@ class SafetensorsWriter:
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.core.layout import Layout
         from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
+        from ckpt_tools.formats.state_dict.packed import packed
 
         entries = entries_of(manifest, StateTree((), ("optim",)))
         text, notes = ("", ()) if is_model_only(manifest) else packed(entries)

@@ -203,7 +203,7 @@ def test_a_checkpoint_alone_is_replaced_and_counted(name: str, extra: str, tmp_p
     planned = ckpt_tools.plan(src, named, to="dcp", overwrite=True)
     assert (planned.removed_files, planned.removed_bytes) == (there, sum(there.values()))
     done = ckpt_tools.convert(src, named, to="dcp", overwrite=True)
-    assert done.plan.removed_files == there and done.to_json()["removed_files"] == there
+    assert done.plan.removed_files == there and done.to_json()["plan"]["removed_files"] == there
     assert sorted(files_below(dst)) == [".metadata", "__0_0.distcp"]
     assert sorted(path.name for path in dst.parent.iterdir()) == ["beside", "real"]
     assert ckpt_tools.plan(src, tmp_path / "new", to="dcp", overwrite=True).removed_files == {}
