@@ -21,6 +21,7 @@ class Stalling:
     count: int = 0
     is_stalled: threading.Event = field(default_factory=threading.Event)
     """Set once something was held back."""
+    sockets: list[socket.socket] = field(default_factory=list)
 
     @property
     def endpoint(self) -> str:
@@ -35,6 +36,7 @@ class Stalling:
             while True:
                 client = listening.accept()[0]
                 server = socket.create_connection(("127.0.0.1", self.behind))
+                self.sockets += [client, server]
                 for pair, is_answer in (((client, server), False), ((server, client), True)):
                     threading.Thread(target=self._hand_on, args=(*pair, is_answer), daemon=True).start()
 
@@ -44,7 +46,7 @@ class Stalling:
                 self.count += len(data) if is_answer else 0
                 if self.count > self.limit:
                     self.is_stalled.set()
-                    threading.Event().wait()
+                    return  # the sockets stay open: nothing more comes, and nobody hangs up
                 write.sendall(data)
             write.shutdown(socket.SHUT_WR)
 
@@ -58,3 +60,5 @@ def stalling(behind: int) -> Iterator[Stalling]:
         yield made
         with suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)
+        for each in made.sockets:
+            each.close()
