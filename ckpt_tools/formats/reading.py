@@ -53,7 +53,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
         from ckpt_tools.formats.runs import proposal
 
         raise SeveralCheckpointsError(error.message + proposal(source)) from error
-    manifest = with_trainer_files(manifest, source)
+    manifest = with_trainer_files(manifest, source, reader.own_files(source, manifest))
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,14 +31,17 @@ _UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinish
 """Markers that savers lay down first and take away last."""
 
 
-def with_trainer_files(manifest: Manifest, source: Source) -> Manifest:
-    """``manifest`` with what the companions of the checkpoint say; what it says itself wins."""
+def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] = ()) -> Manifest:
+    """``manifest`` with what the trainer's files say; what the checkpoint says itself wins.
+
+    ``own`` are files of the checkpoint that hold no tensor, such as a ZeRO-3 rank's model file: they are not noted.
+    """
     extra, notes, step = dict(manifest.extra), [], manifest.step
     used = manifest.files
     folders = _folders(used)
     for path in source.files:
         name = path.rpartition("/")[2]
-        if path in used:
+        if path in used or path in own:
             continue
         if _UNFINISHED.search(name) is not None and path.rpartition("/")[0] in folders:
             raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)

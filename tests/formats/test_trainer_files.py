@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ckpt_tools
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.formats.reading import read_checkpoint
+from fixtures.store import Fixture
 
 
 def read(folder: Path) -> Manifest:
@@ -38,6 +40,12 @@ def test_a_scheduler_and_counts_are_read(beside: Path) -> None:
         "epoch": 0.5,
     }
     assert manifest.step == 7
+
+
+@pytest.mark.parametrize("kind", ["zero1-fp32", "zero3-bf16"])
+def test_a_checkpoints_own_files_are_not_noted(kind: str, checkpoint: Callable[[str, str, int], Fixture]) -> None:
+    """A rank's model file of ZeRO-3 holds no tensor."""
+    assert [note for note in read(checkpoint(kind, "awkward", 2).checkpoint).notes if "not read" in note.why] == []
 
 
 @pytest.mark.parametrize("name", ["rng_state_0.pth", "random_states_1.pkl", "optimizer.pt"])
