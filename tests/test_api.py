@@ -273,6 +273,7 @@ def reports(made: Path) -> list[Any]:
         ckpt_tools.clean(out),
         replace(ckpt_tools.clean(out), destination="d" * 10_000),
         *ckpt_tools.formats(),
+        ckpt_tools.inspect(out),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from ckpt_tools.core.wording import size
@@ -13,14 +14,14 @@ MAX_VALUE_CHARS = 60
 MAX_CELL_CHARS = 300
 
 
-class Shown:
+class Shown(ABC):
     """A result of few or many parts. ``shown`` gives what a reader sees of it first, by attribute."""
 
     __slots__ = ()
 
+    @abstractmethod
     def shown(self) -> Mapping[str, object]:
         """What is shown, in this order: short values, counts instead of collections."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         text = ", ".join(f"{name}={shortened(repr(value), MAX_VALUE_CHARS)}" for name, value in self.shown().items())

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
+from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.shown_values import ShownValues
 
 
@@ -40,8 +41,8 @@ class GroupSummary:
         return json_of(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+@dataclass(frozen=True, slots=True, repr=False)
+class Summary(Shown):
     """A checkpoint in figures, and its values that are not tensors.
 
     ``num_parameters`` counts elements of parameters, each tie once. ``num_bytes`` is what the tensors take as they are
@@ -68,6 +69,17 @@ class Summary:
     aliases: Mapping[str, str]
     extras: Mapping[str, Any]
     tensors: tuple[TensorSummary, ...]
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "source": self.source,
+            "format": self.format,
+            "step": self.step,
+            "world_size": self.world_size,
+            "num_parameters": self.num_parameters,
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+        }
 
     def to_json(self, *, tensors: bool = True) -> dict[str, Any]:
         """The attributes by name; without ``tensors``, all but that list."""
