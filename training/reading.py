@@ -10,13 +10,15 @@ from pathlib import Path
 from ckpt_tools.errors import CkptError
 
 REWORDED = (
-    (r"choose one with --tag\b", "resume the folder of one of them"),
-    (r"[;,]? ?(?:if it is in one of them, )?name it with --from\b", ""),
-    (r",? or --storage-option key=\S+ secret=\S+", ""),
+    (r", or write \S+@latest or \S+", ""),
+    (r"choose one with (?:--tag\b|tag=)", "resume the folder of one of them"),
+    (r"[;,]? ?(?:if it is in one of them, )?name it with (?:--from\b|from_=)", ""),
+    (r",? or (?:--storage-option key=\S+ secret=\S+|storage_options=\S*)", ""),
 )
 """Advice that a trainer's user can follow in another way, or not at all."""
 
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|(?:from_|model_key|optim_key|param_order|storage_options|tag)=)")
+"""As the command line spells it, or Python."""
 
 
 @contextmanager
@@ -35,6 +37,12 @@ def reworded(message: str, checkpoint: Path | str) -> str:
     """``message`` without advice to use options that only ckpt-tools has, or with the way to use them."""
     for pattern, words in REWORDED:
         message = re.sub(pattern, words, message)
-    if not (options := OPTION.findall(message)):
+    options = [_as_typed(found) for found in OPTION.findall(message)]
+    if not options:
         return message
     return f"{message} ({', '.join(options)}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"
+
+
+def _as_typed(option: str) -> str:
+    """``--optim-key`` of ``optim_key=``."""
+    return option if option.startswith("--") else f"--{option.rstrip('_=').replace('_', '-')}"

@@ -81,7 +81,9 @@ def test_cell(cell: Cell, checkpoint: Checkpoint, resume: Resume, tmp_path: Path
     truth = Truth.load(made.root)
     resumed = resume(kind, cell.case, tmp_path / "out", cell.to_ranks)
     assert_same_state(truth, resumed)
-    assert_same_course(truth, resumed, exactly=cell.from_ranks == cell.to_ranks)
+    # torch and DeepSpeed add in different orders: on some processors a loss differs in its last bit.
+    same_sums = (cell.source == "fsdp2") == (cell.target == "fsdp2")
+    assert_same_course(truth, resumed, exactly=same_sums and cell.from_ranks == cell.to_ranks)
 
 
 def assert_same_state(truth: Truth, resumed: Truth) -> None:

@@ -152,7 +152,7 @@ def test_a_conversion_is_as_the_plan_says(to: str, converted: Any, sources: dict
 def test_files_are_as_large_as_the_plan_says(converted: Any) -> None:
     for to in FORMATS:
         folder, report, _ = converted(to)
-        assert {path: (folder / path).stat().st_size for path in report["files"]} == report["files"]
+        assert {path: (folder / path).stat().st_size for path in report["plan"]["files"]} == report["plan"]["files"]
 
 
 def test_of_a_dcp_little_more_than_the_tensors_is_read(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_tags_are_checkpoints_and_the_file_latest_says_which(tmp_path: Path, che
     tag = (made / "latest").read_text()
     for number in (9, 10):
         shutil.copytree(made / tag, tmp_path / "run" / f"global_step{number}")
-    with pytest.raises(UnsupportedError, match=r"--tag.*run@latest"):
+    with pytest.raises(UnsupportedError, match=r"tag=.*run@latest"):
         ckpt_tools.inspect(tmp_path / "run")
     assert ckpt_tools.inspect(f"{tmp_path}/run@step=9").source.endswith("global_step9")
     assert ckpt_tools.inspect(f"{tmp_path}/run@latest").source.endswith("global_step10")

@@ -283,7 +283,7 @@ def test_0d_slots_of_several_parameters_are_noted_unless_they_are_one() -> None:
     one = np.float32([4]).reshape(())
     made = small().add("a.weight", "step", one).add("a.bias", "step", one)
     (note,) = notes_about(layout_of(made.manifest(PARAMS), stage=1).notes, "step of parameter group 0")
-    assert (note.outcome, note.count) == (Outcome.DEFAULTED, 2) and "that of a.weight" in note.why
+    assert (note.outcome, note.count) == (Outcome.DEFAULTED, 2) and "the value of a.weight" in note.why
     shared = StateKey("a.weight", "step")
     made.tensors[StateKey("a.bias", "step")] = made.tensors[shared]
     assert not notes_about(layout_of(made.manifest(PARAMS), stage=1).notes, "step of")
@@ -425,7 +425,7 @@ def kinds(made: Checkpoint, *trained: str) -> tuple[list[str], list[str], list[N
     """Names taken for frozen parameters and for buffers, and the notes about it."""
     layout = layout_of(manifest := made.manifest(trained), stage=3, world_size=1)
     content = model(opened(write(made, manifest, layout)), 0)
-    return list(content["frozen_param_shapes"]), content["buffer_names"], notes_about(layout.notes, "taken for")
+    return list(content["frozen_param_shapes"]), content["buffer_names"], notes_about(layout.notes, "taken as")
 
 
 def test_a_source_that_cuts_parameters_tells_by_their_pieces() -> None:

@@ -179,7 +179,7 @@ def test_several_tags_are_not_answered_with_an_option_of_the_converter(small_run
 
 def test_something_else_is_not_answered_with_an_option_of_the_converter(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
-    with pytest.raises(UnsupportedError, match=r"is in no format that we know \([a-z0-9, ]+\)$"):
+    with pytest.raises(UnsupportedError, match=r"is not in a known format \([a-z0-9, ]+\)$"):
         recorded_settings(tmp_path)
 
 

@@ -286,7 +286,7 @@ def test_a_run_ends_that_lost_its_storage(s3_server: S3Server, s3: S3Server, tmp
         s3.put(f"{prefix}run/.ckpt-tools-partial/", {"lock": b'{"token": "another", "host": "elsewhere", "pid": 1}'})
         _, said = run.process.communicate(timeout=OVERDUE_SECONDS)
         assert run.process.returncode == 5, said
-        assert re.fullmatch(rf"error: another process took over {url}, as this one .*\n", said), said
+        assert re.fullmatch(rf"error: another process took over {url}, because this one .*\n", said), said
         assert run.left() == []
     finally:
         run.destroy()

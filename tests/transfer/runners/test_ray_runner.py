@@ -152,7 +152,9 @@ def test_an_item_that_kills_every_process_ends_the_run(pair: RayRunner) -> None:
 def test_a_check_that_fails_ends_the_run_before_it_begins(pair: RayRunner, tmp_path: Path) -> None:
     pair.check = SharedFiles(sizes=((tmp_path / "nowhere", 1),))
     try:
-        with pytest.raises(StoreError, match=f"the worker on {socket.gethostname()} does not see {tmp_path}/nowhere"):
+        with pytest.raises(
+            StoreError, match=f"the worker on {socket.gethostname()} does not see the same {tmp_path}/nowhere"
+        ):
             list(pair.run(double, range(3)))
     finally:
         pair.check = at_ease
