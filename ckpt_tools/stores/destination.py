@@ -83,7 +83,7 @@ class Destination(ABC):
 
     def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
         """As ``write``, with bytes ``[start, stop)`` of ``source``, which ``copying`` allows. Raises StoreError."""
-        raise NotImplementedError("a destination without copying rules copies nothing")
+        raise AssertionError("a destination without copying rules copies nothing")
 
     def fail(self, error: BaseException) -> None:  # noqa: B027 - nothing to do is the default
         """Somebody's part will never come: whoever waits for parts before its own raises this."""
