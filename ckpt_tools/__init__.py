@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.load_into import load_into
     from ckpt_tools.torch.storage_reader import storage_reader
     from ckpt_tools.verification.deviation import Deviation
-    from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
+    from ckpt_tools.verification.difference import Aspect, Difference
+    from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan.findings import Danger, Finding, ScanReport
     from ckpt_tools.verification.signing import SignReport
     from ckpt_tools.verification.verify import ChecksumReport
@@ -105,7 +106,8 @@ _HOMES = {
     "torch.load_into": ("load_into",),
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),
-    "verification.report": ("Aspect", "Difference", "VerifyReport"),
+    "verification.difference": ("Aspect", "Difference"),
+    "verification.report": ("VerifyReport",),
     "verification.scan.findings": ("Danger", "Finding", "ScanReport"),
     "verification.signing": ("SignReport",),
     "verification.verify": ("ChecksumReport",),

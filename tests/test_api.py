@@ -28,7 +28,7 @@ from ckpt_tools.core.options import dtype_name
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.registry import readers, writers
 from ckpt_tools.stores.leftovers import CleanReport
-from ckpt_tools.verification.report import Aspect
+from ckpt_tools.verification.difference import Aspect
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
 COMMANDS = [name for name, command in group.commands.items() if not isinstance(command, BesideCommand)]

@@ -18,7 +18,8 @@ from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.verification.compare import BLOCK_BYTES
-from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
+from ckpt_tools.verification.difference import Aspect, Difference
+from ckpt_tools.verification.report import VerifyReport
 
 DIRECTORY_TAIL_BYTES = 1 << 16
 """One read from the end of a file that usually holds the whole zip directory."""

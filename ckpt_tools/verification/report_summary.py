@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.manifest import MASTER, WEIGHT, StateKey
 
 if TYPE_CHECKING:
-    from ckpt_tools.verification.report import Difference
+    from ckpt_tools.verification.difference import Difference
 
 MODULE_LEVELS = 2
 """Names of many models begin with ``model.layers`` or ``encoder.layers``: one level would be the whole model."""

@@ -69,13 +69,13 @@ ALLOWED = {
         {"cli", *MACHINERY, "planning", "transfer"}, {"safetensors"}, 100, {"click", "isal", "numpy", "xxhash"}
     ),
     "verify": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 80, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 84, {"click", "isal", "numpy"}
     ),
     "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 80, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 84, {"click", "isal", "numpy"}
     ),
     "diff": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 80, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 84, {"click", "isal", "numpy"}
     ),
     "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 68, {"click", "numpy"}),
     "formats": Allowed(

@@ -1,0 +1,48 @@
+"""One tensor that differs, and in which way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ckpt_tools.core.json_fields import json_of
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.core.showing import Shown
+from ckpt_tools.verification.deviation import Deviation
+
+
+class Aspect(Enum):
+    """The way in which a tensor differs."""
+
+    MISSING = "missing"
+    """Only the first side has it."""
+    UNEXPECTED = "unexpected"
+    """Only the second side has it."""
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    VALUES = "values"
+    DIGEST = "digest"
+    """Its elements do not have their recorded digest."""
+    CHECKSUM = "checksum"
+    """A stored record does not match the checksum stored with it."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference(Shown):
+    """One tensor that is not the same. ``deviation`` says how far its elements are apart, if they were compared."""
+
+    key: StateKey
+    aspect: Aspect
+    what: str
+    deviation: Deviation | None = None
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "key": str(self.key),
+            "aspect": self.aspect.value,
+            "what": self.what,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return json_of(self)
