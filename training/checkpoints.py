@@ -42,6 +42,17 @@ def make_partial(folder: Path, name: str) -> Path:
         DestinationExistsError: there are files in its place that no run wrote; nothing is removed then.
     """
     partial = folder / f".{name}.partial"
+    empty_partial(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def empty_partial(partial: Path) -> None:
+    """Remove what a run wrote into ``partial``, the folder of an unfinished checkpoint.
+
+    Raises:
+        DestinationExistsError: there are files in it that no run wrote; nothing is removed then.
+    """
     found = sorted(partial.rglob("*"), key=lambda path: -len(path.parts))
     strangers = [path for path in found if path.is_symlink() or not (path.is_dir() or _is_shard(path, partial))]
     if strangers or partial.is_symlink():
@@ -51,8 +62,6 @@ def make_partial(folder: Path, name: str) -> Path:
         )
     for path in found:
         path.rmdir() if path.is_dir() else path.unlink()
-    partial.mkdir(parents=True, exist_ok=True)
-    return partial
 
 
 def _is_shard(path: Path, partial: Path) -> bool:

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from pathlib import Path
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, StoreError
 
-from .checkpoints import CHECKPOINTS, make_out
+from .checkpoints import CHECKPOINTS, empty_partial, make_out
 from .config import TrainConfig
 
 LOCK_NAME = ".lock"
@@ -50,7 +49,8 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
     """This run alone writes to its ``out``, which is made, and to its ``storage``; what a killed run left half written
     is removed.
 
-    Raises DestinationExistsError if another run is at work there, StoreError if it cannot be locked.
+    Raises DestinationExistsError if another run is at work there, or if an unfinished checkpoint holds a file that no
+    run wrote; StoreError if it cannot be locked.
     """
     with ExitStack() as held:
         descriptor = held.enter_context(_locked(config.out))
@@ -132,4 +132,5 @@ def _remove_unfinished(checkpoints: Path) -> None:
     """Only folders with the names that a run gives while it writes; the one that wrote them is gone."""
     for path in checkpoints.glob(".epoch_*.partial"):
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            empty_partial(path)
+            path.rmdir()

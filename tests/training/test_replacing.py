@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import DestinationExistsError
-from training.checkpoints import make_partial
+from training.checkpoints import CHECKPOINTS, make_partial
+from training.config import TrainConfig
+from training.locking import only_run
 from training.result import RESULT_NAME, RunResult, check_result_file
 
 RESULT = RunResult("fsdp2", "ray", 2, "fp32", "digits", 1, {}, {}, 0.5, 1, 2, "checkpoints/epoch_0001", 1.0, (), (1, 2))
@@ -45,3 +47,16 @@ def test_a_result_that_no_run_wrote_is_found_before_it_is_replaced(text: str, tm
     (tmp_path / RESULT_NAME).write_text(text)
     with pytest.raises(DestinationExistsError, match="is not the result of a run"):
         check_result_file(tmp_path)
+
+
+def test_a_new_run_keeps_what_somebody_laid_into_an_unfinished_checkpoint(tmp_path: Path) -> None:
+    partial = make_partial(tmp_path / CHECKPOINTS, "epoch_0001")
+    (partial / ".metadata").write_text("half")
+    (partial / "notes.txt").write_text("mine")
+    config = TrainConfig(out=tmp_path, engine="fsdp2", launcher="torchrun")
+    with pytest.raises(DestinationExistsError, match=r"notes\.txt"), only_run(config):
+        pass
+    assert sorted(path.name for path in partial.iterdir()) == [".metadata", "notes.txt"]
+    (partial / "notes.txt").unlink()
+    with only_run(config):
+        assert list((tmp_path / CHECKPOINTS).iterdir()) == []
