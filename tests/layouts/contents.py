@@ -1,0 +1,38 @@
+"""What ckpt-tools reads of a source, in full, to be compared bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.transfer.tensor_reader import TensorReader
+
+Contents = dict[StateKey, tuple[str, tuple[int, ...], bytes]]
+"""Dtype, shape and bytes of each tensor."""
+
+
+def contents(path: Path) -> tuple[Manifest, Contents]:
+    """The manifest of ``path``, and every tensor of it but the user's own, tied ones under each of their names."""
+    source, manifest = read_checkpoint(path, ReadOptions())
+    entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
+    for alias, owner in manifest.aliases.items():
+        entries |= {StateKey(alias, key.slot): entry for key, entry in entries.items() if key.fqn == owner}
+    reader = TensorReader(source.store, scratch_bytes=1 << 20)
+    found: Contents = {}
+    for key, entry in entries.items():
+        out = bytearray(entry.num_bytes)
+        reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
+        found[key] = (entry.dtype.value, tuple(entry.shape), bytes(out))
+    return manifest, found
+
+
+def of_tensor(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    """The same of a tensor of torch."""
+    whole = tensor.detach().cpu().contiguous()
+    data = whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+    return str(whole.dtype).removeprefix("torch."), tuple(whole.shape), data
