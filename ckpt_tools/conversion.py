@@ -298,6 +298,7 @@ def run(
     journaling = FromFirstByte() if resume else AfterQuietStart()
     taking = prepared.place.claim(overwrite=prepared.overwrite, resume=journaling.keeps_output, fsync=fsync)
     with (
+        pool.connected(),
         taking as claim,
         pool.start(plan, prepared.store, claim.destination) as (runner, board),
     ):

@@ -138,6 +138,9 @@ def starting_processes() -> Iterator[None]:
     For a library that starts processes and installs handlers of its own, in Python or below it, as Ray does: it would
     exit at SIGTERM, and an exception in the middle of starting would leave processes that nobody knows. Its children
     take signals again.
+
+    The mask of this thread does not keep a signal from another thread of the process. The library's own handler then
+    exits in this one, and that exit is told as the signal that it was. ``guard`` ends what was half started.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -148,6 +151,11 @@ def starting_processes() -> Iterator[None]:
     _is_starting.set()
     try:
         yield
+    except SystemExit as error:
+        if handlers[signal.SIGTERM] is not _stop:
+            raise
+        _state.first, _state.is_told = _state.first or signal.SIGTERM, True
+        raise Stopped(_state.first) from error
     finally:
         _is_starting.clear()
         for number, handler in handlers.items():

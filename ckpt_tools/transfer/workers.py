@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,23 +53,30 @@ class WorkerPool:
         """How many share the memory that a plan is made for."""
         return 1 if self.runner == "ray" else choose_workers(self.num_workers)
 
-    @contextmanager
-    def start(self, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board | None]]:
-        """A runner for the plan's tasks, and the board that its workers share where they are other processes.
+    def connected(self) -> AbstractContextManager[None]:
+        """The connection to the cluster, if the runner needs one. A signal waits while Ray starts, so this comes before
+        a destination is claimed; and Ray stops after the destination is cleaned up.
 
         Raises:
             UsageError, StoreError: as ``runners.ray_cluster.connected`` says.
         """
         if self.runner == "threads":
+            return nullcontext()
+        from ckpt_tools.transfer.runners.ray_cluster import connected
+
+        return connected(self.address, self.num_workers or choose_workers(None))
+
+    @contextmanager
+    def start(self, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board | None]]:
+        """Within ``connected``: a runner for the plan's tasks, and the board that its workers share if they are other
+        processes."""
+        if self.runner == "threads":
             from ckpt_tools.transfer.runners.threads import ThreadRunner
 
             yield ThreadRunner(plan.num_workers), None
             return
-        from ckpt_tools.transfer.runners.ray_cluster import connected
-
-        with connected(self.address, self.num_workers or choose_workers(None)):
-            with _on_ray(self.num_workers, plan, source, target) as both:
-                yield both
+        with _on_ray(self.num_workers, plan, source, target) as both:
+            yield both
 
 
 @contextmanager

@@ -93,9 +93,11 @@ def may_change(command: Command, tree: Tree) -> set[str]:
         return {path for path, node in tree.nodes.items() if node.role == role}
     if command.verb == "clean":
         return left
+    beside = {path for path, node in tree.nodes.items() if node.role == "digests"}
+    if not tree.is_full and not tree.is_related:
+        return left | (beside if command.checksum else set())
     if not tree.is_pure or tree.is_related:
         return left
-    beside = {path for path, node in tree.nodes.items() if node.role == "digests"}
     return left | beside | set(tree.at_destination())
 
 

@@ -129,7 +129,7 @@ def check_left(out: Path, expected: Path, kill: Kill, said: str) -> None:
     """The destination is absent or complete, and beside it is what a kill or ``--resume`` leaves; so does a machine on
     which Ray takes longer to start than the cleaning up may, as the command says then."""
     names = {path.name for path in out.parent.iterdir()}
-    may_stay = kill.resume or kill.number == signal.SIGKILL or "before all was cleaned up" in said
+    may_stay = kill.resume or kill.number == signal.SIGKILL or "before everything was cleaned up" in said
     assert names <= {out.name, *([f".{out.name}.ckpt-tools-partial"] if may_stay else [])}
     if out.exists():
         assert same(out, expected)

@@ -1,0 +1,51 @@
+"""A signal becomes one exception, whatever a library does to the handlers meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+import pytest
+
+from ckpt_tools.signals import Stopped, first_signal, starting_processes, stopping_on_signals
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    """As the handler that Ray installs while it starts."""
+    sys.exit(number)
+
+
+def test_an_exit_of_a_librarys_own_handler_is_the_signal_that_it_was() -> None:
+    """The signal meets a thread that does not block it, so the handler of the moment runs in the main thread."""
+    is_done = threading.Event()
+    other = threading.Thread(target=is_done.wait, args=(20,))
+    other.start()
+    assert other.ident is not None
+    try:
+        with pytest.raises(Stopped) as stopped, stopping_on_signals():  # noqa: PT012
+            with starting_processes():
+                signal.signal(signal.SIGTERM, _exit)
+                signal.pthread_kill(other.ident, signal.SIGTERM)
+                time.sleep(10)
+            pytest.fail("the block went on")
+        assert stopped.value.number == signal.SIGTERM
+    finally:
+        is_done.set()
+        other.join()
+    assert first_signal() is None
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_to_the_thread_itself_waits_for_the_end_of_the_block() -> None:
+    has_ended = False
+    with pytest.raises(Stopped) as stopped, stopping_on_signals():  # noqa: PT012
+        with starting_processes():
+            signal.signal(signal.SIGTERM, _exit)
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            time.sleep(0.05)
+            has_ended = True
+        pytest.fail("the signal was lost")
+    assert has_ended and stopped.value.number == signal.SIGTERM
