@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 
 from fastapi import FastAPI, HTTPException, Request
@@ -13,16 +15,23 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from torch import nn
+from torch import Tensor, nn, stack
 
 from ckpt_tools.errors import FormatError
 
+from .batching import Batcher, QueueFullError
 from .prediction import Prediction, decode_image, predict
+from .training_package import evaluation
 
 MAX_UPLOAD_BYTES = 16 * 2**20
 
 # What a multipart form takes around one file: its boundaries, headers and the file's name.
 MAX_BODY_BYTES = MAX_UPLOAD_BYTES + 2**16
+
+MAX_WAITING = 256
+"""Images that may wait for the model: about nine forward passes. A client that meets a full queue gets 503 at once."""
+
+RETRY_AFTER = {"Retry-After": "1"}
 
 TOO_LARGE = f"the image is larger than {MAX_UPLOAD_BYTES // 2**20} MiB"
 HOW_TO_POST = "post the image as the one file of a multipart form field named image"
@@ -113,7 +122,18 @@ class InMemoryParser(MultiPartParser):
 
 def create_app(model: nn.Module) -> FastAPI:
     """The application over a loaded model."""
-    app = FastAPI(title="ckpt-tools inference")
+
+    def predict_together(images: Sequence[Tensor]) -> list[Prediction]:
+        return predict(model, stack(list(images)))
+
+    batcher = Batcher(predict_together, max_batch=evaluation.CHUNK, max_waiting=MAX_WAITING)
+
+    @asynccontextmanager
+    async def run_batcher(_: FastAPI) -> AsyncIterator[None]:
+        with batcher:
+            yield
+
+    app = FastAPI(title="ckpt-tools inference", lifespan=run_batcher)
     app.add_middleware(BodyLimit)
 
     @app.get("/healthz")
@@ -123,7 +143,8 @@ def create_app(model: nn.Module) -> FastAPI:
     @app.post("/predict", openapi_extra={"requestBody": FORM})
     async def predict_image(request: Request) -> Answer:
         image = the_image(await read_form(request))
-        prediction = await run_in_threadpool(predict_file, model, image)
+        pixels = await run_in_threadpool(read_pixels, image)
+        prediction = await predicted(batcher, pixels)
         return Answer(label=prediction.label, probabilities=list(prediction.probabilities))
 
     return app
@@ -155,11 +176,18 @@ def the_image(form: FormData) -> UploadFile:
     return items[0][1]
 
 
-def predict_file(model: nn.Module, image: UploadFile) -> Prediction:
-    """The answer for one file; raises ``HTTPException`` 400 if it is not a usable image."""
+def read_pixels(image: UploadFile) -> Tensor:
+    """The pixels of one file, uint8 [28, 28]; raises ``HTTPException`` 400 if it is not a usable image."""
     try:
-        pixels = decode_image(image.file, image.filename or "the posted file")
+        return decode_image(image.file, image.filename or "the posted file")
     except FormatError as error:
         raise HTTPException(400, str(error)) from error
-    [prediction] = predict(model, pixels.unsqueeze(0))
-    return prediction
+
+
+async def predicted(batcher: Batcher[Tensor, Prediction], pixels: Tensor) -> Prediction:
+    """The answer for one image; raises ``HTTPException`` 503 if too many wait already."""
+    try:
+        return await batcher.submit(pixels)
+    except QueueFullError as error:
+        detail = f"{batcher.max_waiting} images wait to be predicted, which is the limit; try again in a second"
+        raise HTTPException(503, detail, RETRY_AFTER) from error
