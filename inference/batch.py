@@ -17,7 +17,7 @@ with killed_by_interrupts():
 
     from ckpt_tools.errors import CkptError, UsageError
 
-    from .files import local_path, model_path
+    from .files import check_model, local_path
     from .inputs import Inputs, file_inputs, held_out_inputs
     from .output import Output, Row, RowWriter, open_output
     from .progress import show_progress
@@ -101,23 +101,23 @@ def main(
     overwrite: bool,
     quiet: bool,
 ) -> None:
-    """Predict with MODEL, a .safetensors or .pt file or a folder of safetensors; prints the accuracy if it is known.
+    """Predict with MODEL, a checkpoint of any format, local or remote; prints the accuracy if it is known.
 
     \b
-    Exit codes: 0 done, 2 usage, 3 not found, 4 not a model file of this model, 5 I/O failure,
+    Exit codes: 0 done, 2 usage, 3 not found, 4 not readable, or of another model, 5 I/O failure,
     6 done but for broken images, 7 refused as unsafe, 8 --out exists.
     """
     with report_errors():
         output = Output(local_path(out, "--out", "write to a local file and copy it"), overwrite)
         wanted = Wanted(dataset, _local("--data-root", data_root), _local("--images", images))
-        run(model_path(model), wanted, output, quiet=quiet)
+        run(check_model(model), wanted, output, quiet=quiet)
 
 
 def _local(option: str, text: str | None) -> Path | None:
     return None if text is None else local_path(text, option, "copy its files to this machine first")
 
 
-def run(model: Path, wanted: Wanted, output: Output, *, quiet: bool) -> None:
+def run(model: str, wanted: Wanted, output: Output, *, quiet: bool) -> None:
     """Predict, write and say what was done. Raises ``BrokenImagesError`` at the end."""
     with open_output(output) as writer:
         inputs = find_inputs(wanted)
@@ -135,7 +135,7 @@ def find_inputs(wanted: Wanted) -> Inputs:
     return held_out_inputs(wanted.dataset, wanted.data_root)
 
 
-def predict_into(writer: RowWriter, model: Path, inputs: Inputs, *, quiet: bool) -> Tally:
+def predict_into(writer: RowWriter, model: str, inputs: Inputs, *, quiet: bool) -> Tally:
     """Write each chunk of rows before the next one is read."""
     from .rows import predict_chunks
 

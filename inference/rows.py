@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError
 
+from .architectures import OURS
 from .inputs import Inputs
 from .loading import load_model
 from .output import Row
@@ -18,15 +19,15 @@ from .prediction import predict
 from .training_package import evaluation
 
 
-def predict_chunks(model: Path, inputs: Inputs) -> Iterator[list[Row]]:
+def predict_chunks(model: str | Path, inputs: Inputs) -> Iterator[list[Row]]:
     """A row for each input, in order, a chunk at a time; no image of another chunk is held."""
-    loaded = load_model(model)
+    loaded = load_model(model, architecture=OURS)
     for start in range(0, len(inputs.names), evaluation.CHUNK):
         numbers = range(start, min(start + evaluation.CHUNK, len(inputs.names)))
         yield list(_predict_chunk(loaded, inputs, numbers))
 
 
-def predict_rows(model: Path, inputs: Inputs) -> list[Row]:
+def predict_rows(model: str | Path, inputs: Inputs) -> list[Row]:
     """All rows at once, for a small dataset."""
     return [row for chunk in predict_chunks(model, inputs) for row in chunk]
 

@@ -93,7 +93,7 @@ def test_labels_vary(forms: Path, image_folder: Path, tmp_path: Path) -> None:
         ("model.pt", ["--dataset=digits", "--data-root=.", "--out=x.jsonl"], 2, "for --dataset fashion-mnist alone"),
         ("model.pt", ["--images=/none", "--out=x.jsonl"], 3, "no folder or image file /none"),
         ("model.pt", ["--images=.", "--out=x.jsonl"], 3, "no image files in ."),
-        ("none.pt", ["--dataset=digits", "--out=x.jsonl"], 3, "there is no model file"),
+        ("none.pt", ["--dataset=digits", "--out=x.jsonl"], 3, "there is no file or folder"),
         ("model.pt", ["--images=s3://b/images", "--out=x.jsonl"], 2, "s3://b/images is a URL; copy its files"),
         ("model.pt", ["--dataset=digits", "--out=s3://b/x.jsonl"], 2, "s3://b/x.jsonl is a URL; write to a local file"),
         ("model.pt", ["--dataset=digits", "--out=nodir/x.jsonl"], 5, "the folder of --out, nodir, does not exist"),
@@ -109,13 +109,6 @@ def test_errors_are_one_sentence(
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_url_of_a_model_is_told_to_be_consolidated(tmp_path: Path) -> None:
-    result = predict("s3://bucket/model.safetensors", "--dataset=digits", f"--out={tmp_path / 'x.jsonl'}")
-    assert result.exit_code == 2
-    assert "s3://bucket/model.safetensors is a URL" in result.stderr
-    assert "ckpt-tools consolidate s3://bucket/model.safetensors model.safetensors" in result.stderr
 
 
 def test_the_datasets_are_those_of_training() -> None:

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,29 +14,36 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError, UnsafeError
+import ckpt_tools
+from ckpt_tools.errors import CkptError, FormatError, UnsafeError
 from inference.loading import load_model
 from tests.inference.conftest import FORMS, Form
 
+Weights = dict[str, Tensor]
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_bits(form: Form, forms: Path, weights: dict[str, Tensor]) -> None:
-    model = load_model(forms / form)
-    assert not model.training
+
+def assert_same_weights(model: torch.nn.Module, weights: Weights) -> None:
     loaded = model.state_dict()
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name].view(torch.int32), weights[name].view(torch.int32)) for name in weights)
 
 
-Weights = dict[str, Tensor]
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_bits(form: Form, forms: Path, weights: Weights) -> None:
+    model = load_model(forms / form)
+    assert not model.training
+    assert_same_weights(model, weights)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda weights: weights.pop("encoder.ln.bias"), r"lacks tensor encoder\.ln\.bias \(1 in all\)"),
-        (lambda weights: weights.update(extra=torch.zeros(1)), r"has the unknown tensor extra"),
-        (lambda weights: weights.update({"encoder.ln.bias": torch.zeros(3)}), r"of shape \[3\] where .* \[128\]"),
+        (lambda weights: weights.pop("encoder.ln.bias"), r"not in the checkpoint: encoder\.ln\.bias"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), r"not in the model: extra"),
+        (
+            lambda weights: weights.update({"encoder.ln.bias": torch.zeros(3)}),
+            r"shape mismatch: encoder\.ln\.bias \(checkpoint \[3\], model \[128\]\)",
+        ),
     ],
 )
 def test_names_and_shapes_are_strict(
@@ -56,41 +61,42 @@ class _RunsOnLoad:
         return os.mkdir, ("ran-by-loading",)
 
 
-def test_a_pickle_that_would_run_code_is_refused_and_not_run(
-    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_of_a_pickle_is_run(weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(weights | {"extra": _RunsOnLoad()}, "model.pt")
-    with pytest.raises(FormatError, match="could run code"):
-        load_model(Path("model.pt"))
+    assert_same_weights(load_model(Path("model.pt")), weights)
     assert not Path("ran-by-loading").exists()
 
 
-def test_a_nested_checkpoint_is_told_to_be_consolidated(weights: Weights, tmp_path: Path) -> None:
-    torch.save({"model": weights}, tmp_path / "model.pt")
-    with pytest.raises(
-        FormatError,
-        match=r"not a flat state dict of tensors; .* ckpt-tools consolidate .*/model\.pt model\.safetensors$",
-    ):
-        load_model(tmp_path / "model.pt")
+def test_a_nested_checkpoint_is_loaded(weights: Weights, tmp_path: Path) -> None:
+    torch.save({"model": weights, "epoch": 3}, tmp_path / "model.pt")
+    assert_same_weights(load_model(tmp_path / "model.pt"), weights)
 
 
-def test_a_sharded_checkpoint_is_told_to_be_consolidated(weights: Weights, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def dcp(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dcp") / "epoch 1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        checkpoint.save({"model": dict(weights)}, checkpoint_id=tmp_path / "epoch 1", no_dist=True)
-    with pytest.raises(FormatError) as raised:
-        load_model(tmp_path / "epoch 1")
-    assert "is a checkpoint (dcp), not a model file" in str(raised.value)
-    command = str(raised.value).partition("first: ")[2]
-    subprocess.run([sys.executable, "-m", "ckpt_tools", *shlex.split(command)[1:]], check=True, cwd=tmp_path)
-    assert load_model(tmp_path / "model.safetensors").state_dict().keys() == weights.keys()
+        checkpoint.save({"model": dict(weights)}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("to", ["dcp", "zero1", "zero2", "zero3", "universal"])
+def test_a_sharded_checkpoint_is_loaded_directly(to: Any, dcp: Path, weights: Weights, tmp_path: Path) -> None:
+    ckpt_tools.convert(dcp, tmp_path / "out", to=to, world_size=None if to == "universal" else 3)
+    assert_same_weights(load_model(tmp_path / "out"), weights)
+
+
+def test_a_remote_checkpoint_is_loaded(dcp: Path, weights: Weights) -> None:
+    ckpt_tools.convert(dcp, "memory://inference/model", to="dcp", world_size=2)
+    assert_same_weights(load_model("memory://inference/model"), weights)
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "model.pt"])
 def test_a_truncated_file_is_refused(form: Form, forms: Path, tmp_path: Path) -> None:
     (tmp_path / form).write_bytes((forms / form).read_bytes()[:-1000])
-    with pytest.raises(FormatError, match="is not a whole"):
+    with pytest.raises(FormatError, match=form):
         load_model(tmp_path / form)
 
 
@@ -108,19 +114,19 @@ def point_index(folder: Path, name: str, file: str) -> None:
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "..", ""])
 def test_an_index_cannot_point_out_of_its_folder(file: str, sharded: Path) -> None:
     point_index(sharded, "encoder.ln.bias", file)
-    with pytest.raises(UnsafeError, match="not a file in its own folder"):
+    with pytest.raises(UnsafeError, match="outside of itself; it was not opened"):
         load_model(sharded)
 
 
 def test_an_index_that_names_the_wrong_shard_is_refused(sharded: Path) -> None:
     point_index(sharded, "class_token", "model-00002-of-00002.safetensors")
-    with pytest.raises(FormatError, match="does not hold the tensors"):
+    with pytest.raises(FormatError, match="class_token"):
         load_model(sharded)
 
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     (sharded / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(SourceNotFoundError, match=r"model-00002-of-00002\.safetensors is missing"):
+    with pytest.raises(CkptError, match=r"model-00002-of-00002\.safetensors"):
         load_model(sharded)
 
 
