@@ -32,6 +32,9 @@ _DTYPES = {
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
+_FLOAT8 = ("V1", "f1")
+"""What numpy makes of types of one byte that it does not know: ``f1`` of float8_e5m2, ``V1`` of the others."""
+
 _TEXT = re.compile(r"[<>|=]?[USa]\d{1,9}")
 
 VOID_BFLOAT16 = "V2"
@@ -133,10 +136,10 @@ def _dtype(descr: str, path: str, key: str) -> DType:
         )
     if code == VOID_BFLOAT16:
         return DType.BFLOAT16
-    if code == "V1":
+    if code in _FLOAT8:
         raise UnsupportedError(
-            "its elements are void of 1 byte, the form in which numpy saves every type of float8 and int4, which "
-            "cannot be told apart; save it as another type",
+            f"its dtype is {descr!r}, as which numpy saves types of float8 and int4, and they cannot be told apart; "
+            "save it as another type",
             path=path,
             key=key,
         )

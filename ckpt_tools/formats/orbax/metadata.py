@@ -2,8 +2,9 @@
 
 Facts from orbax-checkpoint 0.12.8 and files it wrote. ``_METADATA`` lies beside the arrays of one item and lists every
 leaf of the tree with its path and the kind of value; ``_CHECKPOINT_METADATA`` lies at the top and gets its
-``commit_timestamp_nsecs`` last. A folder under construction is named ``NAME.orbax-checkpoint-tmp...``. On object stores,
-and in newer versions everywhere, ``commit_success.txt`` is written last into the checkpoint and each item.
+``commit_timestamp_nsecs`` last. A folder under construction is named ``NAME.orbax-checkpoint-tmp...``. On object
+stores, and in newer versions everywhere, ``commit_success.txt`` is written last into the checkpoint, and by most
+versions into each item.
 """
 
 from __future__ import annotations
@@ -133,8 +134,5 @@ def refuse_unfinished(source: Source) -> None:
         times = _object(source, CHECKPOINT)
         if times.get("init_timestamp_nsecs") is not None and times.get("commit_timestamp_nsecs") is None:
             raise IncompleteError("it says that the checkpoint was begun and never finished", path=CHECKPOINT)
-    folders = {path.rpartition("/")[0] for path in source.files if path.rpartition("/")[2] in (CHECKPOINT, TREE)}
-    marks = {folder: (f"{folder}/{COMMITTED}" if folder else COMMITTED) for folder in sorted(folders)}
-    lost = [mark for mark in marks.values() if mark not in source.files]
-    if lost and len(lost) < len(marks):
-        raise IncompleteError("this marker of a finished checkpoint is missing", path=lost[0])
+        if COMMITTED not in source.files and any(path.endswith(f"/{COMMITTED}") for path in source.files):
+            raise IncompleteError("this marker of a finished checkpoint is missing", path=COMMITTED)

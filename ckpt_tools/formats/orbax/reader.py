@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import to_numpy
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry, TensorRef, TreePath, dotted
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef, TreePath, dotted
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
@@ -145,7 +145,9 @@ class _Reading:
         extra, notes = self._extra(roles, numbers)
         tensors = {self._key(path, roles): self._entry(path, roles) for path in shapes if path not in numbers}
         step = next((extra[name] for name in ("step", "global_step") if type(extra.get(name)) is int), None)
-        manifest = Manifest("orbax", tensors, extra=extra, step=step, notes=notes)
+        trained = tuple(dict.fromkeys(name for name, _ in roles.moments.values()))
+        groups = (ParamGroup(trained, {}),) if trained else ()
+        manifest = Manifest("orbax", tensors, groups=groups, extra=extra, step=step, notes=notes)
         return replace(manifest, decoding_bytes=decoding_bytes(self.files))
 
     def _key(self, path: TreePath, roles: Roles) -> StateKey:
