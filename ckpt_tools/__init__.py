@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckpt_tools.formats.registry import FormatInfo
-    from ckpt_tools.make_loadable import LoadableReport
+    from ckpt_tools.loadable import LoadableReport
     from ckpt_tools.serialization.loadable import LeftOut, Replaced
     from ckpt_tools.stores.claims import UrlClaim, claim
     from ckpt_tools.stores.destination import Leftover
@@ -104,7 +104,7 @@ _HOMES = {
         "UsageError",
     ),
     "formats.registry": ("FormatInfo",),
-    "make_loadable": ("LoadableReport",),
+    "loadable": ("LoadableReport",),
     "serialization.loadable": ("LeftOut", "Replaced"),
     "stores.claims": ("UrlClaim", "claim"),
     "stores.destination": ("Leftover",),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.progress import Progress
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.registry import FormatInfo
-    from ckpt_tools.make_loadable import LoadableReport
+    from ckpt_tools.loadable import LoadableReport
     from ckpt_tools.stores.leftovers import CleanReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
@@ -445,7 +445,7 @@ def make_loadable(
         >>> ckpt_tools.make_loadable("foreign.pt", "plain.pt").left_out
         (LeftOut(place='trainer', kind='my_code.Trainer', num_tensors=0),)
     """
-    from ckpt_tools.make_loadable import run_make_loadable
+    from ckpt_tools.loadable import run_make_loadable
     from ckpt_tools.stores.urls import check_storage_options
 
     check_storage_options(storage_options, src, dst)

@@ -34,7 +34,7 @@ PACKAGES = (
 APART = {frozenset({"formats", "transfer"}), frozenset({"verification", "torch"})}
 """Packages that know nothing of each other, though one stands before the other."""
 
-FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "guard", "guard_process", "make_loadable", "signals"}
+FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "guard", "guard_process", "loadable", "signals"}
 """The modules at the root, beside the package itself."""
 
 EVERYWHERE = {"errors", "guard", "signals"}

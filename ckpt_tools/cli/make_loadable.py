@@ -12,7 +12,7 @@ from ckpt_tools.cli.wrapping import say, say_item
 from ckpt_tools.core.wording import count, printable, size
 
 if TYPE_CHECKING:
-    from ckpt_tools.make_loadable import LoadableReport
+    from ckpt_tools.loadable import LoadableReport
 
 
 @click.command("make-loadable")

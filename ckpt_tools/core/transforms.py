@@ -279,7 +279,8 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
 
 _QUANTIZED = (DType.INT8, DType.UINT8)
 _PACKED = ("qweight", "qzeros", "weight_packed")
-"""Of GPTQ, AWQ and compressed-tensors: several elements in an integer of any width."""
+"""Of GPTQ, AWQ and compressed-tensors: several elements in an integer of any width. MLX packs them into a ``weight`` of
+uint32, and its ``biases`` are zero points."""
 
 _SCALE_NAMES = re.compile(
     r"(?:weight|input|output|activation|k|v|q)_(?:global_)?scale(?:_inv|_2)?|scale_(?:weight|input)|SCB|(?:nested_)?absmax"
@@ -306,7 +307,8 @@ def _is_scale(fqn: str, modules: set[str]) -> bool:
 
 def _is_quantized(fqn: str, dtype: DType) -> bool:
     is_small_float = dtype.is_floating and dtype.item_bytes == 1
-    is_packed = not dtype.is_floating and fqn.rpartition(".")[2] in _PACKED
+    name = fqn.rpartition(".")[2]
+    is_packed = (not dtype.is_floating and name in _PACKED) or (dtype is DType.UINT32 and name == "weight")
     return is_small_float or is_packed or dtype in _QUANTIZED
 
 

@@ -52,7 +52,7 @@ def test_moments_that_are_not_proved_are_none(changed: dict[Any, Any]) -> None:
 
 
 def test_what_might_be_no_model_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="optimizer state by its name.*model_key="):
+    with pytest.raises(UnsupportedError, match=r"optimizer state by its name.*model_key="):
         find_roles({("model", "w"): (2,), ("opt_state", "mu", "w"): (2,)}, (), None)
     with pytest.raises(UnsupportedError, match=r"several models \(a\.params, b\.params\)"):
         find_roles({("a", "params", "w"): (2,), ("b", "params", "w"): (2,)}, (), None)
@@ -218,6 +218,15 @@ def test_what_lies_beside_is_read_or_noted(tmp_path: Path) -> None:
     assert "params/notes.txt" in [note.what for note in manifest.notes]
     reader = OrbaxReader()
     assert source.files.keys() - reader.own_files(source, manifest) - manifest.files == {"params/notes.txt"}
+
+
+def test_scales_of_mlx_are_not_cast(tmp_path: Path) -> None:
+    source = make("mlx-quantized").source
+    ckpt_tools.convert(source, tmp_path / "cast.safetensors", dtype="float16")
+    before, after = (
+        {t.name: t.dtype for t in ckpt_tools.inspect(each).tensors} for each in (source, tmp_path / "cast.safetensors")
+    )
+    assert {name for name in before if before[name] != after[name]} == {"layers.0.bias", "layers.1.bias"}
 
 
 @pytest.mark.parametrize("name", ["orbax", "orbax-manager", "orbax-zarr", "gguf", "npz", "npz-bfloat16", "mlx"])
