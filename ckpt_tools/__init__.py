@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         diff,
         formats,
         inspect,
+        make_loadable,
         open,
         plan,
         reshard,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckpt_tools.formats.registry import FormatInfo
+    from ckpt_tools.loadable import LoadableReport
+    from ckpt_tools.serialization.loadable import LeftOut, Replaced
     from ckpt_tools.stores.claims import UrlClaim, claim
     from ckpt_tools.stores.destination import Leftover
     from ckpt_tools.stores.leftovers import CleanReport
@@ -71,6 +74,7 @@ _HOMES = {
         "diff",
         "formats",
         "inspect",
+        "make_loadable",
         "open",
         "plan",
         "reshard",
@@ -100,6 +104,8 @@ _HOMES = {
         "UsageError",
     ),
     "formats.registry": ("FormatInfo",),
+    "loadable": ("LoadableReport",),
+    "serialization.loadable": ("LeftOut", "Replaced"),
     "stores.claims": ("UrlClaim", "claim"),
     "stores.destination": ("Leftover",),
     "stores.leftovers": ("CleanReport",),
@@ -133,7 +139,9 @@ __all__ = [
     "FormatInfo",
     "IncompleteError",
     "LazyTensor",
+    "LeftOut",
     "Leftover",
+    "LoadableReport",
     "LossError",
     "MalformedError",
     "MemoryBudgetError",
@@ -141,6 +149,7 @@ __all__ = [
     "Outcome",
     "PlanReport",
     "ReadFormat",
+    "Replaced",
     "ScanReport",
     "SeveralCheckpointsError",
     "SignReport",
@@ -164,6 +173,7 @@ __all__ = [
     "formats",
     "inspect",
     "load_into",
+    "make_loadable",
     "open",
     "plan",
     "reshard",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.progress import Progress
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.registry import FormatInfo
+    from ckpt_tools.loadable import LoadableReport
     from ckpt_tools.stores.leftovers import CleanReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
@@ -405,6 +406,58 @@ def reshard(
         4
     """
     return convert(**{**locals(), "to": _SAME})
+
+
+def make_loadable(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    overwrite: bool = False,
+    strict: bool = False,
+    fsync: bool = False,
+    on_progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadableReport:
+    """Write the file of ``torch.save`` at ``src`` again, so that ``torch.load(weights_only=True)`` takes it.
+
+    The tree of dicts and lists stays as it is, and tensors that share their storage share it again. Objects of classes
+    that ``weights_only`` does not allow are left out, or become plain values: a numpy number becomes a number, an
+    ``argparse.Namespace`` a dict. Nothing of ``src`` is executed.
+
+    Args:
+        src: One file of ``torch.save``: a path, or a URL of a store.
+        dst: The file to write, whose name ends in ``.pt``, ``.pth`` or ``.bin``.
+        overwrite: Replace the file at ``dst``.
+        strict: Raise ``LossError`` if anything would be left out.
+        fsync: Return when the output would survive a power failure.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+        storage_options: How stores are reached, the same for ``src`` and ``dst``.
+
+    Returns:
+        A ``LoadableReport``; ``left_out`` and ``replaced`` list, by place and class, what is another than in ``src``.
+
+    Raises:
+        UnsupportedError: a model was pickled whole, or no tensor would be left.
+        CkptError: As ``convert`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> ckpt_tools.make_loadable("foreign.pt", "plain.pt").left_out
+        (LeftOut(place='trainer', kind='my_code.Trainer', num_tensors=0),)
+    """
+    from ckpt_tools.loadable import run_make_loadable
+    from ckpt_tools.stores.urls import check_storage_options
+
+    check_storage_options(storage_options, src, dst)
+    return run_make_loadable(
+        src,
+        dst,
+        overwrite=overwrite,
+        strict=strict,
+        fsync=fsync,
+        on_progress=on_progress or _silent,
+        storage_options=storage_options,
+    )
 
 
 def verify(

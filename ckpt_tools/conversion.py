@@ -20,7 +20,7 @@ from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
-from ckpt_tools.formats.base import Writer
+from ckpt_tools.formats.base import Writer, kept_entries
 from ckpt_tools.formats.reading import case_of, named, read_checkpoint
 from ckpt_tools.formats.registry import writer_for
 from ckpt_tools.planning.plan import CopyRules, Plan, make_plan, reading_bytes
@@ -164,7 +164,7 @@ def prepare(
         WRITING, options.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
     )
     writing = _write_options(place.form, manifest, options)
-    made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters)
+    made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters, kept=kept_entries(writer))
     manifest, notes = made.manifest, made.notes
     layout = writer.layout(manifest, writing)
     notes += layout.notes

@@ -32,7 +32,8 @@ from ckpt_tools.verification.difference import Aspect
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
 COMMANDS = [name for name, command in group.commands.items() if not isinstance(command, BesideCommand)]
-VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, name) for name in [*COMMANDS, "open"]}
+VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, name.replace("-", "_")) for name in [*COMMANDS, "open"]}
+"""By command; ``make-loadable`` is ``make_loadable``."""
 FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in ("load_into", "storage_reader", "claim")}}
 
 ONLY_PRINTED = {"as_json", "quiet", "tensors", "dry_run", "top", "list_all"}
@@ -86,7 +87,9 @@ def test_every_keyword_is_written_out(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_misspelt_keyword_is_an_error_of_the_function_itself(name: str) -> None:
     required = [each.name for each in parameters(name).values() if each.default is each.empty]
-    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'storage_option'"):
+    with pytest.raises(
+        TypeError, match=rf"^{name.replace('-', '_')}\(\) got an unexpected keyword argument 'storage_option'"
+    ):
         FUNCTIONS[name](**dict.fromkeys(required, "x"), storage_option={})
 
 

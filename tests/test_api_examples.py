@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import doctest
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.numpy import save_file
@@ -30,12 +33,21 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file(tensors, "model.safetensors")
     save_file({**tensors, "encoder.bias": np.ones(4, np.float32)}, "other.safetensors")
     ckpt_tools.convert("model.safetensors", "run", to="dcp", world_size=2)
+    torch.save({"model": {"w": torch.ones(3)}, "trainer": _foreign_object()}, "foreign.pt")
     key = ec.generate_private_key(ec.SECP256R1())
     private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     Path("key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, *private))
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     Path("key.pub").write_bytes(public)
     return tmp_path
+
+
+def _foreign_object() -> object:
+    """An object of a class that no other program has."""
+    module = types.ModuleType("my_code")
+    module.Trainer = type("Trainer", (), {"__module__": "my_code"})  # type: ignore[attr-defined]
+    sys.modules["my_code"] = module
+    return module.Trainer()
 
 
 def run(text: str, name: str) -> None:

@@ -34,7 +34,7 @@ PACKAGES = (
 APART = {frozenset({"formats", "transfer"}), frozenset({"verification", "torch"})}
 """Packages that know nothing of each other, though one stands before the other."""
 
-FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "guard", "guard_process", "signals"}
+FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "guard", "guard_process", "loadable", "signals"}
 """The modules at the root, beside the package itself."""
 
 EVERYWHERE = {"errors", "guard", "signals"}
@@ -43,7 +43,7 @@ EVERYWHERE = {"errors", "guard", "signals"}
 LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wording"}
 """What the command line imports beside the public API: it costs nothing."""
 
-FORMATS_SHARED = {"base", "foreign", "state_dict", "hf_index"}
+FORMATS_SHARED = {"base", "flat_names", "foreign", "state_dict", "hf_index"}
 """What several formats have in common. ``registry`` knows every format, ``reading``, ``runs`` and ``trainer_files``
 none."""
 

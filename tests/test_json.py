@@ -47,6 +47,14 @@ def test_summaries_are_as_documented(model: Path) -> None:
     assert printed("inspect", model) == {name: value for name, value in found.items() if name != "tensors"}
 
 
+def test_what_make_loadable_lists_is_as_documented(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "class": torch.nn.Linear, "set": frozenset({1})}, tmp_path / "m.pt")
+    found = printed("make-loadable", tmp_path / "m.pt", tmp_path / "plain.pt")
+    check("make-loadable", found)
+    check("left out", found["left_out"][0])
+    check("replaced", found["replaced"][0])
+
+
 def test_conversions_are_as_documented(model: Path, tmp_path: Path) -> None:
     planned = printed("plan", model, tmp_path / "p", "--to", "safetensors")
     check("plan", planned)

@@ -71,7 +71,7 @@ class Commands(MutableMapping[str, click.Command]):
         found = self._known[name]
         if found is None:
             module = import_module(f"ckpt_tools.cli.{self._homes[name].module}")
-            self[name] = found = getattr(module, f"{name}_command")
+            self[name] = found = getattr(module, f"{name.replace('-', '_')}_command")
         return found
 
     def __setitem__(self, name: str, command: click.Command) -> None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "consolidate": Home(
         "convert", "Write the model's weights alone, as safetensors or in the format that DST's ending implies."
     ),
+    "make-loadable": Home("make_loadable", "Write a foreign .pt again, so that torch.load takes it safely."),
     "verify": Home(
         "verify",
         "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",

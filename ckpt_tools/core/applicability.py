@@ -19,7 +19,9 @@ SHARDED = ("safetensors", "torch")
 """Formats whose output is cut into shards of at most a given size."""
 TAGGED = ("zero1", "zero2", "zero3", "universal")
 """Formats whose checkpoints lie in a folder each, named by its tag."""
-TREES = ("dcp", "torch", "safetensors")
+WEIGHTS_ALONE = ("gguf", "npz")
+"""Formats that hold a model's weights and nothing else."""
+TREES = ("dcp", "torch", "orbax", "safetensors")
 """Formats in which model and optimizer lie in a tree. A safetensors file has one only with whole state."""
 
 
@@ -138,6 +140,13 @@ WRITING = (
         lambda case: case.target in SHARDED,
         f"formats that are cut into shards of a size ({_listed(SHARDED)})",
         _writes,
+    ),
+    Rule(
+        ("state",),
+        lambda case: case.target not in WEIGHTS_ALONE,
+        "formats that can hold a whole state",
+        lambda case: f"{case.target} holds weights alone",
+        value="all",
     ),
     _WEIGHTS,
 )

@@ -21,16 +21,19 @@ class Applied:
     renamed: Mapping[str, str]
 
 
-def apply_options(manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool) -> Applied:
+def apply_options(
+    manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool, kept: tuple[str, ...] = ()
+) -> Applied:
     """The manifest as ``options`` make it.
 
     ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
+    ``kept`` are entries that are written with the weights also if no other state is.
 
     Raises:
         UsageError: the options do not fit this checkpoint or each other.
     """
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
-    for step in _steps(options, whole, holds_masters):
+    for step in _steps(options, whole, holds_masters, kept):
         manifest, more = step(manifest)
         notes += more
     new_name = transforms.substitutions(options.rename, options.names)
@@ -42,12 +45,14 @@ def apply_options(manifest: Manifest, options: ConvertOptions, *, whole: bool, h
 
 
 def _steps(
-    options: ConvertOptions, whole: bool, holds_masters: bool
+    options: ConvertOptions, whole: bool, holds_masters: bool, kept: tuple[str, ...]
 ) -> list[Callable[[Manifest], transforms.Transformed]]:
     asked = options.state == "model"
     steps: list[Callable[[Manifest], transforms.Transformed]] = []
     if not whole:
-        steps.append(lambda manifest: transforms.model_only(manifest, weights=options.weight_copy, asked=asked))
+        steps.append(
+            lambda manifest: transforms.model_only(manifest, weights=options.weight_copy, asked=asked, entries=kept)
+        )
         steps.append(transforms.without_wrappers)
     elif not holds_masters:
         steps.append(lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy))

@@ -147,7 +147,7 @@ class Manifest:
     ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is no tensor:
     global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
     itself. ``tree`` is None where the source is no tree of the user's making. ``notes`` say what reading it could not
-    settle.
+    settle. ``decoding_bytes`` is the memory that reading elements takes besides buffers, where they are compressed.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is no text.
@@ -163,6 +163,7 @@ class Manifest:
     world_size: int | None = None
     tree: StateTree | None = None
     notes: tuple[Note, ...] = ()
+    decoding_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

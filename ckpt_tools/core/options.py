@@ -89,7 +89,13 @@ class ConvertOptions:
 
     @property
     def reading(self) -> ReadOptions:
-        return ReadOptions(tag=self.tag, model_key=self.model_key, optim_key=self.optim_key)
+        return ReadOptions(
+            tag=self.tag,
+            model_key=self.model_key,
+            optim_key=self.optim_key,
+            include=tuple(self.include),
+            exclude=tuple(self.exclude),
+        )
 
 
 def dtype_name(dtype: Any) -> str | None:
@@ -128,11 +134,14 @@ def read_key_map(path: Path) -> Mapping[str, str]:
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
     """What a user may have to tell a reader. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
-    keys say where model and optimizer live in a DCP tree (``app.model``)."""
+    keys say where model and optimizer live in a DCP tree (``app.model``). ``include`` and ``exclude`` matter to a
+    reader that cannot read every tensor: one that is not chosen is not refused."""
 
     tag: str | None = None
     model_key: str | None = None
     optim_key: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Each returns the new manifest with notes on what it changed or left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -25,8 +25,8 @@ WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_modul
 """What torch.compile, FSDP1 and activation checkpointing put into a name, anywhere in it."""
 
 
-def model_only(manifest: Manifest, *, weights: str, asked: bool) -> Transformed:
-    """Parameters and buffers alone.
+def model_only(manifest: Manifest, *, weights: str, asked: bool, entries: Collection[str] = ()) -> Transformed:
+    """Parameters and buffers, and those of the ``entries`` that there are.
 
     ``weights`` chooses which copy of a parameter stands for it: ``"master"``, the fp32 one where there is one, or
     ``"model"``, the one that the model computes with. ``asked`` says that the user wants no more than this.
@@ -43,8 +43,9 @@ def model_only(manifest: Manifest, *, weights: str, asked: bool) -> Transformed:
         raise UnsupportedError(
             "it holds no weights, only optimizer state or other entries; name the file or folder of the model"
         )
-    notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept))
-    return replace(manifest, tensors=kept, groups=(), extra={}), notes
+    extra = {name: value for name, value in manifest.extra.items() if name in entries}
+    notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept, extra))
+    return replace(manifest, tensors=kept, groups=(), extra=extra), notes
 
 
 def one_copy(manifest: Manifest, *, weights: str) -> Transformed:
@@ -75,7 +76,9 @@ def _master(manifest: Manifest, key: StateKey, entry: TensorEntry) -> TensorEntr
     return entry if master is None else replace(master, kind=entry.kind)
 
 
-def _dropped_state(manifest: Manifest, kept: Mapping[StateKey, TensorEntry]) -> tuple[Note, ...]:
+def _dropped_state(
+    manifest: Manifest, kept: Mapping[StateKey, TensorEntry], kept_entries: Collection[str]
+) -> tuple[Note, ...]:
     notes = []
     for slot in dict.fromkeys(key.slot for key, entry in manifest.tensors.items() if key not in kept):
         entries = [entry for key, entry in manifest.tensors.items() if key.slot == slot and key not in kept]
@@ -85,7 +88,8 @@ def _dropped_state(manifest: Manifest, kept: Mapping[StateKey, TensorEntry]) -> 
         notes.append(
             Note(Outcome.DROPPED, "parameter groups", "only the model's weights are written", len(manifest.groups))
         )
-    notes += [Note(Outcome.DROPPED, name, "only the model's weights are written") for name in manifest.extra]
+    lost = [name for name in manifest.extra if name not in kept_entries]
+    notes += [Note(Outcome.DROPPED, name, "only the model's weights are written") for name in lost]
     return tuple(notes)
 
 
@@ -275,7 +279,8 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
 
 _QUANTIZED = (DType.INT8, DType.UINT8)
 _PACKED = ("qweight", "qzeros", "weight_packed")
-"""Of GPTQ, AWQ and compressed-tensors: several elements in an integer of any width."""
+"""Of GPTQ, AWQ and compressed-tensors: several elements in an integer of any width. MLX packs them into a ``weight`` of
+uint32, and its ``biases`` are zero points."""
 
 _SCALE_NAMES = re.compile(
     r"(?:weight|input|output|activation|k|v|q)_(?:global_)?scale(?:_inv|_2)?|scale_(?:weight|input)|SCB|(?:nested_)?absmax"
@@ -302,7 +307,8 @@ def _is_scale(fqn: str, modules: set[str]) -> bool:
 
 def _is_quantized(fqn: str, dtype: DType) -> bool:
     is_small_float = dtype.is_floating and dtype.item_bytes == 1
-    is_packed = not dtype.is_floating and fqn.rpartition(".")[2] in _PACKED
+    name = fqn.rpartition(".")[2]
+    is_packed = (not dtype.is_floating and name in _PACKED) or (dtype is DType.UINT32 and name == "weight")
     return is_small_float or is_packed or dtype in _QUANTIZED
 
 

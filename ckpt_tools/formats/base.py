@@ -9,7 +9,7 @@ same with defaults, for formats that plug-ins add; a format that is read and wri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -44,6 +44,15 @@ class Reader(Protocol):
         """
 
 
+@runtime_checkable
+class Serving(Protocol):
+    """A reader of tensors that are no ranges of stored files, because their elements have to be decoded."""
+
+    def served(self, source: Source, manifest: Manifest) -> Source:
+        """``source`` with a file more for each such tensor: its elements, row-major, decoded as they are read. The
+        shards of ``manifest``, which was read from ``source``, name these files."""
+
+
 class Writer(Protocol):
     """One format, to write."""
 
@@ -65,6 +74,20 @@ class Writer(Protocol):
         Raises:
             UnsupportedError: a tensor has no form here.
         """
+
+
+@runtime_checkable
+class KeepsEntries(Protocol):
+    """A writer of weights that takes some entries of the checkpoint along with them."""
+
+    @property
+    def kept_entries(self) -> tuple[str, ...]:
+        """Their names at the top of ``Manifest.extra``: what says something of the model itself."""
+
+
+def kept_entries(writer: Writer) -> tuple[str, ...]:
+    """The entries that ``writer`` writes with weights alone."""
+    return writer.kept_entries if isinstance(writer, KeepsEntries) else ()
 
 
 READING_OPTIONS = ("tag", "model_key", "optim_key")

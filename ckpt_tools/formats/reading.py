@@ -9,6 +9,7 @@ from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import SeveralCheckpointsError
+from ckpt_tools.formats.base import Serving
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
@@ -53,7 +54,10 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
         from ckpt_tools.formats.runs import proposal
 
         raise SeveralCheckpointsError(error.message + proposal(source)) from error
-    manifest = with_trainer_files(manifest, source, reader.own_files(source, manifest))
+    own = reader.own_files(source, manifest)
+    if isinstance(reader, Serving):
+        source = reader.served(source, manifest)
+    manifest = with_trainer_files(manifest, source, own)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from ckpt_tools.core.applicability import WEIGHTS_ALONE
 from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
@@ -20,7 +21,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
-from ckpt_tools.formats.base import Format, ReadableFormat, Reader, WritableFormat, Writer
+from ckpt_tools.formats.base import Format, ReadableFormat, Reader, Serving, WritableFormat, Writer
 from ckpt_tools.stores.source import Source
 
 
@@ -63,22 +64,31 @@ class _Bounded:
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return self.reader.own_files(source, manifest)
 
+    def served(self, source: Source, manifest: Manifest) -> Source:
+        return self.reader.served(source, manifest) if isinstance(self.reader, Serving) else source
+
 
 _READERS = {
     "dcp": "dcp.reader:DcpReader",
+    "orbax": "orbax.reader:OrbaxReader",
     "universal": "deepspeed.universal.reader:UniversalReader",
     "deepspeed": "deepspeed.zero_reader.reader:DeepSpeedReader",
     "safetensors": "safetensors.files:SafetensorsReader",
     "torch": "torch_save:TorchReader",
+    "gguf": "gguf.files:GgufReader",
+    "npz": "npz.files:NpzReader",
 }
 """Where each is, the most telling first: their order is the order of detection."""
 
 _SIGNS = {
     "dcp": (".metadata",),
+    "orbax": ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
     "universal": ("/fp32.pt",),
     "deepspeed": ("_states.pt",),
     "safetensors": (".safetensors", ".safetensors.index.json"),
     "torch": (".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"),
+    "gguf": (".gguf",),
+    "npz": (".npz",),
 }
 """How the names of files end, of which every source of the format has one: without any, its reader is not imported."""
 
@@ -90,6 +100,8 @@ _WRITERS = {
     "zero2": "deepspeed.zero_writer.writer:ZeroWriter",
     "zero3": "deepspeed.zero_writer.writer:ZeroWriter",
     "universal": "deepspeed.universal.writer:UniversalWriter",
+    "gguf": "gguf.files:GgufWriter",
+    "npz": "npz.files:NpzWriter",
 }
 """By the names that ``--to`` takes."""
 
@@ -132,7 +144,13 @@ _ABOUT = {
     "universal": "DeepSpeed universal: a tag folder with zero/<parameter>/fp32.pt, ..., and latest_universal",
     "safetensors": "one .safetensors file, or Hugging Face shards with their index",
     "torch": "a full state dict of torch.save: .pt, .pth, .bin, or .bin shards with their index",
+    "gguf": "a .gguf file of llama.cpp, or all its parts: tensors that are not quantized, and the key-values",
+    "npz": "a .npz file of numpy or MLX: arrays that are not compressed",
+    "orbax": "Orbax (JAX): a folder with _METADATA and arrays of OCDBT or Zarr; needs the extra ckpt-tools[orbax]",
 }
+
+_HOLDS = {"orbax": "weights, and the moments of Adam"} | dict.fromkeys(WEIGHTS_ALONE, "weights")
+"""What formats hold of which the writer does not say it all."""
 
 _READ_AS = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
 """Formats that one reader tells apart by what it finds."""
@@ -164,7 +182,7 @@ def table() -> tuple[FormatInfo, ...]:
             name,
             _READ_AS.get(name, name) in readers(),
             name in writers(),
-            _holds(writers()[name].holds_optimizer),
+            _HOLDS.get(name) or _holds(writers()[name].holds_optimizer),
             about,
         )
         for name, about in _ABOUT.items()
@@ -245,13 +263,26 @@ def _recognising_plugin(source: Source) -> Reader | None:
     return _Bounded(found[0]) if found else None
 
 
+_NO_TENSORFLOW = (
+    "which is not supported; load it with its framework and save the weights with safetensors.numpy.save_file"
+)
+
 _FOREIGN = {
-    "*.gguf": "GGUF, which is not supported; take the checkpoint that it was made from",
     "*.nemo": "NeMo's archive, which is not supported; unpack it with tar and name the folder inside",
-    "_CHECKPOINT_METADATA": "Orbax (JAX), which is not supported; export the weights as safetensors",
-    "manifest.ocdbt": "Orbax (JAX), which is not supported; export the weights as safetensors",
     ".zarray": "a folder of Zarr arrays, which is not supported; export the weights as safetensors",
+    "zarr.json": "a folder of Zarr arrays, which is not supported; export the weights as safetensors",
     "model_optim_rng.pt": "Megatron-LM's own format, which is not supported; convert it with Megatron's converter",
+    "*.npy": "a single array without a name, which is not supported; save it with numpy.savez(FILE, name=array)",
+    "*.h5": f"a file of HDF5 (Keras), {_NO_TENSORFLOW}",
+    "*.hdf5": f"a file of HDF5 (Keras), {_NO_TENSORFLOW}",
+    "*.keras": f"a Keras archive, {_NO_TENSORFLOW}",
+    "saved_model.pb": f"a SavedModel of TensorFlow, {_NO_TENSORFLOW}",
+    "*.ckpt.index": f"a checkpoint of TensorFlow, {_NO_TENSORFLOW}",
+    "*.tflite": "a TensorFlow Lite model, which is a program; take the checkpoint that it was made from",
+    "*.onnx": "an ONNX model, which is a program; take the checkpoint that it was exported from",
+    "*.pt2": (
+        "a program of torch.export, which is not supported; save torch.export.load(FILE).state_dict with torch.save"
+    ),
 }
 """Formats that are known and not read, by the names of their files, and what a user can do."""
 

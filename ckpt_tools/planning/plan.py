@@ -182,7 +182,7 @@ def reading_bytes(manifest: Manifest) -> int:
 
 
 def _fixed_bytes(manifest: Manifest, layout: Layout) -> int:
-    return _tables_bytes(manifest) + _layout_bytes(layout)
+    return _tables_bytes(manifest) + _layout_bytes(layout) + manifest.decoding_bytes
 
 
 def _tables_bytes(manifest: Manifest) -> int:

@@ -144,21 +144,29 @@ def _neighbours(records: list[Record]) -> list[list[Record]]:
     return groups
 
 
-def read_directory(read: ReadRange, size: int, path: str, *, tail_bytes: int) -> Directory | None:
+COMPRESSED = "torch.save never does this; pack it again without compression (zip -0)"
+"""What is said of a compressed record."""
+
+
+def read_directory(
+    read: ReadRange, size: int, path: str, *, tail_bytes: int, compressed: str = COMPRESSED
+) -> Directory | None:
     """The directory of the archive of ``size`` bytes; None where it has no end record, so that it is no zip at all.
 
-    One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another.
+    One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another. ``compressed`` is
+    what to say of a compressed record.
 
     Raises:
         MalformedError: a rule of the format is broken. UnsupportedError: compressed, encrypted, or on several disks.
         UnsafeError: a name leads out of the archive.
     """
-    return _DirectoryReader(read, size, path, tail_bytes).run()
+    return _DirectoryReader(read, size, path, tail_bytes, compressed).run()
 
 
 class _DirectoryReader:
-    def __init__(self, read: ReadRange, size: int, path: str, tail_bytes: int) -> None:
+    def __init__(self, read: ReadRange, size: int, path: str, tail_bytes: int, compressed: str) -> None:
         self._read = read
+        self._compressed = compressed
         self._path = path
         self._size = size
         self._tail_start = max(0, size - tail_bytes)
@@ -269,9 +277,7 @@ class _DirectoryReader:
             raise UnsupportedError(TORCHSCRIPT, path=self._path)
         if method:
             raise UnsupportedError(
-                f"record {name!r} of the zip archive is compressed, which torch.save never does; pack it again without "
-                "compression (zip -0)",
-                path=self._path,
+                f"record {name!r} of the zip archive is compressed; {self._compressed}", path=self._path
             )
         if disk:
             raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
@@ -336,8 +342,8 @@ class ArchiveWriter:
         self._entries: list[_Entry] = []
 
     def add(self, name: str, content: Sequence[Segment]) -> None:
-        """A record of ``content`` below the root folder."""
-        full_name = f"{self._root}/{name}".encode()
+        """A record of ``content`` below the root folder, if there is one."""
+        full_name = (f"{self._root}/{name}" if self._root else name).encode()
         size = sum(segment.num_bytes for segment in content)
         header = _local_header(full_name, self._position, size)
         start = self._position + len(header)

@@ -19,11 +19,18 @@ from ckpt_tools.stores.source import Source
 if TYPE_CHECKING:
     from ckpt_tools.stores.destination import Place
 
-FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+FILE_SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".gguf": "gguf",
+    ".npz": "npz",
+}
 """Destinations that are one file, and the format each implies."""
 
 _FOREIGN = """
-    npz npy gguf ggml ggmf ggjt h5 hdf5 keras onnx tflite pb msgpack mlmodel mlpackage engine plan joblib pkl pickle
+    npy ggml ggmf ggjt h5 hdf5 keras onnx tflite pb msgpack mlmodel mlpackage engine plan joblib pkl pickle
     nemo mar ot pdparams pdopt safetensor tensors distcp metadata json yaml yml csv parquet arrow zarr zip tar tgz gz
     bz2 xz zst 7z rar txt md
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -41,6 +42,8 @@ FOREIGN: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("latest", "step1/mp_rank_00_model_states.pt", "step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     "universal": ("latest_universal", "step1/mp_rank_00_model_states.pt", "step1/zero/w/fp32.pt"),
     "gguf": ("model.gguf",),
+    "npz": ("model.npz",),
+    "orbax": ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
 }
 """Names of files in folders that only the reader of that name may claim."""
 
@@ -60,6 +63,10 @@ class FormatTests:
     """Whether it can hold optimizer state, groups and the user's own entries."""
     keeps_user_tensors: ClassVar[bool] = True
     """Whether it can tell a tensor among the user's own entries from the model's."""
+    keeps_ties: ClassVar[bool] = True
+    """Whether tied names are told from names of equal tensors."""
+    own_entries: ClassVar[tuple[str, ...]] = ()
+    """Entries that reading adds, which say something of the files."""
 
     def test_what_is_written_is_read(self) -> None:
         """Every tensor bit for bit, and all that is not a tensor."""
@@ -67,12 +74,17 @@ class FormatTests:
         @_MANY
         @given(
             stored_checkpoints(
-                without=self.unsupported_dtypes, is_whole=self.keeps_state, has_user_tensors=self.keeps_user_tensors
+                without=self.unsupported_dtypes,
+                is_whole=self.keeps_state,
+                has_user_tensors=self.keeps_user_tensors,
+                has_ties=self.keeps_ties,
             )
         )
         def check(checkpoint: StoredCheckpoint) -> None:
             source, manifest = self._read(self._written(checkpoint))
-            assert _facts(manifest, _elements(source, manifest)) == _facts(checkpoint.manifest, checkpoint.elements)
+            assert self._facts(manifest, _elements(source, manifest)) == _facts(
+                checkpoint.manifest, checkpoint.elements
+            )
 
         check()
 
@@ -141,6 +153,10 @@ class FormatTests:
     def test_it_does_not_claim_others(self, name: str) -> None:
         files = {path: bytearray(b"\0") for path in FOREIGN[name]}
         assert self.reader.detect(Source.open(MemoryStore(files))) is (name == self.reader.name)
+
+    def _facts(self, manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, object]:
+        extra = {name: value for name, value in manifest.extra.items() if name not in self.own_entries}
+        return _facts(replace(manifest, extra=extra), elements)
 
     def _small(self) -> StoredCheckpoint:
         return _checkpoint_of(DType.FLOAT32, is_whole=self.keeps_state)

@@ -35,7 +35,12 @@ class StoredCheckpoint:
 
 @st.composite
 def stored_checkpoints(
-    draw: st.DrawFn, *, without: Collection[DType] = (), is_whole: bool = True, has_user_tensors: bool = True
+    draw: st.DrawFn,
+    *,
+    without: Collection[DType] = (),
+    is_whole: bool = True,
+    has_user_tensors: bool = True,
+    has_ties: bool = True,
 ) -> StoredCheckpoint:
     """Weights of any dtype but ``without`` in any sharding, 0-d and empty ones too, and ties of those that have
     elements. If ``is_whole``, also optimizer state and groups, and entries of the user's own. With
@@ -53,7 +58,7 @@ def stored_checkpoints(
     manifest = Manifest(
         FORMAT,
         {key: tensor.entry for key, tensor in tensors.items()},
-        aliases={f"tied.{name}": name for name in names if weights[name].numel and draw(st.booleans())},
+        aliases={f"tied.{name}": name for name in names if has_ties and weights[name].numel and draw(st.booleans())},
         groups=_groups(draw, trained),
         extra=extra,
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.formats.dcp.reader import DcpReader
 from ckpt_tools.formats.dcp.writer import DcpWriter
+from ckpt_tools.formats.gguf.files import GgufReader, GgufWriter
+from ckpt_tools.formats.gguf.header import DTYPES
+from ckpt_tools.formats.npz.files import NpzReader, NpzWriter
 from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
 from ckpt_tools.formats.torch_save import TorchReader, TorchWriter
 from ckpt_tools.testing.formats import FormatTests
@@ -22,3 +25,16 @@ class TestTorch(FormatTests):
 
 class TestDcp(FormatTests):
     reader, writer = DcpReader(), DcpWriter()
+
+
+class TestGguf(FormatTests):
+    reader, writer = GgufReader(), GgufWriter()
+    unsupported_dtypes = tuple(dtype for dtype in DType if dtype not in DTYPES.values())
+    keeps_state, keeps_user_tensors, keeps_ties = False, False, False
+    own_entries = ("gguf",)
+
+
+class TestNpz(FormatTests):
+    reader, writer = NpzReader(), NpzWriter()
+    unsupported_dtypes = (DType.BFLOAT16, DType.COMPLEX32, *(dtype for dtype in DType if "float8" in dtype.value))
+    keeps_state, keeps_user_tensors, keeps_ties = False, False, False

@@ -159,6 +159,9 @@ def read_header(source: Source, path: str) -> _Header:
 
 
 def _metadata(found: Any, path: str) -> dict[str, str]:
+    """MLX writes null for none, which the library takes too."""
+    if found is None:
+        return {}
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise MalformedError("__metadata__ does not map strings to strings", path=path)
     return found

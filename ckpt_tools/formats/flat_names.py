@@ -1,0 +1,19 @@
+"""Weights for formats that are a flat list of named arrays, without ties. Pure."""
+
+from __future__ import annotations
+
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.wording import count
+
+
+def weights_by_name(manifest: Manifest) -> tuple[dict[str, StateKey], tuple[Note, ...]]:
+    """Every weight and buffer by its name. A tied tensor is there under each of its names, and a note says so."""
+    names = {
+        key.fqn: key for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
+    }
+    ties = {alias: names[owner] for alias, owner in manifest.aliases.items()}
+    size = sum(manifest.tensors[key].num_bytes for key in ties.values())
+    why = "the format knows no ties, so that each name has elements of its own"
+    notes = (Note(Outcome.DEFAULTED, count(len(ties), "tied name"), why, len(ties), size),) if ties else ()
+    return {**names, **ties}, notes

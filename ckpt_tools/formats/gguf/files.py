@@ -1,0 +1,197 @@
+"""GGUF as a checkpoint: one file, or the parts into which ``llama-gguf-split`` cuts one.
+
+Our own reader, because that of the library ``gguf`` maps a local file into memory, makes an array of every token of the
+vocabulary, and takes overlapping tensors; this one reads the header of a file at any store, and no more.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.shards import Shard, ShardTable
+from ckpt_tools.core.transforms import is_chosen
+from ckpt_tools.core.wording import count, listed
+from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
+from ckpt_tools.formats.flat_names import weights_by_name
+from ckpt_tools.formats.gguf.header import (
+    ALIGNMENT_KEY,
+    DEFAULT_ALIGNMENT,
+    DTYPES,
+    MAGIC,
+    MAX_DIMS,
+    MAX_NAME_BYTES,
+    Header,
+    TensorInfo,
+    Value,
+    aligned,
+    read_header,
+)
+from ckpt_tools.formats.gguf.values import ENTRY, packed, packed_text, values_of
+from ckpt_tools.stores.source import Source
+
+SUFFIX = ".gguf"
+ARCHITECTURE = "general.architecture"
+NO_ARCHITECTURE = "unknown"
+
+_PART, _PARTS = "split.no", "split.count"
+_OF_SPLITS = (_PART, _PARTS, "split.tensors.count")
+
+_TYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufReader:
+    """Reads one file, or a folder of one file or of all parts of one."""
+
+    name: str = "gguf"
+
+    def detect(self, source: Source) -> bool:
+        return any(_is_ours(path) for path in source.files)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        headers = _in_order({path: read_header(source, path) for path in _files(source)})
+        tensors = _tensors(headers)
+        chosen = {name: info for name, info in tensors.items() if info.dtype is not None or _is_wanted(name, options)}
+        entries = {StateKey(name): _entry(name, info) for name, info in chosen.items()}
+        left = [info for name, info in tensors.items() if name not in chosen]
+        values = {name: value for name, value in headers[0].values.items() if name not in _OF_SPLITS}
+        return Manifest(self.name, entries, extra={ENTRY: values}, notes=_left_out(left))
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return frozenset(_files(source))
+
+
+def _is_ours(path: str) -> bool:
+    return "/" not in path and path.endswith(SUFFIX)
+
+
+def _files(source: Source) -> list[str]:
+    return [path for path in source.files if _is_ours(path)] or list(source.files)
+
+
+def _in_order(headers: Mapping[str, Header]) -> list[Header]:
+    """The parts of one model in order. Raises IncompleteError, SeveralCheckpointsError."""
+    parts = {path: header.number(_PARTS) or 1 for path, header in headers.items()}
+    if len(headers) > 1 and set(parts.values()) != {len(headers)}:
+        if 1 not in parts.values() and len(set(parts.values())) == 1:
+            raise IncompleteError(f"{len(headers)} of {next(iter(parts.values()))} parts of the model are here")
+        raise SeveralCheckpointsError(
+            f"there are several models here ({listed(list(headers))}); name the file of the one you mean"
+        )
+    path, total = next(iter(parts.items()))
+    if total != len(headers):
+        raise IncompleteError(f"it is one of {total} parts of a model; name the folder that holds them all", path=path)
+    found = {header.number(_PART) or 0: header for header in headers.values()}
+    if set(found) != set(range(total)):
+        raise IncompleteError(f"some of the {total} parts of the model are missing, or are there twice", path=path)
+    return [found[number] for number in sorted(found)]
+
+
+def _tensors(headers: list[Header]) -> dict[str, TensorInfo]:
+    found: dict[str, TensorInfo] = {}
+    for header in headers:
+        for name, info in header.tensors.items():
+            if name in found:
+                raise MalformedError("this tensor is in two files", path=info.at.file, key=name)
+            found[name] = info
+    if not found:
+        raise UnsupportedError("it holds no tensors, only key-values such as a vocabulary")
+    promised = headers[0].number("split.tensors.count")
+    if promised is not None and promised != len(found):
+        raise IncompleteError(f"the parts hold {len(found)} tensors instead of {promised}")
+    return found
+
+
+def _is_wanted(name: str, options: ReadOptions) -> bool:
+    return is_chosen(name, options.include, options.exclude)
+
+
+def _entry(name: str, info: TensorInfo) -> TensorEntry:
+    if info.dtype is None:
+        raise UnsupportedError(
+            f"it is quantized ({info.type_name}), and its elements are not read; dequantize the file first "
+            "(llama-quantize --allow-requantize IN OUT F32, of llama.cpp), or leave its quantized tensors out with "
+            f"{option('include')} or {option('exclude')}",
+            path=info.at.file,
+            key=name,
+        )
+    kind = Kind.PARAMETER if info.dtype.is_floating else Kind.BUFFER
+    table = ShardTable.build(info.shape, info.dtype, [Shard(Box.whole(info.shape), info.at)])
+    return TensorEntry(info.shape, info.dtype, kind, table)
+
+
+def _left_out(left: list[TensorInfo]) -> tuple[Note, ...]:
+    size = sum(info.at.stop - info.at.start for info in left)
+    what = count(len(left), "quantized tensor")
+    return (Note(Outcome.DROPPED, what, "not selected", len(left), size, asked=True),) if left else ()
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWriter:
+    """Writes weights into one file, in version 3, with the key-values of the GGUF that they came from."""
+
+    name: str = "gguf"
+    holds_optimizer: bool = False
+    holds_masters: bool = False
+    kept_entries: tuple[str, ...] = (ENTRY,)
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        names, notes = weights_by_name(manifest)
+        values, more = _written_values(manifest)
+        entries = {name: manifest.tensors[key] for name, key in names.items()}
+        alignment = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))[1]
+        segments: list[Segment] = list(_head(entries, values, alignment))
+        for name, entry in entries.items():
+            segments.append(Payload(names[name], Box.whole(entry.shape), entry.shape, entry.dtype))
+            segments += _padding(entry.num_bytes, alignment)
+        path = options.file_name or f"model{SUFFIX}"
+        return Layout((FileLayout(path, tuple(merged(each for each in segments if each.num_bytes))),), (*notes, *more))
+
+
+def _written_values(manifest: Manifest) -> tuple[dict[str, Value], tuple[Note, ...]]:
+    values = values_of(manifest.extra.get(ENTRY, {}))
+    if ARCHITECTURE in values:
+        return values, ()
+    why = f"the source does not say it; {NO_ARCHITECTURE!r} is written, and llama.cpp loads known ones alone"
+    return {ARCHITECTURE: ("string", NO_ARCHITECTURE), **values}, (Note(Outcome.DEFAULTED, ARCHITECTURE, why),)
+
+
+def _head(entries: Mapping[str, TensorEntry], values: Mapping[str, Value], alignment: int) -> tuple[Segment, ...]:
+    parts = [MAGIC, struct.pack("<IQQ", 3, len(entries), len(values))]
+    parts += [packed(name, value) for name, value in values.items()]
+    offset = 0
+    for name, entry in entries.items():
+        parts.append(_description(name, entry, offset))
+        offset = aligned(offset + entry.num_bytes, alignment)
+    data = b"".join(parts)
+    return (Literal(data), *_padding(len(data), alignment))
+
+
+def _padding(num_bytes: int, alignment: int) -> list[Segment]:
+    return [Padding(-num_bytes % alignment)]
+
+
+def _description(name: str, entry: TensorEntry, offset: int) -> bytes:
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise UnsupportedError(
+            f"GGUF has names of at most {MAX_NAME_BYTES} bytes; shorten it with {option('rename')}", key=name
+        )
+    if len(entry.shape) > MAX_DIMS:
+        raise UnsupportedError(f"it has {len(entry.shape)} dims, and GGUF has at most {MAX_DIMS}; exclude it", key=name)
+    dims = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
+    return packed_text(name) + dims + struct.pack("<IQ", _type_number(name, entry.dtype), offset)
+
+
+def _type_number(name: str, dtype: DType) -> int:
+    if dtype not in _TYPE_NUMBERS:
+        raise UnsupportedError(f"GGUF does not support {dtype.value}; cast it or exclude it", key=name)
+    return _TYPE_NUMBERS[dtype]

@@ -1,0 +1,292 @@
+"""The header of a GGUF file: key-values, and where each tensor lies.
+
+Facts from ggml's specification of GGUF and ``gguf.cpp`` (version 3, and version 2, which differs in nothing that little-endian
+files hold). The order is: magic, version, number of tensors, number of key-values, the key-values, one description a
+tensor, padding, tensors. Dims are stored innermost first. Each tensor starts at a multiple of the alignment, in the
+order of the descriptions, with nothing but padding between two of them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.shards import ByteRange
+from ckpt_tools.core.values import INT64_MAX, brief
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.stores.source import Source
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+ALIGNMENT_KEY = "general.alignment"
+MAX_DIMS = 4
+"""ggml.h GGML_MAX_DIMS."""
+MAX_NAME_BYTES = 63
+"""ggml.h GGML_MAX_NAME is 64, of which the last is a zero byte."""
+
+MAX_HEADER_BYTES = 256 << 20
+"""A vocabulary of 256,000 tokens with merges takes 12 MB."""
+
+MAX_ITEMS = 10_000_000
+"""Elements of all arrays: each becomes a Python object."""
+
+WINDOW_BYTES = 256 << 10
+"""Read at once: a small model's header is one request."""
+
+SCALARS: Mapping[int, tuple[str, str]] = {
+    0: ("uint8", "<u1"), 1: ("int8", "<i1"), 2: ("uint16", "<u2"), 3: ("int16", "<i2"), 4: ("uint32", "<u4"),
+    5: ("int32", "<i4"), 6: ("float32", "<f4"), 7: ("bool", "<u1"), 10: ("uint64", "<u8"), 11: ("int64", "<i8"),
+    12: ("float64", "<f8"),
+}  # fmt: skip
+"""Types of key-values by their numbers: our name, which is numpy's, and the form of an element."""
+STRING, ARRAY = 8, 9
+SCALAR_NUMBERS: Mapping[str, int] = {name: number for number, (name, _) in SCALARS.items()}
+
+DTYPES: Mapping[int, DType] = {
+    0: DType.FLOAT32, 1: DType.FLOAT16, 24: DType.INT8, 25: DType.INT16, 26: DType.INT32, 27: DType.INT64,
+    28: DType.FLOAT64, 30: DType.BFLOAT16,
+}  # fmt: skip
+"""ggml types whose elements stand for themselves."""
+
+QUANTIZED: Mapping[int, tuple[str, int, int]] = {
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+"""ggml types of blocks: name, elements of a block, and bytes of a block (gguf-py's GGML_QUANT_SIZES)."""
+
+Value = tuple[str, Any]
+"""A key-value's value with the name of its type: ``("uint32", 32)``, ``("string", "llama")``, ``("string[]", [...])``.
+A string that is not UTF-8, which some vocabularies hold, is bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: its shape outermost first, its ggml type, and its bytes. ``dtype`` is None if it is quantized."""
+
+    shape: Shape
+    type_number: int
+    at: ByteRange
+
+    @property
+    def dtype(self) -> DType | None:
+        return DTYPES.get(self.type_number)
+
+    @property
+    def type_name(self) -> str:
+        dtype = self.dtype
+        return QUANTIZED[self.type_number][0] if dtype is None else dtype.value
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The key-values of one file, and its tensors by name, in order."""
+
+    values: Mapping[str, Value]
+    tensors: Mapping[str, TensorInfo]
+
+    def number(self, name: str) -> int | None:
+        """The key-value ``name`` if it is an integer."""
+        found = self.values.get(name, ("", None))[1]
+        return found if type(found) is int else None
+
+
+def read_header(source: Source, path: str) -> Header:
+    """The checked header of one file.
+
+    Raises:
+        MalformedError, IncompleteError: a rule of the format is broken. UnsupportedError: another version, byte order
+        or type.
+    """
+    cursor = _Cursor(source, path)
+    num_tensors, num_values = _counts(cursor)
+    values: dict[str, Value] = {}
+    for _ in range(num_values):
+        name = _name(cursor)
+        if name in values:
+            raise MalformedError(f"the key {brief(name)} appears twice", path=path)
+        values[name] = _value(cursor, cursor.integer("<I"), name)
+    raw = [_described(cursor) for _ in range(num_tensors)]
+    return Header(values, _placed(raw, _alignment(values, path), cursor))
+
+
+def _counts(cursor: _Cursor) -> tuple[int, int]:
+    if cursor.take(4) != MAGIC:
+        raise MalformedError("it is not a GGUF file", path=cursor.path)
+    version = cursor.integer("<I")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        what = "a big-endian GGUF file" if swapped else f"GGUF of version {version}"
+        raise UnsupportedError(f"it is {what}, which is not supported; convert it with llama.cpp", path=cursor.path)
+    return cursor.integer("<Q"), cursor.integer("<Q")
+
+
+class _Cursor:
+    """Reads a file from its start, a window at a time."""
+
+    def __init__(self, source: Source, path: str) -> None:
+        self.path = path
+        self.position = 0
+        self.size = source.size(path)
+        self.items_left = MAX_ITEMS
+        self._source = source
+        self._window = (0, b"")
+
+    def take(self, num_bytes: int) -> bytes:
+        """The next bytes. Raises IncompleteError, MalformedError."""
+        stop = self.position + num_bytes
+        if stop > self.size:
+            raise IncompleteError(f"its header does not fit its {self.size:,} bytes; the file is cut", path=self.path)
+        if stop > MAX_HEADER_BYTES:
+            raise MalformedError(f"its header is longer than {MAX_HEADER_BYTES:,} bytes", path=self.path)
+        start, data = self._window
+        if stop > start + len(data):
+            start = self.position
+            data = self._source.read(self.path, start, min(self.size, max(stop, start + WINDOW_BYTES)))
+            self._window = start, data
+        found = data[self.position - start : stop - start]
+        self.position = stop
+        return found
+
+    def integer(self, form: str) -> int:
+        (number,) = struct.unpack(form, self.take(struct.calcsize(form)))
+        return int(number)
+
+    def text(self) -> bytes:
+        return self.take(self.integer("<Q"))
+
+    def count(self, most: int | None = None) -> int:
+        """How many items follow, of which there may be only so many."""
+        number = self.integer("<Q")
+        self.items_left -= number
+        if self.items_left < 0:
+            raise MalformedError(f"its arrays have more than {MAX_ITEMS:,} elements", path=self.path)
+        return number
+
+
+def _name(cursor: _Cursor) -> str:
+    try:
+        return cursor.text().decode()
+    except UnicodeDecodeError as error:
+        raise MalformedError("a name is not UTF-8", path=cursor.path) from error
+
+
+def _value(cursor: _Cursor, number: int, name: str) -> Value:
+    if number == STRING:
+        return "string", _text(cursor.text())
+    if number in SCALARS:
+        kind, form = SCALARS[number]
+        return kind, _scalars(cursor, kind, form, 1)[0]
+    if number != ARRAY:
+        raise MalformedError(f"the key {brief(name)} is of the unknown type {number}", path=cursor.path)
+    inner, length = cursor.integer("<I"), cursor.count()
+    if inner == STRING:
+        return "string[]", [_text(cursor.text()) for _ in range(length)]
+    if inner not in SCALARS:
+        raise UnsupportedError(f"the key {brief(name)} is an array of arrays, which is not supported", path=cursor.path)
+    kind, form = SCALARS[inner]
+    return f"{kind}[]", _scalars(cursor, kind, form, length)
+
+
+def _scalars(cursor: _Cursor, kind: str, form: str, length: int) -> list[Any]:
+    found = np.frombuffer(cursor.take(length * np.dtype(form).itemsize), form)
+    if kind == "bool":
+        if (found > 1).any():
+            raise MalformedError("a bool is neither 0 nor 1", path=cursor.path)
+        found = found.astype(bool)
+    items: list[Any] = found.tolist()
+    return items
+
+
+def _text(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    name: str
+    dims: Shape
+    type_number: int
+    offset: int
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.type_number in DTYPES:
+            size = prod(self.dims) * DTYPES[self.type_number].item_bytes
+        else:
+            _, block, block_bytes = QUANTIZED[self.type_number]
+            size = prod(self.dims) // block * block_bytes
+        object.__setattr__(self, "num_bytes", size)
+
+
+def _described(cursor: _Cursor) -> _Described:
+    name = _name(cursor)
+    num_dims = cursor.integer("<I")
+    if num_dims > MAX_DIMS:
+        raise MalformedError(f"it has {num_dims} dims, and ggml has at most {MAX_DIMS}", path=cursor.path, key=name)
+    dims = tuple(cursor.integer("<Q") for _ in range(num_dims))
+    number, offset = cursor.integer("<I"), cursor.integer("<Q")
+    if number not in DTYPES and number not in QUANTIZED:
+        raise UnsupportedError(f"its ggml type {number} is not known", path=cursor.path, key=name)
+    if prod(max(dim, 1) for dim in dims) > INT64_MAX // 8:
+        raise MalformedError(f"a tensor of shape {list(reversed(dims))} is too large", path=cursor.path, key=name)
+    if number in QUANTIZED and (not dims or dims[0] % QUANTIZED[number][1]):
+        raise MalformedError(f"its rows are not whole blocks of {QUANTIZED[number][0]}", path=cursor.path, key=name)
+    return _Described(name, dims, number, offset)
+
+
+def _alignment(values: Mapping[str, Value], path: str) -> int:
+    kind, found = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))
+    if kind != "uint32" or found < 1 or found & (found - 1):
+        raise MalformedError(f"{ALIGNMENT_KEY} is not a power of two", path=path)
+    return int(found)
+
+
+def aligned(position: int, alignment: int) -> int:
+    """The first multiple of ``alignment`` at or after ``position``."""
+    return position + -position % alignment
+
+
+def _placed(raw: list[_Described], alignment: int, cursor: _Cursor) -> dict[str, TensorInfo]:
+    """The tensors by name; they follow one another with nothing but padding between them, to the end of the file."""
+    path, start = cursor.path, aligned(cursor.position, alignment)
+    found: dict[str, TensorInfo] = {}
+    expected = stop = 0
+    for each in raw:
+        if each.name in found:
+            raise MalformedError("two tensors have this name", path=path, key=each.name)
+        if each.offset != expected:
+            raise MalformedError(
+                f"it starts at byte {each.offset:,} of the data instead of {expected:,}", path=path, key=each.name
+            )
+        stop = each.offset + each.num_bytes
+        at = ByteRange(path, start + each.offset, start + stop)
+        found[each.name] = TensorInfo(tuple(reversed(each.dims)), each.type_number, at)
+        expected = aligned(stop, alignment)
+    _check_end(cursor, start + stop, start + expected)
+    return found
+
+
+def _check_end(cursor: _Cursor, stop: int, padded: int) -> None:
+    """The last tensor may be padded as all others are."""
+    if cursor.size < stop or stop < cursor.size < padded:
+        raise IncompleteError(f"it has {cursor.size:,} bytes instead of {padded:,}; the file is cut", path=cursor.path)
+    if cursor.size > padded:
+        raise MalformedError(
+            f"{cursor.size - padded:,} bytes after the last tensor belong to no tensor", path=cursor.path
+        )

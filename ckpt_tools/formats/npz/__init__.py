@@ -1,0 +1,1 @@
+"""numpy's .npz: a stored zip of .npy arrays."""

@@ -1,0 +1,143 @@
+"""numpy's ``.npz`` as a checkpoint: each member of the zip is one array.
+
+Members have to be stored: a range of a deflated one is found only by inflating all that is before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.wording import count, listed
+from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
+from ckpt_tools.formats.flat_names import weights_by_name
+from ckpt_tools.formats.npz.npy import (
+    PREFIX_BYTES,
+    NpyHeader,
+    check_size,
+    header_length,
+    npy_header,
+    parse_header,
+)
+from ckpt_tools.serialization.zip_archive import ArchiveWriter, Directory, ReadRange, read_directory
+from ckpt_tools.stores.source import Source
+
+SUFFIX = ".npz"
+MEMBER_SUFFIX = ".npy"
+
+TAIL_BYTES: Final = 1 << 16
+"""One read from the end that holds the directory of about 900 arrays."""
+
+HEAD_BYTES: Final = 128
+"""What numpy's header of an array of few dims takes: read at once."""
+
+COMPRESSED = (
+    "numpy.savez_compressed made it; pack it again without compression: "
+    "numpy.savez(OUT, **numpy.load(FILE, allow_pickle=False))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NpzReader:
+    """Reads one file, or a folder of one."""
+
+    name: str = "npz"
+
+    def detect(self, source: Source) -> bool:
+        return any(_is_ours(path) for path in source.files)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        path = _file(source)
+
+        def read(start: int, stop: int) -> bytes:
+            return source.read(path, start, stop)
+
+        directory = read_directory(read, source.size(path), path, tail_bytes=TAIL_BYTES, compressed=COMPRESSED)
+        if directory is None or not directory.records:
+            raise MalformedError("it is not a zip archive of arrays, or it is cut", path=path)
+        arrays, texts = _arrays(directory, read)
+        voids = [name for name, (header, _) in arrays.items() if header.is_void]
+        tensors = {StateKey(name): _entry(header, at) for name, (header, at) in arrays.items()}
+        return Manifest(self.name, tensors, notes=(*_as_bfloat16(voids), *texts))
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        return frozenset([_file(source)])
+
+
+def _is_ours(path: str) -> bool:
+    return "/" not in path and path.endswith(SUFFIX)
+
+
+def _file(source: Source) -> str:
+    files = [path for path in source.files if _is_ours(path)] or list(source.files)
+    if len(files) > 1:
+        raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); name the one you mean")
+    return files[0]
+
+
+def _arrays(directory: Directory, read: ReadRange) -> tuple[dict[str, tuple[NpyHeader, ByteRange]], tuple[Note, ...]]:
+    """Every array by its name, with the bytes of its elements; and a note for each that holds text."""
+    path = directory.path
+    found: dict[str, tuple[NpyHeader, ByteRange]] = {}
+    texts: list[Note] = []
+    for member, (start, stop) in directory.payload_ranges(read, directory.records).items():
+        name = member.removesuffix(MEMBER_SUFFIX)
+        if name == member or not name:
+            raise UnsupportedError(f"its member {member!r} is not a .npy array", path=path)
+        header = _header(read, start, stop, path, name)
+        if header is None:
+            texts.append(Note(Outcome.DROPPED, name, "it is an array of text", num_bytes=stop - start))
+            continue
+        check_size(header, stop - start, path, name)
+        found[name] = header, ByteRange(path, start + header.offset, stop)
+    if not found:
+        raise UnsupportedError("it holds no arrays of numbers", path=path)
+    return found, tuple(texts)
+
+
+def _header(read: ReadRange, start: int, stop: int, path: str, name: str) -> NpyHeader | None:
+    data = read(start, min(start + HEAD_BYTES, stop))
+    length = header_length(data[:PREFIX_BYTES], path, name)
+    if start + length > stop:
+        raise MalformedError("its header does not fit the array", path=path, key=name)
+    data = data[:length] if length <= len(data) else read(start, start + length)
+    return parse_header(data, path, name)
+
+
+def _entry(header: NpyHeader, at: ByteRange) -> TensorEntry:
+    strides = header.strides if prod(header.shape) else None
+    table = ShardTable.build(header.shape, header.dtype, [Shard(Box.whole(header.shape), at, strides)])
+    kind = Kind.PARAMETER if header.dtype.is_floating else Kind.BUFFER
+    return TensorEntry(header.shape, header.dtype, kind, table)
+
+
+def _as_bfloat16(names: list[str]) -> tuple[Note, ...]:
+    why = "numpy keeps it as void of 2 bytes, the form in which it saves bfloat16, and it is read as bfloat16"
+    what = names[0] if len(names) == 1 else count(len(names), "array")
+    return (Note(Outcome.DEFAULTED, what, why, len(names)),) if names else ()
+
+
+@dataclass(frozen=True, slots=True)
+class NpzWriter:
+    """Writes weights as ``numpy.savez`` does."""
+
+    name: str = "npz"
+    holds_optimizer: bool = False
+    holds_masters: bool = False
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        names, notes = weights_by_name(manifest)
+        archive = ArchiveWriter("", base=0)
+        for name, key in names.items():
+            entry = manifest.tensors[key]
+            header = Literal(npy_header(entry.shape, entry.dtype, name))
+            payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
+            archive.add(name + MEMBER_SUFFIX, [header, payload] if payload.num_bytes else [header])
+        return Layout((FileLayout(options.file_name or f"model{SUFFIX}", tuple(archive.finish())),), notes)

@@ -1,0 +1,226 @@
+"""Arrays that tensorstore decodes, as files of a store: each is the elements of one array, row-major.
+
+A plan wants ranges of files. The arrays of Orbax lie in compressed chunks, in a database of its own, so that no range
+of a stored file is a tensor. ``ArrayStore`` stands in front of the store and has one more file for each array; a read
+of it decodes the chunks that hold those elements. Chunks that were decoded stay in a cache of a fixed size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ckpt_tools.core.boxes import Shape, from_flat
+from ckpt_tools.core.dtypes import DType, from_torch
+from ckpt_tools.core.values import are_naturals
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
+from ckpt_tools.formats.orbax.metadata import MANIFEST, Tree
+from ckpt_tools.stores.source import ServiceFile, Store, StoreWrapper
+
+FILE_PREFIX = "array:"
+"""Of the names of files that no store has."""
+
+MIN_CACHE_BYTES = 64 << 20
+"""Decoded chunks that are kept. One that is larger is kept too, so that a tensor's tasks do not decode it each."""
+
+CHUNKS_AT_ONCE = 2
+"""Chunks in work beside the cache, each as it is stored and as it is decoded."""
+
+LIBRARY_BYTES = 64 << 20
+"""What loading tensorstore takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array: how tensorstore opens it, and what it is. ``chunk_bytes`` is what the largest chunk takes decoded."""
+
+    spec: Mapping[str, Any] = field(repr=False)
+    shape: Shape
+    dtype: DType
+    chunk_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Drivers:
+    """Opens the arrays of one tree in the local folder ``root``; what ``context`` holds open is shared by all."""
+
+    root: str
+    tree: Tree
+    context: Any = field(default_factory=lambda: tensorstore().Context(), repr=False)
+
+    def spec(self, name: str) -> dict[str, Any]:
+        """How tensorstore opens the array ``name``. Nothing in it comes from the checkpoint but names."""
+        driver = "zarr3" if self.tree.uses_zarr3 else "zarr"
+        return {"driver": driver, "kvstore": self._kvstore(f"{name}/")}
+
+    def _kvstore(self, path: str) -> dict[str, Any]:
+        folder = f"{self.root}/{self.tree.prefix}"
+        if not self.tree.uses_ocdbt:
+            return {"driver": "file", "path": folder + path}
+        return {"driver": "ocdbt", "base": {"driver": "file", "path": folder}, "path": path}
+
+    def array(self, name: str) -> Array:
+        """The array ``name``, all of whose chunks are there. Raises FormatError."""
+        library = tensorstore()
+        spec = self.spec(name)
+        with _Refusing(self._file, name):
+            opened = library.open(spec, open=True, read=True, context=self.context).result()
+            keys = set(library.KvStore.open(spec["kvstore"], context=self.context).result().list().result())
+            chunk, kind = tuple(opened.chunk_layout.write_chunk.shape or ()), opened.dtype.name
+            fields = opened.spec().to_json().get("metadata", {})
+        shape, dtype = tuple(opened.shape), from_torch(kind)
+        if dtype is None:
+            raise UnsupportedError(f"arrays of {kind} are not supported", path=self._file, key=name)
+        if not are_naturals(list(shape)) or 0 in chunk:
+            raise MalformedError(f"its shape {list(shape)} is not that of a tensor", path=self._file, key=name)
+        missing = next((key for key in self._chunk_keys(shape, chunk, fields) if key not in keys), None)
+        if missing is not None:
+            raise IncompleteError(f"its chunk {missing.decode()} is missing", path=self._file, key=name)
+        return Array(spec, shape, dtype, prod(chunk) * dtype.item_bytes)
+
+    @property
+    def _file(self) -> str:
+        return self.tree.prefix + MANIFEST if self.tree.uses_ocdbt else self.tree.folder or "."
+
+    def _chunk_keys(self, shape: Shape, chunk: Shape, fields: Mapping[str, Any]) -> Iterator[bytes]:
+        """The name of each chunk. Zarr takes a missing one for zeros, and Orbax leaves none out."""
+        if not self.tree.uses_zarr3:
+            separator, prefix = str(fields.get("dimension_separator", ".")), ""
+        else:
+            encoding = fields.get("chunk_key_encoding") or {}
+            separator = str((encoding.get("configuration") or {}).get("separator", "/"))
+            prefix = "c"
+        grid = tuple(-(-extent // step) for extent, step in zip(shape, chunk, strict=True))
+        for index in np.ndindex(*grid):
+            parts = [*filter(None, [prefix]), *map(str, index)]
+            yield (separator.join(parts) or "0").encode()
+
+
+def tensorstore() -> Any:
+    """The library. Raises UsageError if it is not installed."""
+    try:
+        import tensorstore as library
+    except ImportError as error:
+        raise UsageError(
+            f"Orbax checkpoints need tensorstore; install it with: pip install 'ckpt-tools[orbax]' ({error})"
+        ) from error
+    return library
+
+
+class _Refusing:
+    """Errors of tensorstore, which are ValueErrors with a code in front, as ours."""
+
+    def __init__(self, path: str, key: str) -> None:
+        self._path, self._key = path, key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueError | OverflowError | TypeError | OSError):
+            reason = str(error).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
+            form = IncompleteError if reason.startswith("NOT_FOUND") else MalformedError
+            raise form(f"tensorstore cannot read the array: {reason[:300]}", path=self._path, key=self._key) from error
+
+
+def cache_bytes(arrays: Mapping[str, Array]) -> int:
+    """The size of the cache for ``arrays``."""
+    largest = max((each.chunk_bytes for each in arrays.values()), default=0)
+    return max(MIN_CACHE_BYTES, 2 * largest)
+
+
+def decoding_bytes(arrays: Mapping[str, Array]) -> int:
+    """The most memory that reading ``arrays`` takes: the cache, chunks in work, and the library."""
+    largest = max((each.chunk_bytes for each in arrays.values()), default=0)
+    return cache_bytes(arrays) + 2 * CHUNKS_AT_ONCE * largest + LIBRARY_BYTES
+
+
+@dataclass(slots=True)
+class ArrayStore(StoreWrapper):
+    """``store`` with a file for each of ``arrays``, which are by the names of those files. Safe to share between
+    threads. ``version_file`` is written again whenever an array is."""
+
+    store: Store
+    arrays: Mapping[str, Array] = field(repr=False)
+    version_file: str
+    _opened: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _context: Any = field(default=None, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {name: array.num_bytes for name, array in self.arrays.items()}
+
+    def list(self) -> Mapping[str, int]:
+        return {**self.store.list(), **self.sizes}
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        array = self.arrays.get(path)
+        if array is None:
+            self.store.read_into(path, start, buffer)
+            return
+        stop, item = start + len(buffer), array.dtype.item_bytes
+        if stop > array.num_bytes:
+            raise IncompleteError(f"it ends at byte {array.num_bytes:,}, before byte {stop:,}", path=path)
+        first, last = start // item, -(-stop // item)
+        if start == first * item and stop == last * item:
+            self._read(path, array, first, last, buffer)
+        else:
+            whole = bytearray((last - first) * item)
+            self._read(path, array, first, last, memoryview(whole))
+            buffer[:] = memoryview(whole)[start - first * item :][: len(buffer)]
+
+    def _read(self, path: str, array: Array, first: int, last: int, buffer: memoryview) -> None:
+        """Elements ``first`` to ``last`` of the row-major order."""
+        done = 0
+        with _Refusing(path, path.removeprefix(FILE_PREFIX)):
+            opened = self._open(path, array)
+            for box in from_flat(first, last, array.shape):
+                part = opened[tuple(map(slice, box.start, box.stop))].read(order="C").result()
+                data: Any = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+                buffer[done : done + len(data)] = memoryview(data)
+                done += len(data)
+
+    def _open(self, path: str, array: Array) -> Any:
+        with self._lock:
+            if path not in self._opened:
+                library = tensorstore()
+                if self._context is None:
+                    limit = {"total_bytes_limit": cache_bytes(self.arrays)}
+                    copies = {"limit": CHUNKS_AT_ONCE}
+                    self._context = library.Context({"cache_pool": limit, "data_copy_concurrency": copies})
+                future = library.open(
+                    array.spec,
+                    open=True,
+                    read=True,
+                    recheck_cached_data=False,
+                    recheck_cached_metadata=False,
+                    context=self._context,
+                )
+                self._opened[path] = future.result()
+            return self._opened[path]
+
+    def version(self, path: str) -> str:
+        return self.store.version(self.version_file if path in self.arrays else path)
+
+    def locate(self, path: str) -> ServiceFile | None:
+        """An array's elements are in no service."""
+        return None if path in self.arrays else self.store.locate(path)
+
+    def prefetch(self, path: str, start: int, stop: int) -> None:
+        """Of the store's own files."""
+        if path not in self.arrays:
+            self.store.prefetch(path, start, stop)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process: the same arrays, none of them open yet."""
+        return ArrayStore, (self.store, self.arrays, self.version_file)

@@ -1,0 +1,97 @@
+"""Which leaves of an Orbax tree are the model, and which are Adam's moments. Pure.
+
+Flax and most training loops keep the weights under ``params``. A tree without it is a model, unless a name says that it
+holds more. optax keeps Adam's moments in two copies of the tree of weights, ``mu`` and ``nu``: two trees that lie side
+by side under these names, and have exactly the names and shapes of the weights, are taken for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.manifest import TreePath, dotted
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import UnsupportedError, UsageError
+
+PARAMS = "params"
+
+MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+"""optax's names, and ours for the same."""
+
+_MORE_THAN_A_MODEL = frozenset((*MOMENTS, "opt_state", "opt_states", "optimizer", "optimizer_state", "opt"))
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Names of weights by path, and (name, slot) of moments by path; every other leaf is the user's own."""
+
+    weights: Mapping[TreePath, str]
+    moments: Mapping[TreePath, tuple[str, str]]
+
+
+def find_roles(shapes: Mapping[TreePath, Shape], numbers: Collection[TreePath], model_key: str | None) -> Roles:
+    """The roles of the arrays that have these shapes. Those of ``numbers`` were plain numbers when they were saved:
+    they are weights under ``params``, and beside the weights of a tree that is a model they are not.
+
+    Raises:
+        UsageError: ``model_key`` leads nowhere. UnsupportedError: nothing says which part is the model.
+    """
+    prefix = _model_prefix(shapes) if model_key is None else _given(shapes, model_key)
+    inside = [path for path in shapes if path[: len(prefix)] == prefix and (prefix or path not in numbers)]
+    weights = {path: dotted(path[len(prefix) :]) for path in inside}
+    if len(set(weights.values())) < len(weights):
+        raise UnsupportedError("two weights have one name, as a name of the tree holds dots")
+    return Roles(weights, _moments(shapes, prefix, weights))
+
+
+def _given(paths: Iterable[TreePath], key: str) -> TreePath:
+    found = {path[:length] for path in paths for length in range(len(path)) if dotted(path[:length]) == key}
+    if not found:
+        raise UsageError(f"{option('model_key', key)} does not exist in this checkpoint")
+    return min(found, key=len)
+
+
+def _model_prefix(paths: Collection[TreePath]) -> TreePath:
+    found = {path[: path.index(PARAMS) + 1] for path in paths if PARAMS in path[:-1] and not _is_more(path)}
+    if len(found) == 1:
+        return next(iter(found))
+    if found:
+        names = listed(sorted(map(dotted, found)))
+        raise UnsupportedError(f"there are several models ({names}); choose one with {option('model_key')}")
+    more = next((path for path in paths if _is_more(path)), None)
+    if more is not None:
+        raise UnsupportedError(
+            f"it is optimizer state by its name, and no part of the tree is called {PARAMS}; say where the model is "
+            f"with {option('model_key')}",
+            key=dotted(more),
+        )
+    return ()
+
+
+def _is_more(path: TreePath) -> bool:
+    """Whether a name on the way, before any ``params``, is that of optimizer state."""
+    before = path[: path.index(PARAMS)] if PARAMS in path else path
+    return not _MORE_THAN_A_MODEL.isdisjoint(before)
+
+
+def _moments(
+    shapes: Mapping[TreePath, Shape], prefix: TreePath, weights: Mapping[TreePath, str]
+) -> dict[TreePath, tuple[str, str]]:
+    """The moments of Adam, if one pair of trees holds them for every weight."""
+    wanted = {path[len(prefix) :]: shapes[path] for path in weights}
+    pairs = {path[:at] for path in shapes if path not in weights for at, part in enumerate(path) if part == "mu"}
+    proved = [pair for pair in pairs if all(_below(shapes, (*pair, name)) == wanted for name in MOMENTS)]
+    if len(proved) != 1 or not wanted:
+        return {}
+    return {
+        (*proved[0], name, *path[len(prefix) :]): (fqn, slot)
+        for path, fqn in weights.items()
+        for name, slot in MOMENTS.items()
+    }
+
+
+def _below(shapes: Mapping[TreePath, Shape], prefix: TreePath) -> dict[TreePath, Shape]:
+    return {path[len(prefix) :]: shape for path, shape in shapes.items() if path[: len(prefix)] == prefix}

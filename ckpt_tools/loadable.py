@@ -1,0 +1,168 @@
+"""A file of ``torch.save`` written again, of nothing but what ``torch.load(weights_only=True)`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.conversion import Prepared, check_absent, removed_files, run
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.json_fields import json_of
+from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.option_names import DEFAULT_MEMORY, option
+from ckpt_tools.core.options import parse_size
+from ckpt_tools.core.progress import Progress
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.values import StorageRef, Value
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import LossError, MalformedError, UnsupportedError, UsageError
+from ckpt_tools.planning.plan import make_plan
+from ckpt_tools.serialization.loadable import LeftOut, Loadable, Replaced, loadable
+from ckpt_tools.serialization.pickle.dump import dumps_with_storages
+from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
+from ckpt_tools.stores.destination import Place
+from ckpt_tools.stores.present import NOTHING
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import StorageOptions, implied_format, open_place, open_source
+from ckpt_tools.transfer.workers import WorkerPool
+
+TORCH = "torch"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadableReport(Shown):
+    """What ``make_loadable`` did. ``num_storages`` are the storages that the tensors of the output view."""
+
+    source: str
+    destination: str
+    num_storages: int
+    bytes_written: int
+    seconds: float
+    left_out: tuple[LeftOut, ...]
+    replaced: tuple[Replaced, ...]
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "source": self.source,
+            "destination": self.destination,
+            "num_storages": self.num_storages,
+            "bytes_written": self.bytes_written,
+            "left_out": len(self.left_out),
+            "replaced": len(self.replaced),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return json_of(self)
+
+
+def run_make_loadable(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    overwrite: bool,
+    strict: bool,
+    fsync: bool,
+    on_progress: Progress,
+    storage_options: StorageOptions = None,
+) -> LoadableReport:
+    """Write ``src`` to ``dst``: whole, or not at all.
+
+    Raises:
+        CkptError: as the stores and the pickle say; nothing is written then.
+    """
+    place = open_place(dst, storage_options)
+    if implied_format(place.name) != TORCH:
+        raise UsageError(f"{place.name}: name a file that ends in .pt, .pth or .bin")
+    source = open_source(src, storage_options)
+    archive = _open(source, src)
+    made = _loadable(archive, strict=strict)
+    manifest, layout = _manifest_and_layout(made.value, archive, place)
+    pool = WorkerPool.choose("threads", None, None, src, dst)
+    prepared = Prepared(
+        source.store,
+        make_plan(
+            manifest,
+            layout,
+            memory_bytes=parse_size(DEFAULT_MEMORY),
+            num_workers=pool.workers_per_process,
+            is_limit=False,
+            wanted_bytes=place.parts.wanted_bytes(layout.size_bytes),
+        ),
+        (),
+        TORCH,
+        TORCH,
+        place,
+        overwrite,
+        False,
+        _removed(src, dst, place, layout, overwrite=overwrite, storage_options=storage_options),
+        storage_options=storage_options,
+    )
+    report = run(prepared, pool=pool, fsync=fsync, on_progress=on_progress)
+    return LoadableReport(
+        str(src),
+        report.destination,
+        len(manifest.tensors),
+        report.bytes_written,
+        report.seconds,
+        made.left_out,
+        made.replaced,
+    )
+
+
+def _open(source: Source, src: str | Path) -> TorchArchive:
+    if len(source.files) != 1:
+        raise UsageError(f"{src} is a folder; name one file of torch.save in it")
+    path = next(iter(source.files))
+    return open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+
+
+def _loadable(archive: TorchArchive, *, strict: bool) -> Loadable:
+    try:
+        made = loadable(archive.value, archive.path)
+    except RecursionError as error:
+        raise MalformedError("it contains values that are nested too deeply", path=archive.path) from error
+    if strict and made.left_out:
+        lost = listed([f"{each.place} ({each.kind})" for each in made.left_out])
+        raise LossError(f"with {option('strict', True)} nothing may be left out, and this would leave out {lost}")
+    return made
+
+
+def _manifest_and_layout(value: Value, archive: TorchArchive, place: Place) -> tuple[Manifest, Layout]:
+    """The storages that ``value`` uses, as tensors of one dim, and the file that holds them with ``value``."""
+    storages = dumps_with_storages(value)[1]
+    if not storages and archive.storages:
+        raise UnsupportedError("all its tensors are in objects, and none would be left", path=archive.path)
+    tensors = {StateKey(key, "storage"): _entry(storage, archive) for key, storage in storages.items()}
+    segments: dict[str, list[Segment]] = {
+        key.fqn: [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)] for key, entry in tensors.items()
+    }
+    file = FileLayout(place.form.file_name or place.name, tuple(archive_segments(value, segments)))
+    return Manifest(TORCH, tensors), Layout((file,))
+
+
+def _entry(storage: StorageRef, archive: TorchArchive) -> TensorEntry:
+    dtype = storage.dtype or DType.UINT8
+    start, stop = archive.storage_range(storage.key)
+    shape = (storage.numel,)
+    table = ShardTable.build(shape, dtype, [Shard(Box.whole(shape), ByteRange(archive.path, start, stop))])
+    return TensorEntry(shape, dtype, Kind.EXTRA, table)
+
+
+def _removed(
+    src: str | Path,
+    dst: str | Path,
+    place: Place,
+    layout: Layout,
+    *,
+    overwrite: bool,
+    storage_options: StorageOptions,
+) -> Mapping[str, int]:
+    if overwrite:
+        return removed_files(src, dst, place, layout, checksum=False, storage_options=storage_options)
+    check_absent(place, checksum=False, storage_options=storage_options)
+    return NOTHING

@@ -1,0 +1,244 @@
+"""Orbax: what of a tree is the model, what is incomplete or hostile, and how its arrays are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore
+
+import ckpt_tools
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import CkptError, MemoryBudgetError, UnsupportedError, UsageError
+from ckpt_tools.formats.orbax.arrays import CHUNKS_AT_ONCE, LIBRARY_BYTES, MIN_CACHE_BYTES
+from ckpt_tools.formats.orbax.reader import OrbaxReader
+from ckpt_tools.formats.orbax.roles import find_roles
+from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
+from ckpt_tools.transfer.tensor_reader import TensorReader
+from fixtures.corpus import make
+
+TREE = {("params", "w"): (3, 2), ("params", "b"): (2,)}
+MOMENTS = {("opt_state", 0, name, *path[1:]): shape for name in ("mu", "nu") for path, shape in TREE.items()}
+
+
+def test_weights_are_under_params_and_moments_under_mu_and_nu() -> None:
+    roles = find_roles({**TREE, **MOMENTS, ("step",): ()}, (), None)
+    assert set(roles.weights.values()) == {"w", "b"}
+    assert set(roles.moments.values()) == {(name, slot) for name in "wb" for slot in ("exp_avg", "exp_avg_sq")}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {("opt_state", 0, "mu", "w"): (2, 3)},
+        {("opt_state", 0, "mu", "more"): (1,)},
+        {("other", "mu", *path[3:]): shape for path, shape in MOMENTS.items() if path[2] == "mu"}
+        | {("other", "nu", *path[3:]): shape for path, shape in MOMENTS.items() if path[2] == "nu"},
+    ],
+    ids=["another shape", "another name", "two pairs"],
+)
+def test_moments_that_are_not_proved_are_none(changed: dict[Any, Any]) -> None:
+    assert not find_roles({**TREE, **MOMENTS, **changed}, (), None).moments
+
+
+def test_what_might_be_no_model_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"optimizer state by its name.*model_key="):
+        find_roles({("model", "w"): (2,), ("opt_state", "mu", "w"): (2,)}, (), None)
+    with pytest.raises(UnsupportedError, match=r"several models \(a\.params, b\.params\)"):
+        find_roles({("a", "params", "w"): (2,), ("b", "params", "w"): (2,)}, (), None)
+    with pytest.raises(UnsupportedError, match="one name"):
+        find_roles({("a", "b"): (2,), ("a.b",): (2,)}, (), None)
+
+
+def test_the_model_can_be_named() -> None:
+    shapes = {("a", "params", "w"): (2,), ("b", "params", "w"): (2,), ("opt_state", "mu", "w"): (2,)}
+    assert find_roles(shapes, (), "b.params").weights == {("b", "params", "w"): "w"}
+    with pytest.raises(UsageError, match="does not exist"):
+        find_roles(shapes, (), "c")
+
+
+def test_the_whole_state_goes_to_dcp(tmp_path: Path) -> None:
+    source = make("orbax-train-state").source
+    ckpt_tools.convert(source, tmp_path / "dcp", to="dcp", world_size=3)
+    found = ckpt_tools.inspect(tmp_path / "dcp")
+    assert found.optimizer_slots == ("exp_avg", "exp_avg_sq")
+    assert (found.step, found.extras["lr"]) == (7, 0.1)
+    assert [group.num_tensors for group in found.groups] == [6]
+    report = ckpt_tools.diff(source, tmp_path / "dcp")
+    assert {each.key for each in report.differences} == {
+        StateKey(f"{prefix}opt_state.0.count", "extra") for prefix in ("", "app.")
+    }
+
+
+def test_a_model_key_is_taken_and_an_optim_key_is_not(tmp_path: Path) -> None:
+    source = make("orbax-train-state").source
+    assert ckpt_tools.inspect(source, model_key="params.dense").num_tensors > 2
+    with pytest.raises(UsageError, match="optim_key= does not apply"):
+        ckpt_tools.inspect(source, optim_key="opt_state")
+
+
+def test_any_range_of_an_array_is_read() -> None:
+    """Each interval of the row-major order, over the boundaries of chunks, and bytes that split an element."""
+    made = make("orbax-sharded")
+    source, manifest = read_checkpoint(made.source, ReadOptions())
+    entry = manifest.tensors[StateKey("both")]
+    truth = made.state.weights["both"].numpy().reshape(-1)
+    reader = TensorReader(source.store, scratch_bytes=1 << 16)
+    for start in range(0, 48, 5):
+        for stop in range(start + 1, 49, 7):
+            out = bytearray(4 * (stop - start))
+            reader.read(entry, Box.whole(entry.shape), entry.shape, start, stop, memoryview(out))
+            assert np.frombuffer(out, "<f4").tolist() == truth[start:stop].tolist()
+    part = bytearray(7)
+    source.store.read_into("array:both", 3, memoryview(part))
+    assert bytes(part) == truth.tobytes()[3:10]
+    with pytest.raises(CkptError, match="it ends at byte 192"):
+        source.store.read_into("array:both", 190, memoryview(part))
+
+
+def test_memory_counts_the_chunks(tmp_path: Path) -> None:
+    """Nothing smaller than a chunk can be decoded, so that the largest one is part of the peak."""
+    source, chunk = tmp_path / "run", 32 << 20
+    shutil.copytree(make("orbax-pytree").source, source)
+    _write(source, "w", np.arange(chunk // 4, dtype=np.float32))
+    plan = ckpt_tools.plan(source, tmp_path / "out.safetensors")
+    assert plan.peak_memory_bytes > MIN_CACHE_BYTES + LIBRARY_BYTES + 2 * CHUNKS_AT_ONCE * chunk
+    with pytest.raises(MemoryBudgetError):
+        ckpt_tools.plan(source, tmp_path / "out.safetensors", memory="128MiB")
+    ckpt_tools.convert(source, tmp_path / "out.safetensors")
+    assert ckpt_tools.open(tmp_path / "out.safetensors")["w"][-2:].tolist() == [chunk // 4 - 2, chunk // 4 - 1]
+
+
+def _write(root: Path, name: str, array: np.ndarray[Any, Any]) -> None:
+    """An array in the place of another, in one chunk."""
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}, "path": f"{name}/"}
+    fields = {"shape": array.shape, "chunks": array.shape, "dtype": array.dtype.str, "compressor": None}
+    spec = {"driver": "zarr", "kvstore": store, "metadata": {**fields, "fill_value": None, "order": "C"}}
+    tensorstore.open(spec, create=True, delete_existing=True).result().write(array).result()
+
+
+def test_a_store_that_is_not_local_is_refused() -> None:
+    root = make("orbax").source
+    files = {str(path.relative_to(root)): bytearray(path.read_bytes()) for path in root.rglob("*") if path.is_file()}
+    source = Source.open(MemoryStore(files))
+    assert OrbaxReader().detect(source)
+    with pytest.raises(UnsupportedError, match="download it first"):
+        OrbaxReader().read_manifest(source, ReadOptions())
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    with pytest.raises(UsageError, match=r"pip install 'ckpt-tools\[orbax\]'"):
+        ckpt_tools.inspect(make("orbax").source)
+
+
+def changed(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def _with_kind(tree: Any) -> Any:
+    next(iter(tree["tree_metadata"].values()))["value_metadata"]["value_type"] = "os.system"
+    return tree
+
+
+def _renamed(tree: Any) -> Any:
+    """An entry that leads out of the folder."""
+    next(iter(tree["tree_metadata"].values()))["key_metadata"] = [{"key": "../../secret", "key_type": 2}]
+    return tree
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no tree": (lambda root: (root / "_METADATA").unlink(), "has no _METADATA"),
+    "no database": (lambda root: (root / "manifest.ocdbt").unlink(), "tensorstore cannot read"),
+    "a cut database": (lambda root: (root / "manifest.ocdbt").write_bytes(b"\x0c\xdb"), "tensorstore cannot read"),
+    "no data": (lambda root: shutil.rmtree(root / "d"), "tensorstore cannot read"),
+    "never finished": (
+        lambda root: changed(root / "_CHECKPOINT_METADATA", lambda times: {**times, "commit_timestamp_nsecs": None}),
+        "never finished",
+    ),
+    "a tree that is no tree": (lambda root: (root / "_METADATA").write_text("[]"), "not a JSON object"),
+    "a tree without entries": (lambda root: (root / "_METADATA").write_text("{}"), "no tree_metadata"),
+    "an entry without a path": (
+        lambda root: changed(root / "_METADATA", lambda tree: {**tree, "tree_metadata": {"x": {}}}),
+        "no path or no kind",
+    ),
+    "a value of an unknown kind": (lambda root: changed(root / "_METADATA", _with_kind), "kind of value"),
+    "an entry that is not there": (lambda root: changed(root / "_METADATA", _renamed), "tensorstore cannot read"),
+    "a flag that is none": (
+        lambda root: changed(root / "_METADATA", lambda tree: {**tree, "use_ocdbt": "yes"}),
+        "neither true nor false",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_has_a_named_error(name: str, tmp_path: Path) -> None:
+    damage, words = DAMAGES[name]
+    root = tmp_path / "run"
+    shutil.copytree(make("orbax").source, root)
+    damage(root)
+    with pytest.raises(CkptError, match=words) as raised:
+        ckpt_tools.verify(root)
+    assert raised.value.exit_code == 4
+
+
+def test_a_chunk_that_is_missing_is_no_zeros(tmp_path: Path) -> None:
+    """Zarr's readers fill in zeros."""
+    root = tmp_path / "run"
+    shutil.copytree(make("orbax-zarr").source, root)
+    (root / "dense.kernel" / "0.0").unlink()
+    with pytest.raises(CkptError, match=r"dense\.kernel: its chunk 0\.0 is missing"):
+        ckpt_tools.inspect(root)
+
+
+def test_an_item_without_the_marker_of_the_checkpoint_is_unfinished(tmp_path: Path) -> None:
+    root = tmp_path / "5"
+    shutil.copytree(make("orbax-manager").source, root)
+    (root / "commit_success.txt").unlink()
+    with pytest.raises(CkptError, match="marker of a finished checkpoint is missing"):
+        ckpt_tools.inspect(root)
+
+
+def test_what_lies_beside_is_read_or_noted(tmp_path: Path) -> None:
+    root = tmp_path / "5"
+    shutil.copytree(make("orbax-manager").source, root)
+    (root / "params" / "notes.txt").write_text("mine")
+    source, manifest = read_checkpoint(root, ReadOptions())
+    assert manifest.extra["loop"] == {"epoch": 2}
+    assert "params/notes.txt" in [note.what for note in manifest.notes]
+    reader = OrbaxReader()
+    assert source.files.keys() - reader.own_files(source, manifest) - manifest.files == {"params/notes.txt"}
+
+
+def test_scales_of_mlx_are_not_cast(tmp_path: Path) -> None:
+    source = make("mlx-quantized").source
+    ckpt_tools.convert(source, tmp_path / "cast.safetensors", dtype="float16")
+    before, after = (
+        {t.name: t.dtype for t in ckpt_tools.inspect(each).tensors} for each in (source, tmp_path / "cast.safetensors")
+    )
+    assert {name for name in before if before[name] != after[name]} == {"layers.0.bias", "layers.1.bias"}
+
+
+@pytest.mark.parametrize("name", ["orbax", "orbax-manager", "orbax-zarr", "gguf", "npz", "npz-bfloat16", "mlx"])
+def test_a_genuine_checkpoint_scans_clean(name: str) -> None:
+    assert ckpt_tools.scan(make(name).source).clean
+
+
+@pytest.mark.parametrize("name", ["gguf", "npz", "mlx-sharded", "orbax", "orbax-sharded"])
+@pytest.mark.parametrize("target", ["dcp", "zero2", "universal"])
+def test_weights_go_to_formats_of_many_ranks(name: str, target: Any, tmp_path: Path) -> None:
+    source = make(name).source
+    world: Any = {} if target == "universal" else {"world_size": 3}
+    cast: Any = {} if target == "dcp" else {"dtype": "float32"}
+    ckpt_tools.convert(source, tmp_path / "out", to=target, **world, **cast)
+    assert ckpt_tools.verify(source, tmp_path / "out", **cast).equal
