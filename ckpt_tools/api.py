@@ -8,7 +8,7 @@ A verb imports its implementation when it is called, because every command impor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -654,16 +654,17 @@ def checksum(
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
-def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
-    """List what a loader that executes pickles would run of any file of ``src``; run nothing.
+def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping[str, Any] | None = None) -> ScanReport:
+    """Prove that loading any file of ``src`` runs nothing, or list what is not proved; run nothing.
 
     Args:
         src: A path, or a URL of a store. It need not be a checkpoint.
+        allow: Exact names of classes and functions that you vouch for, such as ``mypackage.config.Config``.
         storage_options: As for ``inspect``.
 
     Returns:
-        A ``ScanReport``. ``report.unsafe``: something would run, or a file name leads out of ``src``.
-        ``report.clean``: nothing was found, and every pickle was followed to its end.
+        A ``ScanReport``. ``report.clean``: every byte of every file was accounted for, and loading it runs nothing but
+        the names of ``report.allowed``. ``report.findings`` says what is not proved, and why.
 
     Raises:
         SourceNotFoundError: nothing is at ``src``.
@@ -672,8 +673,8 @@ def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -
     Example:
         >>> import ckpt_tools
         >>> report = ckpt_tools.scan("run")
-        >>> report.clean, report.unsafe
-        (True, False)
+        >>> report.clean, report.num_findings
+        (True, 0)
     """
     from ckpt_tools.stores.urls import check_storage_options, open_source
     from ckpt_tools.verification.scan import scan_source
@@ -682,7 +683,7 @@ def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -
     from ckpt_tools.formats.reading import named
 
     src = named(src, storage_options)
-    return scan_source(open_source(src, storage_options), str(src))
+    return scan_source(open_source(src, storage_options), str(src), tuple(allow))
 
 
 def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> CleanReport:

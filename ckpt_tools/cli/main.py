@@ -33,7 +33,7 @@ COMMANDS = {
         "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",
     ),
     "diff": Home("diff", "Show which tensors of A and B differ, and by how much, in any two formats."),
-    "scan": Home("scan", "List the calls that loading the pickles of SRC would execute."),
+    "scan": Home("scan", "Prove that loading any file of SRC runs no code, or list what is not proved."),
     "checksum": Home("checksum", "Write the digests of a checkpoint's tensors, for verify to check."),
     "sign": Home("sign", "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."),
     "clean": Home("clean", "Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."),

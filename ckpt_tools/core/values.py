@@ -135,8 +135,10 @@ class OrderedDict(dict[Value, Value]):
 
     def build(self, state: Value) -> None:
         """Take the attributes a pickle sets. Raises MalformedError."""
-        if not isinstance(state, dict):
-            raise MalformedError("a pickle gives an OrderedDict a state that is not a dict")
+        if type(state) is not dict or not all(type(name) is str and name[:2] != "__" for name in state):
+            raise MalformedError("a pickle gives an OrderedDict a state that is not a dict of attributes")
+        if self.attributes is not None:
+            raise MalformedError("a pickle sets the state of one OrderedDict twice")
         self.attributes = state
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -156,7 +156,7 @@ def _interpret(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]
     storages: dict[str, StorageRef] = {}
 
     def resolve(pid: Value) -> StorageRef:
-        storage = _storage(pid)
+        storage = described_storage(pid)
         if storages.setdefault(storage.key, storage) != storage:
             raise MalformedError(f"storage {storage.key!r} is described in two ways")
         return storages[storage.key]
@@ -164,7 +164,7 @@ def _interpret(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]
     return loads(data, path=path, persistent_load=resolve), MappingProxyType(storages)
 
 
-def _storage(pid: Value) -> StorageRef:
+def described_storage(pid: Value) -> StorageRef:
     """``("storage", class, key, location, numel)``; torch < 1.6 had a sixth item, for views of storages."""
     if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[1]) is not GlobalRef:
         raise MalformedError("a storage is not described in torch's way")

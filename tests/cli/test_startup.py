@@ -77,7 +77,7 @@ ALLOWED = {
     "diff": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 84, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 68, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 78, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", *MACHINERY},
         {"dcp", "deepspeed", "plugins", "safetensors", "torch_save"},

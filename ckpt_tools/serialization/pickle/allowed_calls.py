@@ -23,8 +23,8 @@ from ckpt_tools.core.values import (
 )
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.key_limits import checked_keys, insert
-from ckpt_tools.serialization.pickle.machine import Machine
-from ckpt_tools.serialization.pickle.opcodes import made
+from ckpt_tools.serialization.pickle.machine import Machine, SetState
+from ckpt_tools.serialization.pickle.opcodes import made, recorded
 
 # What torch's own functions build, as values. Positional arguments as torch passes them.
 
@@ -43,6 +43,7 @@ def _tensor(
     """``torch._utils._rebuild_tensor`` and ``_v2``. Hooks are not saved by torch (always an empty OrderedDict)."""
     if type(storage) is not StorageRef:
         raise MalformedError("a tensor is a view of something that is not a storage")
+    _check_hooks(backward_hooks)
     if metadata:
         raise UnsupportedError(f"a tensor is stored with the flags {_flags(metadata)}, which change its values")
     if type(requires_grad) is not bool:
@@ -51,6 +52,12 @@ def _tensor(
     if dtype is None:
         raise MalformedError("a tensor views an untyped storage without saying of what type", key=storage.key)
     return StoredTensor(storage, dtype, storage_offset, _ints(size), _ints(strides), requires_grad)
+
+
+def _check_hooks(hooks: Value) -> None:
+    """torch saves an empty OrderedDict; anything else would be called in the next backward pass."""
+    if hooks is not None and (type(hooks) is not OrderedDict or hooks or hooks.attributes):
+        raise MalformedError("a tensor is stored with hooks, which torch never saves")
 
 
 def _flags(metadata: Value) -> str:
@@ -94,35 +101,56 @@ def _device_tensor(data: Value, dtype: Value, device: Value, requires_grad: Valu
     return replace(data, requires_grad=requires_grad is True)
 
 
-def _parameter(data: Value, requires_grad: Value, backward_hooks: Value, state: Value = None) -> Value:
-    """``torch._utils._rebuild_parameter`` and ``_rebuild_parameter_with_state``."""
-    if type(data) is not StoredTensor:
-        return Opaque(PARAMETER, (data, requires_grad))
-    return replace(data, wrapper=PARAMETER, requires_grad=requires_grad is True, state=state)
-
-
-def _from_type(function: Value, kind: Value, args: Value, state: Value) -> Value:
-    """``torch._tensor._rebuild_from_type_v2``: ``function(*args)`` as a ``kind`` with the attributes ``state``."""
-    build = _TENSORS.get(function) if type(function) is GlobalRef and function != _FROM_TYPE else None
-    data = build(*args) if build is not None and type(args) is tuple else None
-    if type(data) is not StoredTensor or type(kind) is not GlobalRef:
-        return Opaque(_FROM_TYPE, (function, kind, args, state))
-    return replace(data, wrapper=kind, state=state)
-
-
-_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
-
-_TENSORS: dict[GlobalRef, Callable[..., Value]] = {
+_TENSORS: dict[GlobalRef, Callable[..., StoredTensor]] = {
     GlobalRef("torch._utils", "_rebuild_tensor"): _tensor,
     GlobalRef("torch._utils", "_rebuild_tensor_v2"): _tensor,
     GlobalRef("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    GlobalRef("torch._utils", "_rebuild_parameter"): _parameter,
-    GlobalRef("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     GlobalRef("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
     GlobalRef("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _device_tensor,
-    _FROM_TYPE: _from_type,
 }
-"""The functions that rebuild tensors."""
+"""The functions that rebuild plain tensors."""
+
+_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
+
+
+def _parameter(machine: Machine, args: tuple[Value, ...]) -> Value:
+    """``torch._utils._rebuild_parameter`` and ``_rebuild_parameter_with_state``."""
+    data, requires_grad, hooks, *state = args
+    _check_hooks(hooks)
+    if type(data) is not StoredTensor:
+        return recorded(machine, Opaque(PARAMETER, (data, requires_grad), state=state[0] if state else None))
+    parameter = replace(data, wrapper=PARAMETER, requires_grad=requires_grad is True)
+    return _with_state(machine, parameter, *state)
+
+
+def _with_state(machine: Machine, tensor: StoredTensor, state: Value = None) -> StoredTensor:
+    """torch sets each attribute: ``closed_list`` judges them with the class of the tensor."""
+    machine.objects.append((machine.position, SetState(tensor.wrapper, state)))
+    return replace(tensor, state=state)
+
+
+def _from_type(machine: Machine, args: tuple[Value, ...]) -> Value:
+    """``torch._tensor._rebuild_from_type_v2``: ``function(*inner)`` as a ``kind`` with the attributes ``state``."""
+    function, kind, inner, state = args
+    data = _rebuilt(machine, function, inner)
+    if type(data) is not StoredTensor or type(kind) is not GlobalRef:
+        return recorded(machine, Opaque(_FROM_TYPE, args))
+    return _with_state(machine, replace(data, wrapper=kind), state)
+
+
+def _rebuilt(machine: Machine, function: Value, inner: Value) -> Value:
+    if type(function) is not GlobalRef or type(inner) is not tuple:
+        return None
+    if function in _PARAMETERS:
+        return _parameter(machine, inner)
+    build = _TENSORS.get(function)
+    return build(*inner) if build is not None else None
+
+
+_PARAMETERS = (
+    GlobalRef("torch._utils", "_rebuild_parameter"),
+    GlobalRef("torch._utils", "_rebuild_parameter_with_state"),
+)
 
 # Other calls on the allow-list, which get the machine to account for what they copy.
 
@@ -138,13 +166,13 @@ def _encode(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``_codecs.encode(text, "latin1")``: how protocol 2 writes bytes."""
     machine.copied(args)
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
-        return Opaque(GlobalRef("_codecs", "encode"), args)
+        return recorded(machine, Opaque(GlobalRef("_codecs", "encode"), args))
     return args[0].encode("latin-1")
 
 
 def _bytes(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``bytes()``: how protocols 0 to 2 write empty ones. With arguments it is recorded: ``bytes(n)`` takes n bytes."""
-    return Opaque(GlobalRef("builtins", "bytes"), args) if args else b""
+    return recorded(machine, Opaque(GlobalRef("builtins", "bytes"), args)) if args else b""
 
 
 def _bytearray(machine: Machine, args: tuple[Value, ...]) -> Value:
@@ -152,7 +180,9 @@ def _bytearray(machine: Machine, args: tuple[Value, ...]) -> Value:
     if not args or (len(args) == 1 and type(args[0]) is bytes):
         return bytearray(*args)
     encoded = _encode(machine, args)
-    return bytearray(encoded) if type(encoded) is bytes else Opaque(GlobalRef("builtins", "bytearray"), args)
+    if type(encoded) is bytes:
+        return bytearray(encoded)
+    return recorded(machine, Opaque(GlobalRef("builtins", "bytearray"), args))
 
 
 def _set(machine: Machine, args: tuple[Value, ...]) -> Value:
@@ -177,22 +207,28 @@ def _ordered_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
     machine.copied(args)
     machine.spend(2)
     made = OrderedDict()
-    for pair in args[0] if args else ():
+    pairs = args[0] if args else []
+    if len(args) > 1 or type(pairs) is not list or any(len(pair) != 2 for pair in pairs):
+        machine.fail("an OrderedDict of something that is not a list of pairs")
+    for pair in pairs:
         insert(machine, made, list(pair))
     return made
 
 
 def _default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
     machine.spend(2)
-    if len(args) > 1 or (args and type(args[0]) not in (GlobalRef, Opaque, type(None))):
-        return Opaque(GlobalRef("collections", "defaultdict"), args)
+    if len(args) > 1 or (args and type(args[0]) not in (GlobalRef, type(None))):
+        return recorded(machine, Opaque(GlobalRef("collections", "defaultdict"), args))
+    if args and type(args[0]) is GlobalRef:
+        # A list of the factories that a proven pickle may name is kept with all other names.
+        machine.factories.append((machine.position, args[0]))
     return DefaultDict(*args)
 
 
 def _complex(machine: Machine, args: tuple[Value, ...]) -> Value:
     if all(type(arg) in (int, float) for arg in args):
         return complex(*args)
-    return Opaque(GlobalRef("builtins", "complex"), args)
+    return recorded(machine, Opaque(GlobalRef("builtins", "complex"), args))
 
 
 def _reconstructor(machine: Machine, args: tuple[Value, ...]) -> Value:
@@ -200,7 +236,7 @@ def _reconstructor(machine: Machine, args: tuple[Value, ...]) -> Value:
     kind, base, state = args
     if state is None and base == GlobalRef("builtins", "object"):
         return made(machine, kind, (), None)
-    return Opaque(GlobalRef("copyreg", "_reconstructor"), args)
+    return recorded(machine, Opaque(GlobalRef("copyreg", "_reconstructor"), args))
 
 
 def _plainly(build: Callable[..., Value]) -> Callable[[Machine, tuple[Value, ...]], Value]:
@@ -210,6 +246,8 @@ def _plainly(build: Callable[..., Value]) -> Callable[[Machine, tuple[Value, ...
 CALLS: dict[tuple[str, str], Callable[[Machine, tuple[Value, ...]], Value]] = {
     (ref.module, ref.name): _plainly(build) for ref, build in _TENSORS.items()
 } | {
+    **{(ref.module, ref.name): _parameter for ref in _PARAMETERS},
+    (_FROM_TYPE.module, _FROM_TYPE.name): _from_type,
     ("torch", "Size"): _size,
     ("_codecs", "encode"): _encode,
     ("builtins", "bytes"): _bytes,
@@ -222,3 +260,38 @@ CALLS: dict[tuple[str, str], Callable[[Machine, tuple[Value, ...]], Value]] = {
     ("copyreg", "_reconstructor"): _reconstructor,
 }
 """The allow-list of functions. All others, and all classes but those of a DCP (``dcp_classes``), are recorded."""
+
+
+_TENSOR_REASON = "torch's own function; the view must lie inside its storage"
+_EMPTY_HOOKS = "hooks None or an empty OrderedDict"
+
+ARGUMENTS: dict[tuple[str, str], tuple[str, str]] = {
+    ("torch._utils", "_rebuild_tensor"): ("storage, offset, shape, strides", _TENSOR_REASON),
+    ("torch._utils", "_rebuild_tensor_v2"): (f"storage, offset, shape, strides, bool, {_EMPTY_HOOKS}", _TENSOR_REASON),
+    ("torch._utils", "_rebuild_tensor_v3"): (
+        f"storage, offset, shape, strides, bool, {_EMPTY_HOOKS}, dtype",
+        _TENSOR_REASON,
+    ),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): ("dtype, shape, strides, bool", "a tensor of no bytes"),
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): ("tensor, dtype, device, bool", _TENSOR_REASON),
+    ("torch._utils", "_rebuild_parameter"): (f"tensor, bool, {_EMPTY_HOOKS}", _TENSOR_REASON),
+    ("torch._utils", "_rebuild_parameter_with_state"): (
+        f"tensor, bool, {_EMPTY_HOOKS}, attributes that are numbers or strings",
+        _TENSOR_REASON,
+    ),
+    ("torch._tensor", "_rebuild_from_type_v2"): (
+        "one of the functions above, Tensor or Parameter, its arguments, attributes that are numbers or strings",
+        _TENSOR_REASON,
+    ),
+    ("torch", "Size"): ("up to 64 ints", "a tuple of numbers"),
+    ("_codecs", "encode"): ("text of latin-1, 'latin1'", "how protocols 0 to 2 write bytes"),
+    ("builtins", "bytes"): ("nothing", "how protocols 0 to 2 write empty bytes"),
+    ("builtins", "bytearray"): ("bytes, or text and 'latin1'", "bytes"),
+    ("builtins", "set"): ("a list", "how protocols 0 to 3 write sets"),
+    ("builtins", "frozenset"): ("a list", "how protocols 0 to 3 write sets"),
+    ("builtins", "complex"): ("two numbers", "a number"),
+    ("collections", "OrderedDict"): ("nothing, or a list of pairs; plain attributes", "a dict"),
+    ("collections", "defaultdict"): ("the name of a builtin container or number type", "a dict"),
+    ("copyreg", "_reconstructor"): ("a class of this list, object, None", "how protocols 0 and 1 make an object"),
+}
+"""What each function takes, and why it is harmless, in words."""

@@ -236,6 +236,7 @@ class TensorStorageMetadata(Record):
         self.build({"properties": properties, "size": size, "chunks": chunks})
 
     def build(self, state: dict[str, Value]) -> None:
+        state = dict(state)
         self.properties = state.pop("properties")
         self.size = state.pop("size")
         self.chunks = state.pop("chunks")
@@ -280,6 +281,7 @@ class StorageMeta(Record):
         self.build({"checkpoint_id": checkpoint_id, "save_id": save_id, "load_id": load_id, "modules": modules})
 
     def build(self, state: dict[str, Value]) -> None:
+        state = dict(state)
         self.checkpoint_id = state.pop("checkpoint_id", None)
         self.save_id = state.pop("save_id", None)
         self.load_id = state.pop("load_id", None)
@@ -323,6 +325,7 @@ class Metadata(Record):
         self.build(known | (extra or {}))
 
     def build(self, state: dict[str, Value]) -> None:
+        state = dict(state)
         self.state_dict_metadata = state.pop("state_dict_metadata")
         self.planner_data = state.pop("planner_data", None)
         self.storage_data = state.pop("storage_data", None) or {}

@@ -29,8 +29,13 @@ def insert(machine: Machine, target: Value, items: list[Value]) -> None:
     if len(items) % 2:
         machine.fail("a key without a value")
     if isinstance(target, dict):
+        num_keys = len(target) + len(items) // 2
         target.update(zip(checked_keys(machine, target, items[::2]), items[1::2], strict=True))
+        if len(target) != num_keys:
+            machine.fail("a key is set twice, which no pickler does")
     elif type(target) is Opaque:
+        if target.state is not None:
+            machine.fail(f"it sets items of a {kind_of(target)} that has its state already")
         target.pairs.extend(zip(items[::2], items[1::2], strict=True))
     else:
         machine.fail(f"it sets items of a {kind_of(target)}")

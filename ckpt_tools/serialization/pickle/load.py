@@ -57,7 +57,7 @@ def loads(data: bytes, *, path: str, persistent_load: PersistentLoad | None = No
     """
     machine = Machine(data, _LANGUAGE, persistent_load)
     try:
-        with _gc_paused(len(data) >= GC_PAUSE_BYTES):
+        with gc_paused(len(data) >= GC_PAUSE_BYTES):
             value = machine.run()
             Checker(len(data)).check(value)
             return value
@@ -81,14 +81,14 @@ def recorded(data: bytes, *, path: str) -> Recording:
     from ckpt_tools.serialization.pickle.trace.recorder import Recorder
 
     try:
-        with _gc_paused(len(data) >= GC_PAUSE_BYTES):
+        with gc_paused(len(data) >= GC_PAUSE_BYTES):
             return Recorder(data, TRACING).record()
     except MemoryError as error:
         raise MemoryBudgetError("there is not enough memory to check this pickle", path=path) from error
 
 
 @contextmanager
-def _gc_paused(pause: bool) -> Iterator[None]:
+def gc_paused(pause: bool) -> Iterator[None]:
     enabled = pause and gc.isenabled()
     if enabled:
         gc.disable()

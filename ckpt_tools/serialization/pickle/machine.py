@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from ckpt_tools.core.values import GlobalRef, Size, Value
+from ckpt_tools.core.values import GlobalRef, Opaque, Size, Value
 from ckpt_tools.errors import MalformedError
 
 PersistentLoad = Callable[[Value], Value]
@@ -21,6 +22,14 @@ SPARE_CONTAINERS = 1 << 16
 
 class Stop(Exception):  # noqa: N818
     """The opcode STOP was met."""
+
+
+class FrameStarts(Exception):  # noqa: N818
+    """The opcode FRAME was met: ``start`` and ``stop`` of the bytes of the frame."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start = start
+        self.stop = stop
 
 
 class Unset:
@@ -55,14 +64,17 @@ class Machine:
         "bytes_to_copy",
         "calls",
         "data",
-        "has_gaps",
+        "factories",
+        "is_framed",
         "key_hashes",
         "language",
         "macros",
         "marks",
         "memo",
         "names",
+        "objects",
         "position",
+        "protocol",
         "resolve",
         "sizes",
         "stack",
@@ -75,7 +87,11 @@ class Machine:
         self.stack: list[Value] = []
         self.marks: list[list[Value]] = []
         self.memo: list[Value] = []
-        self.has_gaps = False
+        self.factories: list[tuple[int, GlobalRef]] = []
+        self.is_framed = False
+        self.protocol = 0
+        # Every object that was recorded instead of being interpreted, with the position at which it was made.
+        self.objects: list[tuple[int, Opaque | SetState]] = []
         self.resolve = persistent_load
         self.names: dict[tuple[str, str], GlobalRef] = {}
         # By the id of the one GlobalRef of a name, whose hash would be slow to take.
@@ -88,17 +104,39 @@ class Machine:
 
     def run(self) -> Value:
         """Interpret up to STOP, which must be the last byte."""
-        data, position = self.data, 0
-        steps = self.language.steps
-        try:
-            while True:
-                self.position = position
-                position = steps[data[position]](self, position + 1)
-        except Stop:
-            pass
-        if self.position != len(data) - 1:
+        if self.run_first() != len(self.data):
             raise MalformedError(f"more data follows the end of the pickle at byte {self.position:,}")
         return self.stack.pop()
+
+    def run_first(self) -> int:
+        """Interpret up to the first STOP, and leave the value on the stack; the position after it.
+
+        A frame ends where an opcode does, and no frame starts within another: CPython's C unpickler takes frames for
+        nothing but hints, and the Python one reads other bytes where a frame cuts an opcode.
+        """
+        data, position, limit = self.data, 0, len(self.data)
+        steps = self.language.steps
+        while True:
+            try:
+                while position < limit:
+                    self.position = position
+                    position = steps[data[position]](self, position + 1)
+            except FrameStarts as frame:
+                position, limit, self.is_framed = frame.start, frame.stop, True
+                continue
+            except Stop:
+                break
+            if position != limit or not self.is_framed:
+                self.fail("a frame ends within an opcode" if self.is_framed else "it ends early")
+            limit, self.is_framed = len(data), False
+        self._check_end(limit)
+        return self.position + 1
+
+    def _check_end(self, limit: int) -> None:
+        if self.is_framed and limit != self.position + 1:
+            self.fail("it stops before its frame ends")
+        if len(self.stack) != 1 or self.marks:
+            self.fail("it leaves more behind than a value")
 
     def fail(self, reason: str) -> NoReturn:
         raise MalformedError(f"the pickle is malformed at byte {self.position:,}: {reason}")
@@ -133,7 +171,7 @@ class Machine:
         """The one ``GlobalRef`` of a name, and what calling it builds."""
         if len(module) + len(name) > MAX_NAME_CHARS:
             self.fail("a name of absurd length")
-        key = (_PY3_MODULES.get(module, module), name)
+        key = (module, name) if self.protocol > 2 else in_python_3(module, name)
         ref = self.names.get(key)
         if ref is None:
             ref = self.names[key] = GlobalRef(*key)
@@ -152,5 +190,15 @@ Call = Callable[[Machine, tuple[Value, ...]], Value]
 """What calling a function with these arguments makes."""
 
 
-_PY3_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Names of Python 2, which protocols 0 to 2 use to this day."""
+@dataclass(frozen=True, slots=True)
+class SetState:
+    """A tensor that was given attributes: its class, and what it was given."""
+
+    ref: Value
+    state: Value
+
+
+def in_python_3(module: str, name: str) -> tuple[str, str]:
+    """A name of Python 2, which protocols 0 to 2 use to this day, as CPython maps it."""
+    found = NAME_MAPPING.get((module, name))
+    return found or (IMPORT_MAPPING.get(module, module), name)

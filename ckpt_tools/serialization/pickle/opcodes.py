@@ -1,12 +1,15 @@
 """Every opcode as a function of the machine and the position after it, which gives that of the next.
 
-What each does is documented in CPython's Lib/pickletools.py; where the C unpickler and the Python one differ, this is
-the C one.
+What each does is documented in CPython's Lib/pickletools.py. Only what picklers write is read: those of CPython, in C
+and in Python, in protocols 0 to 5, Python 2's, and torch's. CPython's two unpicklers read more, and not always alike:
+numbers in octal, with signs and with underscores, frames that cut an opcode, places of the memo out of order. What two
+unpicklers could read in two ways is refused.
 """
 
 from __future__ import annotations
 
 import codecs
+import re
 import struct
 from collections.abc import Callable
 from typing import NoReturn
@@ -14,7 +17,7 @@ from typing import NoReturn
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, kind_of
 from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES, Record
 from ckpt_tools.serialization.pickle.key_limits import checked_keys, insert
-from ckpt_tools.serialization.pickle.machine import UNSET, Machine, Step, Stop
+from ckpt_tools.serialization.pickle.machine import UNSET, FrameStarts, Machine, Step, Stop
 
 MAX_INT_BYTES = 1024
 """Bytes of an integer, and characters of a number in text form. Longer ones are slow to print."""
@@ -32,15 +35,27 @@ def _unknown(machine: Machine, at: int) -> int:
 
 
 def _proto(machine: Machine, at: int) -> int:
-    if machine.data[at] > 5:
-        machine.fail(f"protocol {machine.data[at]} is unknown")
+    protocol = machine.data[at]
+    if machine.position or not 2 <= protocol <= 5:
+        machine.fail("its protocol is stated where no pickler states it" if machine.position else _UNKNOWN % protocol)
+    machine.protocol = protocol
     return at + 1
 
 
-def _frame(machine: Machine, at: int) -> int:
-    if _U64.unpack_from(machine.data, at)[0] > len(machine.data) - at - 8:
+_UNKNOWN = "protocol %d is unknown"
+
+MIN_FRAME_BYTES = 4
+"""Picklers write less than this without a frame."""
+
+
+def _frame(machine: Machine, at: int) -> NoReturn:
+    start = at + 8
+    num_bytes = _U64.unpack_from(machine.data, at)[0]
+    if num_bytes > len(machine.data) - start:
         machine.fail("it ends early")
-    return at + 8
+    if machine.is_framed or machine.protocol < 4 or num_bytes < MIN_FRAME_BYTES:
+        machine.fail("a frame is where no pickler starts one")
+    raise FrameStarts(start, start + num_bytes)
 
 
 def _stop(machine: Machine, at: int) -> NoReturn:
@@ -116,11 +131,11 @@ def _bytes(width: int) -> Step:
 
 
 def _py2_text(width: int) -> Step:
-    """A byte string of Python 2, which torch.load takes for UTF-8."""
+    """A byte string of Python 2: only of ASCII, which all loaders read alike. Others depend on the loader."""
 
     def step(machine: Machine, at: int) -> int:
         start, stop = read_span(machine, at, width)
-        machine.stack.append(machine.data[start:stop].decode())
+        machine.stack.append(str(machine.data[start:stop], "ascii"))
         return stop
 
     return step
@@ -157,37 +172,59 @@ def _number_line(machine: Machine, at: int) -> tuple[bytes, int]:
     return line, after
 
 
+_PLAIN = re.compile(rb"0|-?[1-9][0-9]*")
+"""A whole number as picklers write it: no sign but a minus, no zeros in front, no underscores."""
+
+
+def _whole(machine: Machine, line: bytes) -> int:
+    if not _PLAIN.fullmatch(line):
+        machine.fail("a number is written as no pickler writes it")
+    return int(line)
+
+
 def _int_line(machine: Machine, at: int) -> int:
     line, after = _number_line(machine, at)
-    machine.stack.append({b"00": False, b"01": True}[line] if line in (b"00", b"01") else int(line, 0))
+    machine.stack.append({b"00": False, b"01": True}[line] if line in (b"00", b"01") else _whole(machine, line))
     return after
 
 
 def _long_line(machine: Machine, at: int) -> int:
     line, after = _number_line(machine, at)
-    machine.stack.append(int(line.removesuffix(b"L"), 0))
+    if not line.endswith(b"L"):
+        machine.fail("a number is written as no pickler writes it")
+    machine.stack.append(_whole(machine, line[:-1]))
     return after
 
 
 def _float_line(machine: Machine, at: int) -> int:
     line, after = _number_line(machine, at)
-    machine.stack.append(float(line))
+    value = float(line)
+    if repr(value).encode() != line:
+        machine.fail("a number is written as no pickler writes it")
+    machine.stack.append(value)
     return after
 
 
 def _quoted_line(machine: Machine, at: int) -> int:
     line, after = read_line(machine, at)
-    if len(line) < 2 or line[0] != line[-1] or line[0] not in b"\"'":
-        machine.fail("a string without quotes")
-    machine.stack.append(codecs.escape_decode(line[1:-1])[0].decode())
+    text = str(codecs.escape_decode(line[1:-1])[0], "ascii") if line else ""
+    if repr(text).encode() != line:
+        machine.fail("a string is written as no pickler writes it")
+    machine.stack.append(text)
     return after
 
 
 def _unicode_line(machine: Machine, at: int) -> int:
     line, after = read_line(machine, at)
-    machine.stack.append(_RAW_UNICODE.decode(line)[0])
+    value = _RAW_UNICODE.decode(line)[0]
+    if _RAW_UNICODE.encode(value.translate(_ESCAPED))[0] != line:
+        machine.fail("a string is written as no pickler writes it")
+    machine.stack.append(value)
     return after
 
+
+_ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\\\0\n\r\x1a"}
+"""What picklers of Python 3 escape, so that a line stays one."""
 
 # Looked up here, since Python imports a codec where it is first used: reading a pickle imports nothing at all.
 _RAW_UNICODE = codecs.lookup("raw-unicode-escape")
@@ -226,7 +263,7 @@ def called(machine: Machine, function: Value, args: Value) -> Value:
     if type(function) is not GlobalRef and type(function) is not Opaque:
         machine.fail(f"a {kind_of(function)} is called")
     machine.spend(3)
-    return Opaque(function, args)
+    return recorded(machine, Opaque(function, args))
 
 
 def _newobj(machine: Machine, at: int) -> int:
@@ -250,7 +287,13 @@ def made(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | 
     record = CLASSES.get((kind.module, kind.name)) if type(kind) is GlobalRef else None
     if record is not None and not args and not kwargs:
         return object.__new__(record)
-    return Opaque(kind, args, form="new", kwargs=kwargs)
+    return recorded(machine, Opaque(kind, args, form="new", kwargs=kwargs))
+
+
+def recorded(machine: Machine, made: Opaque) -> Opaque:
+    """Kept with its position, whatever becomes of it: ``closed_list`` judges every one of them."""
+    machine.objects.append((machine.position, made))
+    return made
 
 
 _GETATTR = GlobalRef("builtins", "getattr")
@@ -264,30 +307,18 @@ def _is_class(kind: Value) -> bool:
     return is_inner and kind.state is None
 
 
-def _inst(machine: Machine, at: int) -> int:
-    module, at = read_line(machine, at)
-    name, at = read_line(machine, at)
-    args = tuple(machine.pop_mark())
-    machine.stack.append(_instance(machine, machine.name(module.decode(), name.decode()), args))
-    return at
-
-
-def _obj(machine: Machine, at: int) -> int:
-    kind, *args = machine.pop_mark()
-    machine.stack.append(_instance(machine, kind, tuple(args)))
-    return at
-
-
-def _instance(machine: Machine, kind: Value, args: tuple[Value, ...]) -> Value:
-    """An old-style instance: a call, or without arguments a new object."""
-    return called(machine, kind, args) if args else made(machine, kind, args, None)
+def _old_style(machine: Machine, at: int) -> NoReturn:
+    machine.fail("it makes an object of an old-style class of Python 2")
 
 
 def _build(machine: Machine, at: int) -> int:
     state, target = machine.stack.pop(), machine.stack[-1]
     if not isinstance(target, Record | Opaque | OrderedDict):
         machine.fail(f"it sets the state of a {kind_of(target)}, which has none")
-    target.build(state)
+    if state is None:
+        machine.fail("it sets a state of nothing")
+    # A copy: an unpickler copies the items, and keeps no hold of the dict.
+    target.build(dict(state) if type(state) is dict else state)
     return at
 
 
@@ -333,28 +364,23 @@ def _pop_mark(machine: Machine, at: int) -> int:
     return at
 
 
-def _dup(machine: Machine, at: int) -> int:
-    machine.stack.append(machine.stack[-1])
-    return at
+def _dup(machine: Machine, at: int) -> NoReturn:
+    machine.fail("it copies the top of the stack, which no pickler does")
 
 
 def _memoize(machine: Machine, at: int) -> int:
-    if machine.has_gaps:
-        machine.fail("a memo with gaps is continued by count")
     machine.memo.append(machine.stack[-1])
     return at
 
 
 def _put(machine: Machine, index: int) -> None:
     memo = machine.memo
-    if index == len(memo):
-        memo.append(machine.stack[-1])
-        return
-    if not 0 <= index < len(machine.data):
-        machine.fail("a huge memo index")
-    machine.has_gaps = True
-    memo.extend([UNSET] * (index + 1 - len(memo)))
-    memo[index] = machine.stack[-1]
+    if index == 1 and not memo:
+        # Python 2 counted from one.
+        memo.append(UNSET)
+    if index != len(memo):
+        machine.fail("a place of the memo is out of order")
+    memo.append(machine.stack[-1])
 
 
 def _binput(machine: Machine, at: int) -> int:
@@ -369,7 +395,7 @@ def _long_binput(machine: Machine, at: int) -> int:
 
 def _put_line(machine: Machine, at: int) -> int:
     line, at = _number_line(machine, at)
-    _put(machine, int(line))
+    _put(machine, _whole(machine, line))
     return at
 
 
@@ -396,9 +422,10 @@ def _long_binget(machine: Machine, at: int) -> int:
 
 def _get_line(machine: Machine, at: int) -> int:
     line, at = _number_line(machine, at)
-    if not line.isdigit():
+    index = _whole(machine, line)
+    if index < 0:
         machine.fail("a memo index that is not a number")
-    return _fetched(machine, machine.memo[int(line)], at)
+    return _fetched(machine, machine.memo[index], at)
 
 
 # Containers
@@ -472,6 +499,8 @@ def _items_of(machine: Machine) -> list[Value]:
         return target
     if type(target) is not Opaque:
         machine.fail(f"it appends to a {kind_of(target)}")
+    if target.state is not None:
+        machine.fail(f"it appends to a {kind_of(target)} that has its state already")
     return target.items
 
 
@@ -529,8 +558,8 @@ for _opcode, _step in {
     b"R": _reduce,
     b"\x81": _newobj,
     b"\x92": _newobj_ex,
-    b"i": _inst,
-    b"o": _obj,
+    b"i": _old_style,
+    b"o": _old_style,
     b"b": _build,
     b"P": _persistent_line,
     b"Q": _persistent,

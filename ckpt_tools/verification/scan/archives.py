@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.zip_archive import (
     END,
     END64,
@@ -74,14 +74,14 @@ def _agrees(read: ReadRange, size: int, before_end: bytes, stated: tuple[tuple[i
     return all(narrow in (number, most) for number, (narrow, most) in numbers)
 
 
-def members_of_any_zip(read: ReadRange, size: int) -> tuple[list[Member], str | None]:
+def members_of_any_zip(read: ReadRange, size: int, limit: int) -> tuple[list[Member], str | None]:
     """The records of a zip that Python can find, and why not more."""
     if size > MAX_BROKEN_ZIP_BYTES:
         return [], "the zip archive is damaged, and too large to search for its records"
     members: list[Member] = []
     try:
         with zipfile.ZipFile(io.BufferedReader(_Stream(read, size))) as archive:
-            members.extend(_inflated(read, size, archive.infolist()))
+            members.extend(_inflated(read, size, archive.infolist(), limit))
     except CkptError:
         raise
     except Exception as error:
@@ -90,16 +90,15 @@ def members_of_any_zip(read: ReadRange, size: int) -> tuple[list[Member], str | 
     return members, None
 
 
-def _inflated(read: ReadRange, size: int, records: list[zipfile.ZipInfo]) -> Iterator[Member]:
+def _inflated(read: ReadRange, size: int, records: list[zipfile.ZipInfo], left: int) -> Iterator[Member]:
     if len(records) > MAX_MEMBERS:
         raise zipfile.BadZipFile(f"{len(records):,} records")
-    left = MAX_INFLATED_BYTES
     for record in records:
         data = _payload(read, size, record, left)
         left -= len(data)
         yield Member(record.filename, data)
         if left <= 0:
-            raise zipfile.BadZipFile(f"its records inflate to more than {MAX_INFLATED_BYTES:,} bytes")
+            raise zipfile.BadZipFile("its records inflate to more than is followed")
 
 
 def _payload(read: ReadRange, size: int, record: zipfile.ZipInfo, limit: int) -> bytes:
@@ -177,16 +176,31 @@ MAX_ZSTD_WINDOW_BYTES = 1 << 23
 """The window that a frame may ask for; the one of the level that torch uses is 2 MiB."""
 
 
-def inflated_zstd(read: ReadRange, size: int) -> tuple[bytes, str | None]:
-    """An item of a DCP that torch's ZStandard extension wrote, and why not all of it."""
+def inflated_zstd(read: ReadRange, size: int) -> bytes:
+    """An item of a DCP that torch's ZStandard extension wrote: one frame, to the last byte.
+
+    Raises:
+        UnsupportedError: the package is not installed, or it is too large. MalformedError: it is not one frame.
+    """
     try:
         import zstandard
-    except ImportError:
-        return b"", "it is compressed with zstd, which needs the package zstandard"
-    stream = io.BufferedReader(_Stream(read, size))
-    reader = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).stream_reader(stream)
+    except ImportError as error:
+        raise UnsupportedError("it is compressed with zstd; to look into it, install the package zstandard") from error
+    reader = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).decompressobj()
+    data = b""
     try:
-        data = reader.read(MAX_INFLATED_BYTES)
+        for start in range(0, size, _PACKED_BYTES):
+            data += reader.decompress(read(start, min(start + _PACKED_BYTES, size)))
+            if len(data) > MAX_INFLATED_BYTES:
+                raise UnsupportedError(
+                    "it is compressed with zstd, and decompresses to more than the limit of the scan"
+                )
     except zstandard.ZstdError as error:
-        return b"", f"it is compressed with zstd, and damaged: {error}"
-    return data, "it decompresses to more than the limit of the scan" if len(data) == MAX_INFLATED_BYTES else None
+        raise MalformedError(f"it is compressed with zstd, and damaged: {error}") from error
+    if not reader.eof or reader.unused_data or read(0, 4) != b"\x28\xb5\x2f\xfd":
+        raise MalformedError("it is not one frame of zstd")
+    return data
+
+
+_PACKED_BYTES = 1 << 12
+"""Inflated at a time: zstd makes up to 20,000 times as much of it."""

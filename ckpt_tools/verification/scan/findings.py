@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import printable
+from ckpt_tools.serialization.pickle.proof import Proof
 
 MAX_FINDINGS = 1000
 """Findings kept; more are counted."""
@@ -19,10 +21,14 @@ class Danger(StrEnum):
 
     RUNS = "runs"
     """Code that a loader would run or import."""
+    COULD_RUN = "could run"
+    """A program, or a name that is used as no genuine checkpoint uses it."""
     OUTSIDE = "outside"
     """A name of a file that leads out of the checkpoint."""
-    UNREADABLE = "unreadable"
-    """Data that cannot be checked: damaged, of an unknown kind, or made to resist it."""
+    NOT_UNDERSTOOD = "not understood"
+    """Data that is not as its format says, or as no writer writes it."""
+    NOT_LOOKED_INTO = "not looked into"
+    """Data of a kind that is not read: compressed, encrypted, or unknown."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -48,14 +54,20 @@ class Finding(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScanReport(Shown):
-    """The findings, ``num_findings`` in all, in ``num_pickles`` pickles of ``num_files`` files."""
+    """What was proved, and the findings where nothing could be.
+
+    ``num_files`` files of ``num_bytes`` bytes and ``num_pickles`` pickles were proved; ``allowed`` are the names that
+    the user vouched for and that were met. ``names`` are those that could be vouched for: what is left is a finding.
+    """
 
     source: str
     num_files: int
+    num_bytes: int
     num_pickles: int
     num_findings: int
     findings: tuple[Finding, ...] = field(repr=False)
-    unsafe: bool
+    allowed: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -65,32 +77,64 @@ class ScanReport(Shown):
         return {
             "source": self.source,
             "clean": self.clean,
-            "unsafe": self.unsafe,
             "num_findings": self.num_findings,
             "num_pickles": self.num_pickles,
             "num_files": self.num_files,
+            "num_bytes": self.num_bytes,
         }
 
     def to_json(self) -> dict[str, Any]:
         return json_of(self, "clean")
 
+    def to_sarif(self) -> dict[str, Any]:
+        """The findings in the form in which code hosts take results of scanners."""
+        from ckpt_tools.verification.scan.sarif import sarif_of
+
+        return sarif_of(self)
+
 
 class FindingCollector:
-    """Collects findings."""
+    """Collects findings and what was proved. ``allowed`` are the names that the user vouches for."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: Collection[str] = ()) -> None:
+        self.allowed = frozenset(allowed)
         self.findings: list[Finding] = []
         self.num_findings = 0
         self.num_pickles = 0
-        self.unsafe = False
+        self.num_files = 0
+        self.num_bytes = 0
+        self._met: set[str] = set()
+        self._names: dict[str, None] = {}
 
     def add(self, file: str, place: str, danger: Danger, what: str, *, count: int = 1) -> None:
         self.num_findings += count
-        self.unsafe |= danger is not Danger.UNREADABLE
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(Finding(printable(file), printable(place), danger, printable(what)))
 
-    def report(self, source: str, num_files: int) -> ScanReport:
+    def note(self, proof: Proof) -> None:
+        """Count a pickle that was read, proven or not; its refusals are findings of their own."""
+        self.num_pickles += not proof.refusals
+        self._met.update(proof.uses_allowed)
+        self.suggest(refusal.name for refusal in proof.refusals)
+
+    def suggest(self, names: Iterable[str | None]) -> None:
+        for name in names:
+            if name and len(self._names) < MAX_FINDINGS:
+                self._names[printable(name)] = None
+
+    def proved(self, num_bytes: int) -> None:
+        """Count a file of which every byte was accounted for."""
+        self.num_files += 1
+        self.num_bytes += num_bytes
+
+    def report(self, source: str) -> ScanReport:
         return ScanReport(
-            source, num_files, self.num_pickles, self.num_findings, tuple(self.findings), unsafe=self.unsafe
+            source,
+            self.num_files,
+            self.num_bytes,
+            self.num_pickles,
+            self.num_findings,
+            tuple(self.findings),
+            tuple(sorted(self._met)),
+            tuple(self._names),
         )

@@ -4,149 +4,164 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import FormatError, IncompleteError, StoreError, UnsafeError
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, StoreError
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, StorageInfo
-from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.serialization.zip_archive import END, END_MAGIC
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.archives import inflated_zstd
+from ckpt_tools.verification.scan.disguise import RunsElsewhereError, check_one_meaning
+from ckpt_tools.verification.scan.explain import Explainer
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, ScanReport
-from ckpt_tools.verification.scan.pickle_files import UNPICKLED, Inspector, Piece
-
-MAX_METADATA_BYTES = 4 << 30
-"""As where it is read: a million chunks take 150 MB."""
-
-SEARCH_BYTES = 1 << 20
-"""Read at once where a file is searched for the archives in it."""
+from ckpt_tools.verification.scan.piece import Piece
+from ckpt_tools.verification.scan.prove import REASONS, NotLookedIntoError, Prover, danger_of
 
 _ZSTD = "stream.zstd/1"
 
+Items = dict[tuple[int, int], StorageInfo]
+"""The items of one file, by their range."""
 
-def scan_source(source: Source, url: str) -> ScanReport:
-    """The calls that a loader would execute for the files of ``source``. Nothing is executed or opened outside of it.
+
+def scan_source(source: Source, url: str, allowed: Collection[str] = ()) -> ScanReport:
+    """What of ``source`` is proved to run nothing, and what is not. Nothing is executed or opened outside of it.
+
+    ``allowed`` are names that the user vouches for.
 
     Raises:
-        StoreError: a file cannot be read. MemoryBudgetError: there is not enough memory for a pickle.
+        SourceNotFoundError: there is no file. StoreError: a file cannot be read. MemoryBudgetError: there is not enough
+        memory for a pickle.
     """
-    return _Scan(source).run(url)
+    return _Scan(source, allowed).run(url)
 
 
 class _Scan:
-    def __init__(self, source: Source) -> None:
-        self._notebook = FindingCollector()
-        self._inspector = Inspector(self._notebook)
+    def __init__(self, source: Source, allowed: Collection[str]) -> None:
+        self._notebook = FindingCollector(allowed)
+        self._prover = Prover(self._notebook)
+        self._explainer = Explainer(self._notebook)
         hidden, links = _hidden(source.store)
         self._source = replace(source, files=dict(sorted({**hidden, **source.files}.items())))
         for link in links:
             self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside the checkpoint")
 
     def run(self, url: str) -> ScanReport:
-        items = self._items()
+        if not self._source.files and not self._notebook.findings:
+            raise SourceNotFoundError("there is nothing to scan", path=url)
+        items = [path for path in self._source.files if path.endswith(".distcp")]
         for path in self._source.files:
-            self._guarded(path, items.get(path, {}))
-        return self._notebook.report(url, len(self._source.files))
+            if path not in items:
+                self._guarded(path)
+        ranges = self._items()
+        for path in items:
+            self._guarded(path, ranges.get(path, {}))
+        return self._notebook.report(url)
 
-    def _guarded(self, path: str, items: Mapping[tuple[int, int], StorageInfo]) -> None:
-        """A file that is not to be opened, or that changes meanwhile, is a finding and keeps none from being read."""
+    def _guarded(self, path: str, items: Items | None = None) -> None:
+        """A file that cannot be proved is a finding, and keeps none from being read."""
+        before = self._notebook.num_findings
         try:
-            self._file(path, items)
-        except UnsafeError as error:
-            self._notebook.add(path, "", Danger.OUTSIDE, error.message)
-        except (FormatError, RecursionError) as error:
-            self._notebook.add(path, "", Danger.UNREADABLE, str(error))
+            piece = self._whole(path)
+            if items is None:
+                self._judged(piece, self._prove)
+            else:
+                self._items_of(piece, items)
+        except REASONS as error:
+            self._refuse(path, "", error)
+        if self._notebook.num_findings == before:
+            self._notebook.proved(self._source.size(path))
 
-    def _file(self, path: str, items: Mapping[tuple[int, int], StorageInfo]) -> None:
-        whole = self._whole(path)
-        for (start, stop), info in items.items():
-            self._item(whole, start, stop, info)
-        if not items and path.endswith(".distcp"):
-            self._search(whole)
-        elif not items:
-            self._inspector.inspect(whole)
+    def _prove(self, piece: Piece) -> None:
+        self._prover.prove(piece)
+        check_one_meaning(piece, self._explainer)
+
+    def _judged(self, piece: Piece, prove: Callable[[Piece], None]) -> None:
+        """Prove a piece; where that fails, say what a loader would run of it, and then why it is not proved."""
+        error: Exception | None = None
+        try:
+            prove(piece)
+        except REASONS as raised:
+            error = raised
+        refused = self._prover.refused()
+        if error is None and not refused:
+            return
+        shown = self._explainer.explain(piece)
+        for place, refusal in refused:
+            if not any(refusal.subject in each for each in shown):
+                self._notebook.add(piece.file, place, Danger.COULD_RUN, refusal.what)
+        if error is not None and not self._says_so(error, shown):
+            self._refuse(piece.file, piece.place, error)
+
+    def _says_so(self, error: Exception, shown: list[str]) -> bool:
+        return isinstance(error, RunsElsewhereError) and bool(shown)
+
+    def _refuse(self, path: str, place: str, error: Exception) -> None:
+        if isinstance(error, CkptError):
+            self._notebook.add(path, place, danger_of(error), error.message)
+        else:
+            self._notebook.add(path, place, Danger.NOT_UNDERSTOOD, "values are nested too deep")
 
     def _whole(self, path: str) -> Piece:
         size = self._source.size(path)
-        expected = UNPICKLED.search(path) is not None
-        return Piece(path, "", size, lambda start, stop: self._source.read(path, start, stop), expected)
+        return Piece(path, "", size, lambda start, stop: self._source.read(path, start, stop))
 
     # DCP
 
-    def _items(self) -> Mapping[str, Mapping[tuple[int, int], StorageInfo]]:
-        """The items of every file, by their range."""
-        found: dict[str, dict[tuple[int, int], StorageInfo]] = defaultdict(dict)
-        for path in self._source.files:
-            if path.endswith(".metadata"):
-                for info in self._infos(path):
-                    self._place(path, info, found)
+    def _items(self) -> dict[str, Items]:
+        """The items of every file, as the metadata of its folder states them."""
+        found: dict[str, Items] = defaultdict(dict)
+        for path, metadata in self._prover.metadata.items():
+            for info in _infos(metadata):
+                self._place(path, info, found)
         return found
 
-    def _infos(self, path: str) -> list[StorageInfo]:
-        """What the metadata in ``path`` says of items; it is itself looked at with all other files."""
-        try:
-            value = loads(self._source.read_all(path, limit_bytes=MAX_METADATA_BYTES), path=path)
-        except (FormatError, UnsafeError) as error:
-            self._notebook.add(path, "", Danger.UNREADABLE, f"its items cannot be found: {error.message}")
-            return []
-        return list(value.storage_data.values()) if isinstance(value, Metadata) else []
-
-    def _place(self, path: str, info: StorageInfo, found: dict[str, dict[tuple[int, int], StorageInfo]]) -> None:
+    def _place(self, path: str, info: StorageInfo, found: dict[str, Items]) -> None:
         folder = path.rpartition("/")[0]
         try:
             name = "/".join(filter(None, (folder, checked_name(info.relative_path))))
             if info.offset + info.length > self._source.size(name):
                 raise IncompleteError(f"it ends before the item at byte {info.offset:,} does", path=name)
-        except UnsafeError as error:
-            self._notebook.add(path, "", Danger.OUTSIDE, error.message)
-        except IncompleteError as error:
-            self._notebook.add(path, "", Danger.UNREADABLE, str(error))
+        except REASONS as error:
+            self._refuse(path, "", error)
         else:
             found[name][info.offset, info.offset + info.length] = info
 
-    def _item(self, whole: Piece, start: int, stop: int, info: StorageInfo) -> None:
-        piece = whole.part(start, stop, f"item at byte {start:,}", is_expected=True)
+    def _items_of(self, whole: Piece, items: Items) -> None:
+        """Every byte of a file of items is in exactly one of them."""
+        if not items:
+            self._explainer.explain(whole)
+            raise MalformedError("no metadata names the items of this file")
+        at = 0
+        for (start, stop), info in sorted(items.items()):
+            piece = whole.part(start, stop, f"item at byte {start:,}")
+            if start != at:
+                raise MalformedError(f"its items overlap, or leave bytes that belong to none, at byte {at:,}")
+            self._item(piece, info)
+            at = stop
+        if at != whole.size:
+            raise MalformedError(f"the bytes from byte {at:,} on belong to no item")
+
+    def _item(self, piece: Piece, info: StorageInfo) -> None:
+        try:
+            whole = self._inflated(piece, info)
+        except REASONS as error:
+            self._refuse(piece.file, piece.place, error)
+        else:
+            self._judged(whole, self._prover.item)
+
+    def _inflated(self, piece: Piece, info: StorageInfo) -> Piece:
         if not info.transform_descriptors:
-            self._inspector.inspect(piece)
-            return
-        reason = self._inflated(piece, info.transform_descriptors)
-        if reason:
-            self._notebook.add(piece.file, piece.place, Danger.UNREADABLE, reason)
-
-    def _inflated(self, piece: Piece, transforms: tuple[str, ...]) -> str | None:
-        """Check an item that was stored with ``transforms``; returns the reason if that is not possible."""
-        if transforms != (_ZSTD,):
-            return f"it is compressed or transformed by {listed(transforms)}"
-        data, reason = inflated_zstd(piece.read, piece.size)
-        self._inspector.inspect(piece.holding(data, "", is_expected=not reason))
-        return reason
-
-    def _search(self, whole: Piece) -> None:
-        """A file of items of which no metadata tells: the archives in it, by their end records."""
-        num_found = 0
-        for start, stop in _archives(whole):
-            num_found += 1
-            self._inspector.inspect(whole.part(start, stop, f"item at byte {start:,}", is_expected=True))
-        if not num_found and whole.size:
-            self._inspector.inspect(whole)
+            return piece
+        if info.transform_descriptors != (_ZSTD,):
+            raise NotLookedIntoError(f"it is compressed or transformed by {listed(info.transform_descriptors)}")
+        return piece.holding(inflated_zstd(piece.read, piece.size), "")
 
 
-def _archives(whole: Piece) -> Iterator[tuple[int, int]]:
-    """The ranges of archives that lie one after the other, each from the end of the last to the end of its own end."""
-    start, keep = 0, END.size
-    for first in range(0, whole.size, SEARCH_BYTES):
-        data = whole.read(first, min(first + SEARCH_BYTES + keep, whole.size))
-        at = data.find(END_MAGIC)
-        while 0 <= at < SEARCH_BYTES and at + END.size <= len(data):
-            stop = first + at + END.size
-            if END.unpack_from(data, at)[1:3] == (0, 0):
-                yield start, stop
-                start = stop
-            at = data.find(END_MAGIC, at + 4)
+def _infos(metadata: Metadata) -> list[StorageInfo]:
+    return list(metadata.storage_data.values())
 
 
 def _hidden(store: object) -> tuple[dict[str, int], list[str]]:

@@ -12,6 +12,7 @@ from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.machine import Language, Machine, Step
 from ckpt_tools.serialization.pickle.opcodes import STEPS, read_line, read_span
+from ckpt_tools.serialization.pickle.trace import lenient
 from ckpt_tools.serialization.pickle.trace.call_text import Elements, Made, Number, Pairs, shown
 from ckpt_tools.serialization.pickle.trace.calls import called, hook, instance, made, set_state
 from ckpt_tools.serialization.pickle.trace.recorder import Recorder
@@ -222,6 +223,19 @@ def _bytes(width: int) -> Step:
 
 _STEPS: list[Step] = list(STEPS)
 for _opcode, _step in {
+    b"\x80": lenient.proto,
+    b"\x95": lenient.frame,
+    b"I": lenient.int_line,
+    b"L": lenient.long_line,
+    b"F": lenient.float_line,
+    b"S": lenient.quoted_line,
+    b"V": lenient.unicode_line,
+    b"2": lenient.dup,
+    b"\x94": lenient.memoize,
+    b"q": lenient.binput,
+    b"r": lenient.long_binput,
+    b"p": lenient.put_line,
+    b"g": lenient.get_line,
     b"\x93": _stack_global,
     b"R": _reduce,
     b"\x81": _newobj,

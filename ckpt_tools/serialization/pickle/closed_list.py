@@ -1,0 +1,402 @@
+"""The closed list: every name that a pickle of a proven file may hold, and all that it may do with it.
+
+"Harmless with any arguments" does not exist: a constructor may call what it is given, a function may hand it back, and
+an attribute may be a hook. So each name stands here with the arguments and the state that genuine checkpoints have,
+collected from those that torch, DeepSpeed, transformers, accelerate, Lightning, Megatron, omegaconf, numpy and the
+standard library wrote. Names are exact: through a dotted one every imported module can be reached.
+
+A name that is only listed may stand in a pickle, as the type of a storage or a dtype does. It may be called only if
+``call`` has arguments for it, made by ``__new__`` only if ``new`` has, and given a state only if ``state`` has a shape
+for it. Names of ``allowed_calls`` and ``dcp_metadata`` are interpreted: their functions check their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value
+from ckpt_tools.serialization.pickle.allowed_calls import ARGUMENTS, CALLS
+from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES
+from ckpt_tools.serialization.pickle.machine import SetState
+from ckpt_tools.serialization.pickle.shapes import (
+    ANY,
+    ATTRIBUTES,
+    BOOL,
+    BYTES,
+    FLOAT,
+    INT,
+    NATURALS,
+    NOTHING,
+    PLAIN_ATTRIBUTES,
+    STR,
+    TENSOR,
+    Shape,
+    constant,
+    fields,
+    made_of,
+    mapping,
+    matching,
+    name,
+    row,
+    several,
+    with_slots,
+    words,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a pickle may do with each of ``names`` of each of ``modules``, and why that runs nothing of its choosing."""
+
+    modules: str
+    names: str
+    reason: str
+    call: tuple[Shape, ...] = ()
+    new: tuple[Shape, ...] = ()
+    state: Shape | None = None
+    has_items: bool = False
+    has_pairs: bool = False
+
+    @property
+    def keys(self) -> Iterator[tuple[str, str]]:
+        return ((module, each) for module in self.modules.split() for each in self.names.split())
+
+
+NO_ARGUMENTS = row()
+
+# numpy: what an array's bytes must agree with
+
+_DTYPE = matching("the code of a plain dtype ('f4', 'U3', 'O8')", r"[biufc]\d{1,2}|[SUV]\d{1,9}|[mM]8|O8?")
+_ORDER = words("<", ">", "|", "=")
+_UNIT = row(fields(), row(BYTES, INT, INT, INT))
+
+
+def _item_bytes(dtype: Value) -> int | None:
+    """Bytes of an element; None for objects, and for what is no dtype of this list."""
+    if type(dtype) is not Opaque or str(dtype.ref) != "numpy.dtype" or refusal(dtype) is not None:
+        return None
+    code = dtype.args[0]
+    return None if code[0] == "O" else int(code[1:]) * (4 if code[0] == "U" else 1)
+
+
+def _is_objects(dtype: Value) -> bool:
+    return type(dtype) is Opaque and refusal(dtype) is None and dtype.args[0][:1] == "O"
+
+
+def _is_dtype_state(state: Value) -> bool:
+    """Sizes of strings, and the flags of objects, follow from the code; nothing else may state them."""
+    usual = row(INT, _ORDER, NOTHING, NOTHING, NOTHING, INT, INT, INT)
+    timed = row(INT, _ORDER, NOTHING, NOTHING, NOTHING, INT, INT, INT, _UNIT)
+    return (usual.accepts(state) and state[0] == 3) or (timed.accepts(state) and state[0] == 4)
+
+
+def _fits_dtype(dtype: Opaque) -> bool:
+    """Whether the state of a dtype says what its code says."""
+    code, state = dtype.args[0], dtype.state
+    if state is None:
+        return True
+    size, alignment, flags = state[5:8]
+    if code[0] in "SUV":
+        wide = int(code[1:]) * (4 if code[0] == "U" else 1)
+        return size == wide and alignment in (1, 4) and flags in (0, 8)
+    return (size, alignment) == (-1, -1) and flags == (63 if code[0] == "O" else 0)
+
+
+def _is_array_state(state: Value) -> bool:
+    if type(state) is not tuple or len(state) != 5 or state[0] != 1 or not NATURALS.accepts(state[1]):
+        return False
+    _, shape, dtype, fortran, data = state
+    if type(fortran) is not bool and type(fortran) is not int:
+        return False
+    if _is_objects(dtype):
+        return type(data) is list and len(data) == prod(shape)
+    item_bytes = _item_bytes(dtype)
+    return item_bytes is not None and type(data) is bytes and len(data) == prod(shape) * item_bytes
+
+
+def _is_scalar_call(args: Value) -> bool:
+    is_pair = type(args) is tuple and len(args) == 2 and type(args[1]) is bytes
+    return is_pair and len(args[1]) == _item_bytes(args[0])
+
+
+def _is_buffer_call(args: Value) -> bool:
+    if type(args) is not tuple or len(args) != 4 or type(args[0]) not in (bytes, bytearray):
+        return False
+    data, dtype, shape, order = args
+    item_bytes = _item_bytes(dtype)
+    fits = item_bytes is not None and NATURALS.accepts(shape) and len(data) == prod(shape) * item_bytes
+    return fits and order in ("C", "F")
+
+
+_ARRAY = made_of("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct",
+                 "numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")  # fmt: skip
+_TWISTER_KEY = fields(key=_ARRAY, pos=Shape("int up to 624", lambda value: type(value) is int and 0 <= value <= 624))
+_BIT_GENERATORS = (
+    "numpy.random._mt19937.MT19937", "numpy.random._pcg64.PCG64", "numpy.random._pcg64.PCG64DXSM",
+    "numpy.random._philox.Philox", "numpy.random._sfc64.SFC64",
+)  # fmt: skip
+_BIT_GENERATOR_NAMES = words("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_INTS = mapping(STR, INT)
+_GENERATOR_STATE = fields(
+    bit_generator=_BIT_GENERATOR_NAMES,
+    state=_TWISTER_KEY | _INTS,
+    has_uint32=INT,
+    uinteger=INT,
+    has_gauss=INT,
+    gauss=FLOAT,
+)
+_SEEDS = made_of("numpy.random.bit_generator.__pyx_unpickle_SeedSequence")
+_BIT_GENERATOR = made_of("numpy.random._pickle.__bit_generator_ctor")
+
+# torch
+
+_LAYOUTS = words("torch.strided", "torch.sparse_coo", "torch.sparse_csr", "torch.sparse_csc", "torch.sparse_bsr",
+                 "torch.sparse_bsc", "torch._mkldnn", "torch.jagged")  # fmt: skip
+_SCALAR_KINDS = "BFloat16 Bool Byte Char ComplexDouble ComplexFloat Double Float Half Int Long Short"
+_QUANTIZED_KINDS = "QInt8 QInt32 QUInt8 QUInt4x2 QUInt2x4"
+_STORAGES = " ".join(f"{kind}Storage" for kind in f"{_SCALAR_KINDS} {_QUANTIZED_KINDS}".split())
+_TENSORS = " ".join(f"{kind}Tensor" for kind in _SCALAR_KINDS.split())
+_DTYPES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 bfloat16 complex32 complex64 "
+    "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 qint32 "
+    "quint8 quint4x2 quint2x4 bcomplex32 bits8 bits16 bits1x8 bits2x4 bits4x2 int1 int2 int3 int4 int5 int6 int7 uint1 "
+    "uint2 uint3 uint4 uint5 uint6 uint7"
+)
+_QSCHEMES = (
+    "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric per_channel_affine_float_qparams"
+)
+_ENUM = row(INT | STR)
+_AN_ENUM = "an enum looks its member up"
+_ITS_ATTRIBUTES = "its attributes are set one by one; they cannot be hooks"
+_A_NAME = "a name by itself: importing torch runs nothing of the pickle's"
+_SCHEDULERS = (
+    "LRScheduler _LRScheduler LambdaLR MultiplicativeLR StepLR MultiStepLR ConstantLR LinearLR ExponentialLR "
+    "SequentialLR PolynomialLR CosineAnnealingLR ChainedScheduler ReduceLROnPlateau CyclicLR OneCycleLR "
+    "CosineAnnealingWarmRestarts"
+)
+_HF_DEEPSPEED = "HfDeepSpeedConfig HfTrainerDeepSpeedConfig"
+_OMEGACONF_NODES = (
+    "AnyNode BooleanNode BytesNode EnumNode FloatNode IntegerNode InterpolationResultNode PathNode StringNode"
+)
+_PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
+_OPTIONAL_INT = INT | NOTHING
+
+
+def _plain(modules: str, names: str) -> Rule:
+    """A class whose objects are made without arguments and given attributes."""
+    return Rule(modules, names, _ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=with_slots(ATTRIBUTES))
+
+
+RULES: tuple[Rule, ...] = (
+    # Python
+    Rule("builtins", "Ellipsis NotImplemented bool dict float int list str tuple object",
+         "a name by itself: the type of a value, or the factory of a defaultdict"),
+    Rule("builtins", "object", "an object without anything", new=(NO_ARGUMENTS,)),
+    Rule("builtins", "range", "three numbers", call=(row(INT, INT, INT),)),
+    Rule("builtins", "slice", "three numbers", call=(row(_OPTIONAL_INT, _OPTIONAL_INT, _OPTIONAL_INT),)),
+    Rule("builtins", "type", "the type of None", call=(row(NOTHING),)),
+    Rule("builtins", "getattr", "OneCycleLR of torch before 2.4 kept its annealing function",
+         call=(row(name("torch.optim.lr_scheduler.OneCycleLR"), words("_annealing_cos", "_annealing_linear")),)),
+    Rule("torch.optim.lr_scheduler", "OneCycleLR._annealing_cos OneCycleLR._annealing_linear",
+         "the same from protocol 4 on: two functions of torch, by their exact names"),
+    Rule("typing", "Any", "a name by itself: the type of a node of omegaconf"),
+    Rule("collections", "Counter", "counts of a plain dict", call=(row(mapping(ANY, INT)),)),
+    Rule("collections", "deque", "an empty deque that is appended to", call=(row(), row(row(), INT)), has_items=True),
+    _plain("argparse", "Namespace"),
+    Rule("types", "SimpleNamespace", _ITS_ATTRIBUTES, call=(NO_ARGUMENTS,), state=ATTRIBUTES),
+    Rule("datetime", "date", "four bytes", call=(row(BYTES),)),
+    Rule("datetime", "datetime time", "ten bytes or six, and a fixed time zone",
+         call=(row(BYTES), row(BYTES, made_of("datetime.timezone")))),
+    Rule("datetime", "timedelta", "three numbers", call=(row(INT, INT, INT),)),
+    Rule("datetime", "timezone", "a fixed difference",
+         call=(row(made_of("datetime.timedelta")), row(made_of("datetime.timedelta"), STR))),
+    Rule("decimal", "Decimal", "digits", call=(row(STR),)),
+    Rule("fractions", "Fraction", "two numbers, or digits", call=(row(INT, INT), row(STR))),
+    Rule("uuid", "UUID", "a number", new=(NO_ARGUMENTS,), state=fields(int=INT, is_safe=_OPTIONAL_INT)),
+    Rule("uuid", "SafeUUID", _AN_ENUM, call=(row(_OPTIONAL_INT),)),
+    Rule("signal", "Handlers Signals", _AN_ENUM, call=(_ENUM,)),
+    Rule("signal", "SIGHUP SIGINT SIGTERM SIGUSR1 SIGUSR2", "a constant"),
+    Rule("io _io", "BytesIO", "bytes and a position", new=(NO_ARGUMENTS,), state=row(BYTES, INT, NOTHING)),
+    Rule("io _io", "StringIO", "a text and a position", new=(NO_ARGUMENTS,), state=row(STR, STR, INT, NOTHING)),
+    Rule("pathlib pathlib._local", _PATHS, "parts of a path, which is not opened", call=(several(STR),)),
+    # torch
+    Rule("torch", f"{_STORAGES} {_TENSORS} {_DTYPES} {_QSCHEMES} Tensor strided sparse_coo contiguous_format "
+         "preserve_format channels_last channels_last_3d", _A_NAME),
+    Rule("torch.cuda", f"{_STORAGES} {_TENSORS}", _A_NAME),
+    Rule("torch.sparse torch.cuda.sparse", _TENSORS, _A_NAME),
+    Rule("torch._C", "device dtype layout memory_format", _A_NAME),
+    Rule("torch.storage", "TypedStorage UntypedStorage _TypedStorage _UntypedStorage", _A_NAME),
+    Rule("torch.nn.parameter", "Buffer Parameter UninitializedBuffer UninitializedParameter", _A_NAME),
+    Rule("torch", "device", "a kind of device and its number", call=(row(STR), row(STR, INT))),
+    Rule("torch.serialization", "_get_layout", "looks a layout up", call=(row(_LAYOUTS),)),
+    Rule("torch.distributed.checkpoint.metadata torch.distributed._shard.checkpoint.metadata", "_MEM_FORMAT_ENCODING",
+         _AN_ENUM, call=(_ENUM,)),
+    Rule("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", _AN_ENUM, call=(_ENUM,)),
+    Rule("torch._utils", "_rebuild_sparse_tensor", "indices and values, which torch.load validates",
+         call=(row(ANY, row(TENSOR, TENSOR, NATURALS)), row(ANY, row(TENSOR, TENSOR, NATURALS, BOOL)))),
+    _plain("torch.optim.lr_scheduler", _SCHEDULERS),
+    _plain("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "GradScaler"),
+    Rule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "OptState", _AN_ENUM, call=(_ENUM,)),
+    Rule("torch.distributed.checkpoint.filesystem", "_StoragePrefix", _ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
+         state=fields(prefix=STR)),
+    Rule("torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor "
+         "torch.distributed._tensor.api", "DTensor", _A_NAME),
+    # numpy
+    Rule("numpy", "ndarray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 "
+         "longdouble complex64 complex128 str_ bytes_ void datetime64 timedelta64",
+         "a name by itself: the type of a value"),
+    Rule("numpy", "dtype", "a plain dtype; its state must say the same as its code",
+         call=(row(_DTYPE, BOOL | INT, BOOL | INT),), state=Shape("byte order and sizes", _is_dtype_state)),
+    Rule("numpy.core.multiarray numpy._core.multiarray", "_reconstruct",
+         "an empty array; its state has exactly the bytes of its shape and dtype, or one object for each element",
+         call=(row(name("numpy.ndarray"), row(constant(0)), constant(b"b")),),
+         state=Shape("(1, shape, dtype, bool, bytes or list)", _is_array_state)),
+    Rule("numpy.core.multiarray numpy._core.multiarray", "scalar", "a plain dtype and the bytes of one element",
+         call=(Shape("(dtype, bytes)", _is_scalar_call),)),
+    Rule("numpy.core.numeric numpy._core.numeric", "_frombuffer", "an array over bytes of the pickle, exactly as many",
+         call=(Shape("(bytes, dtype, shape, 'C' or 'F')", _is_buffer_call),)),
+    Rule("numpy.random._pickle", "__randomstate_ctor", "a random generator",
+         call=(row(_BIT_GENERATOR), row(_BIT_GENERATOR_NAMES),
+               row(_BIT_GENERATOR_NAMES, name("numpy.random._pickle.__bit_generator_ctor"))),
+         state=_GENERATOR_STATE),
+    Rule("numpy.random._pickle", "__generator_ctor", "a random generator",
+         call=(row(_BIT_GENERATOR), row(_BIT_GENERATOR_NAMES),
+               row(_BIT_GENERATOR_NAMES, name("numpy.random._pickle.__bit_generator_ctor"))),
+         state=_GENERATOR_STATE),
+    Rule("numpy.random._pickle", "__bit_generator_ctor", "makes one of five classes of numpy",
+         call=(row(name(*_BIT_GENERATORS)), row(_BIT_GENERATOR_NAMES)),
+         state=_GENERATOR_STATE | row(_GENERATOR_STATE, _SEEDS | NOTHING)),
+    Rule("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence", "numbers of a seed",
+         call=(row(name("numpy.random.bit_generator.SeedSequence"), INT, NOTHING),),
+         state=row(INT | NOTHING, INT, _ARRAY, INT, several(INT))),
+    Rule("numpy.random.bit_generator", "SeedSequence", "a name by itself"),
+    *(Rule(*each.rpartition(".")[::2], "a name by itself") for each in _BIT_GENERATORS),
+    # Training libraries
+    Rule("deepspeed.runtime.zero.config", "ZeroStageEnum", _AN_ENUM, call=(_ENUM,)),
+    Rule("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum", _AN_ENUM, call=(_ENUM,)),
+    Rule("deepspeed.utils.tensor_fragment", "fragment_address", _ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
+         state=fields(numel=INT, start=INT)),
+    _plain("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
+    Rule("deepspeed.runtime.fp16.loss_scaler deepspeed.pt.loss_scaler", "LossScaler DynamicLossScaler",
+         _ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=PLAIN_ATTRIBUTES),
+    Rule("transformers.training_args", "OptimizerNames ParallelMode", _AN_ENUM, call=(_ENUM,)),
+    Rule("transformers.trainer_utils", "EvaluationStrategy FSDPOption HubStrategy IntervalStrategy SaveStrategy "
+         "SchedulerType ShardedDDPOption", _AN_ENUM, call=(_ENUM,)),
+    Rule("transformers.debug_utils", "DebugOption", _AN_ENUM, call=(_ENUM,)),
+    _plain("transformers.training_args", "TrainingArguments"),
+    _plain("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
+    _plain("transformers.trainer_pt_utils", "AcceleratorConfig"),
+    _plain("transformers.integrations.deepspeed transformers.deepspeed", _HF_DEEPSPEED),
+    Rule("accelerate.utils.dataclasses", "DistributedType", _AN_ENUM, call=(_ENUM,)),
+    _plain("accelerate.utils.dataclasses", "DeepSpeedPlugin FullyShardedDataParallelPlugin"),
+    _plain("accelerate.state", "AcceleratorState PartialState"),
+    Rule("lightning.fabric.utilities.data lightning_fabric.utilities.data lightning.pytorch.utilities.parsing "
+         "pytorch_lightning.utilities.parsing", "AttributeDict", "a dict; its items are set by key",
+         new=(NO_ARGUMENTS,), has_pairs=True, state=fields()),
+    _plain("omegaconf.dictconfig", "DictConfig"),
+    _plain("omegaconf.listconfig", "ListConfig"),
+    _plain("omegaconf.base", "ContainerMetadata Metadata"),
+    _plain("omegaconf.nodes", _OMEGACONF_NODES),
+    Rule("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState", _AN_ENUM, call=(_ENUM,)),
+    Rule("megatron.core.enums", "ModelType", _AN_ENUM, call=(_ENUM,)),
+    Rule("megatron.model.enums megatron.core.transformer.enums",
+         "AttnBackend AttnMaskType AttnType LayerType ModelType PositionEmbeddingType", _AN_ENUM, call=(_ENUM,)),
+)  # fmt: skip
+"""The list. ``docs/scanning.md`` shows it, and a test compares the two."""
+
+
+def _indexed(rules: tuple[Rule, ...]) -> Mapping[tuple[str, str], tuple[Rule, ...]]:
+    found: dict[tuple[str, str], tuple[Rule, ...]] = {}
+    for rule in rules:
+        for key in rule.keys:
+            found[key] = (*found.get(key, ()), rule)
+    return found
+
+
+_BY_NAME = _indexed(RULES)
+
+FACTORIES = frozenset(
+    {("builtins", each) for each in ["bool", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"]}
+    | {("collections", each) for each in ["Counter", "OrderedDict", "deque"]}
+)
+"""What a defaultdict may make of a key that is missing."""
+
+_TENSOR_STATE = with_slots(PLAIN_ATTRIBUTES)
+_WRAPPERS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
+
+
+def is_listed(module: str, attribute: str) -> bool:
+    """Whether a pickle may hold the name at all."""
+    key = (module, attribute)
+    return key in _BY_NAME or key in CALLS or key in CLASSES
+
+
+def may_be_called(module: str, attribute: str) -> bool:
+    """Whether some call of the name is listed."""
+    rules = _BY_NAME.get((module, attribute), ())
+    return (module, attribute) in CALLS or any(rule.call or rule.new for rule in rules)
+
+
+def refusal(made: Opaque | SetState) -> str | None:
+    """Why an object is not one that the list knows; None if it is."""
+    if isinstance(made, SetState):
+        return _state_refusal(made)
+    if type(made.ref) is not GlobalRef:
+        return "it calls what another call gave"
+    rules = _BY_NAME.get((made.ref.module, made.ref.name), ())
+    if not rules:
+        return f"it calls {made.ref}"
+    if any(_fits(rule, made) for rule in rules) and (str(made.ref) != "numpy.dtype" or _fits_dtype(made)):
+        return None
+    return f"it uses {made.ref} as no checkpoint does"
+
+
+def _fits(rule: Rule, made: Opaque) -> bool:
+    shapes = rule.call if made.form == "call" else rule.new
+    return (
+        any(shape.accepts(made.args) for shape in shapes)
+        and not made.kwargs
+        and (made.state is None or (rule.state is not None and rule.state.accepts(made.state)))
+        and (rule.has_items or not made.items)
+        and (rule.has_pairs or not made.pairs)
+    )
+
+
+def _state_refusal(given: SetState) -> str | None:
+    """torch sets the attributes of a tensor by ``setattr``: numbers and strings there call nothing."""
+    if str(given.ref) not in _WRAPPERS:
+        return f"it makes a tensor a {given.ref}"
+    state = given.state
+    is_empty = state is None or (type(state) in (dict, OrderedDict) and not state)
+    return None if is_empty or _TENSOR_STATE.accepts(state) else "it gives a tensor attributes that are objects"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the list, in words."""
+
+    names: str
+    may: str
+    reason: str
+
+
+def entries() -> Iterator[Entry]:
+    """The whole list in words, interpreted names first."""
+    for (module, attribute), (arguments, reason) in ARGUMENTS.items():
+        yield Entry(f"{module}.{attribute}", arguments, reason)
+    for module, attribute in CLASSES:
+        yield Entry(f"{module}.{attribute}", "its fields, each of its type", "a record of a DCP, interpreted")
+    for rule in RULES:
+        for module in rule.modules.split():
+            yield Entry(f"{module}: {rule.names}", _may(rule), rule.reason)
+
+
+def _may(rule: Rule) -> str:
+    parts = [f"call{shape.text if shape.text.startswith('(') else f'(*{shape.text})'}" for shape in rule.call]
+    parts += [f"new{shape.text}" for shape in rule.new]
+    parts += [f"state {rule.state.text}"] if rule.state else []
+    parts += ["items"] if rule.has_items else []
+    parts += ["items by key"] if rule.has_pairs else []
+    return "; ".join(parts) or "stand as a value"

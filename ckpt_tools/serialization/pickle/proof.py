@@ -1,0 +1,194 @@
+"""Whether loading a pickle can run nothing: the reader that makes values reads it, and the closed list knows all of it.
+
+The reader refuses what no pickler writes, so that no two unpicklers read two things. It keeps every name that it met
+and every object that it recorded, whatever became of them: dropped, overwritten, or handed to a call that ignores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, Value
+from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError
+from ckpt_tools.serialization.pickle.allowed_calls import CALLS
+from ckpt_tools.serialization.pickle.closed_list import FACTORIES, is_listed, refusal
+from ckpt_tools.serialization.pickle.dcp_macros import MACROS
+from ckpt_tools.serialization.pickle.load import GC_PAUSE_BYTES, gc_paused
+from ckpt_tools.serialization.pickle.machine import Call, Language, Machine, PersistentLoad, SetState
+from ckpt_tools.serialization.pickle.opcodes import STEPS
+from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, fields
+from ckpt_tools.serialization.pickle.value_limits import Checker
+
+MAX_REFUSALS = 100
+"""Refusals of one pickle that are kept; more are counted."""
+
+_FROM_BYTES = GlobalRef("torch.storage", "_load_from_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the closed list does not know, at byte ``at``.
+
+    ``subject`` is the name that it is about, if it is about one; ``name`` is the same if a user could vouch for it.
+    """
+
+    at: int
+    what: str
+    subject: str
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The value of a pickle that ends at ``stop``. It is proven if there are no ``refusals``.
+
+    ``uses_allowed`` are the names that only the user vouched for.
+    """
+
+    value: Value
+    stop: int
+    refusals: tuple[Refusal, ...]
+    num_refusals: int
+    uses_allowed: frozenset[str]
+
+
+def prove(
+    data: bytes,
+    *,
+    path: str,
+    persistent_load: PersistentLoad | None = None,
+    allowed: Collection[str] = (),
+    is_prefix: bool = False,
+    inner: Callable[[bytes], StorageRef] | None = None,
+) -> Proof:
+    """Read ``data``, one pickle or with ``is_prefix`` the first of several, and judge it by the closed list.
+
+    ``inner`` reads the bytes that hold a storage outside of torch's files.
+
+    Raises:
+        FormatError: no pickler wrote it, or it breaks a bound. MemoryBudgetError: there is not enough memory for it.
+    """
+    machine = Machine(data, _language(inner), persistent_load)
+    try:
+        with gc_paused(len(data) >= GC_PAUSE_BYTES):
+            stop = machine.run_first()
+            if stop != len(data) and not is_prefix:
+                raise MalformedError(f"more data follows the end of the pickle at byte {stop - 1:,}")
+            Checker(stop).check(machine.stack[-1])
+            return _judged(machine, stop, frozenset(allowed))
+    except CkptError as error:
+        error.path = error.path or path
+        raise
+    except MemoryError as error:
+        raise MemoryBudgetError("there is not enough memory to read this pickle", path=path) from error
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+        raise UnfinishedError(f"the pickle is malformed at byte {machine.position:,}: {reason}", path=path) from error
+
+
+class UnfinishedError(MalformedError):
+    """The data may have ended within an opcode."""
+
+
+def _language(inner: Callable[[bytes], StorageRef] | None) -> Language:
+    if inner is None:
+        return _LANGUAGE
+    key = (_FROM_BYTES.module, _FROM_BYTES.name)
+    return Language(STEPS, {**_CALLS, key: lambda machine, args: _stored(machine, args, inner)}, MACROS)
+
+
+def _flagged(key: tuple[str, str], num_args: int) -> Call:
+    """A tensor whose values are conjugated or negated: ``loads`` refuses it, because it could not say so."""
+    build = CALLS[key]
+
+    def call(machine: Machine, args: tuple[Value, ...]) -> Value:
+        is_flagged = len(args) == num_args and _FLAGS.accepts(args[-1])
+        return build(machine, args[:-1] if is_flagged else args)
+
+    return call
+
+
+_FLAGS = fields(conj=BOOL, neg=BOOL)
+_TENSOR_V2, _TENSOR_V3 = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")
+_CALLS = {**CALLS, _TENSOR_V2: _flagged(_TENSOR_V2, 7), _TENSOR_V3: _flagged(_TENSOR_V3, 8)}
+_LANGUAGE = Language(STEPS, _CALLS, MACROS)
+
+
+def _stored(machine: Machine, args: tuple[Value, ...], inner: Callable[[bytes], StorageRef]) -> StorageRef:
+    """A storage as pickle writes it without torch.save: the bytes of a file of torch before 1.6."""
+    if len(args) != 1 or type(args[0]) is not bytes:
+        machine.fail("a storage that is not made of bytes")
+    machine.copied(args)
+    return inner(args[0])
+
+
+def _judged(machine: Machine, stop: int, allowed: frozenset[str]) -> Proof:
+    judge = _Judge(machine, allowed)
+    judge.judge()
+    return Proof(machine.stack[-1], stop, tuple(judge.refusals), judge.num_refusals, frozenset(judge.uses_allowed))
+
+
+class _Judge:
+    def __init__(self, machine: Machine, allowed: frozenset[str]) -> None:
+        self.machine = machine
+        self.allowed = allowed
+        self.refusals: list[Refusal] = []
+        self.num_refusals = 0
+        self.uses_allowed: set[str] = set()
+
+    def judge(self) -> None:
+        called = self._objects()
+        for key, ref in self.machine.names.items():
+            if key == (_FROM_BYTES.module, _FROM_BYTES.name) and key in self.machine.language.calls:
+                continue
+            if not is_listed(*key) and not self._is_allowed(str(ref)) and str(ref) not in called:
+                self._refuse(0, f"it names {ref}", str(ref), str(ref))
+        for at, factory in self.machine.factories:
+            if (factory.module, factory.name) not in FACTORIES and not self._is_allowed(str(factory)):
+                self._refuse(at, f"a defaultdict makes what is missing with {factory}", str(factory), None)
+
+    def _objects(self) -> set[str]:
+        """Judge every object; the names that were refused with one."""
+        called: set[str] = set()
+        known: dict[tuple[Value, ...], str | None] = {}
+        for at, made in self.machine.objects:
+            what = _remembered(made, known)
+            if what is not None and not self._is_vouched_for(made):
+                name = str(made.ref) if type(made.ref) is GlobalRef else ""
+                called.add(name)
+                is_known = not name or is_listed(made.ref.module, made.ref.name)
+                self._refuse(at, what, name, None if is_known else name)
+        return called
+
+    def _is_vouched_for(self, made: Opaque | SetState) -> bool:
+        """Of a class that the user allowed any arguments are, but no state that is a hook."""
+        if type(made.ref) is not GlobalRef or str(made.ref) not in self.allowed:
+            return False
+        has_hooks = type(made.state) is dict and not ATTRIBUTES.accepts(made.state)
+        return not has_hooks and self._is_allowed(str(made.ref))
+
+    def _is_allowed(self, name: str) -> bool:
+        if name in self.allowed:
+            self.uses_allowed.add(name)
+        return name in self.allowed
+
+    def _refuse(self, at: int, what: str, subject: str, name: str | None) -> None:
+        self.num_refusals += 1
+        if len(self.refusals) < MAX_REFUSALS:
+            self.refusals.append(Refusal(at, what, subject, name))
+
+
+def _remembered(made: Opaque | SetState, known: dict[tuple[Value, ...], str | None]) -> str | None:
+    """The judgement of an object; those of a few scalars without a state are judged once. A DCP has millions."""
+    if type(made) is not Opaque or made.state is not None or made.items or made.pairs or made.kwargs:
+        return refusal(made)
+    if type(made.ref) is not GlobalRef or not _SCALARS.issuperset(map(type, made.args)):
+        return refusal(made)
+    key = (made.ref, made.form, *((type(arg), arg) for arg in made.args))
+    if key not in known:
+        known[key] = refusal(made)
+    return known[key]
+
+
+_SCALARS = frozenset({str, int, bool, type(None), GlobalRef})

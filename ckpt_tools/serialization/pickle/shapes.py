@@ -1,0 +1,116 @@
+"""Shapes that values of a pickle have: predicates with the words that describe them.
+
+A shape looks only at what cannot change any more (scalars, tuples, names), or asks what stays true when a list or dict
+grows: a pickle may fill a list after it handed it to a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.core.values import GlobalRef, Opaque, Size, StoredTensor, Value, are_naturals
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``text`` says in the documentation which values ``accepts`` takes."""
+
+    text: str
+    accepts: Callable[[Value], bool]
+
+    def __or__(self, other: Shape) -> Shape:
+        return Shape(f"{self.text} or {other.text}", lambda value: self.accepts(value) or other.accepts(value))
+
+
+def exactly(text: str, *kinds: type) -> Shape:
+    return Shape(text, lambda value: type(value) in kinds)
+
+
+INT, STR, BOOL = exactly("int", int), exactly("str", str), exactly("bool", bool)
+BYTES, FLOAT = exactly("bytes", bytes), exactly("float", float)
+NOTHING = exactly("None", type(None))
+NUMBER = exactly("number", int, float)
+TENSOR = exactly("tensor", StoredTensor)
+SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, GlobalRef, Size})
+ANY = Shape("anything (judged by itself)", lambda value: True)
+NATURALS = Shape("tuple of ints", are_naturals)
+
+
+def words(*texts: str) -> Shape:
+    """One of these strings."""
+    return Shape(" or ".join(map(repr, texts)), lambda value: type(value) is str and value in texts)
+
+
+def matching(text: str, pattern: str) -> Shape:
+    compiled = re.compile(pattern)
+    return Shape(text, lambda value: type(value) is str and compiled.fullmatch(value) is not None)
+
+
+def constant(wanted: Value) -> Shape:
+    return Shape(repr(wanted), lambda value: type(value) is type(wanted) and value == wanted)
+
+
+def name(*texts: str) -> Shape:
+    """One of these names, not called."""
+    return Shape(" or ".join(texts), lambda value: type(value) is GlobalRef and str(value) in texts)
+
+
+def made_of(*texts: str) -> Shape:
+    """An object that one of these names made."""
+    text = " or ".join(texts)
+    return Shape(f"object of {text}", lambda value: type(value) is Opaque and str(value.ref) in texts)
+
+
+def several(shape: Shape) -> Shape:
+    """A tuple of any length."""
+    return Shape(
+        f"tuple of {shape.text}", lambda value: type(value) is tuple and all(shape.accepts(each) for each in value)
+    )
+
+
+def row(*shapes: Shape) -> Shape:
+    """A tuple of exactly these."""
+
+    def accepts(value: Value) -> bool:
+        is_row = type(value) is tuple and len(value) == len(shapes)
+        return is_row and all(shape.accepts(each) for shape, each in zip(shapes, value, strict=True))
+
+    return Shape("(" + ", ".join(shape.text for shape in shapes) + ")", accepts)
+
+
+def fields(**shapes: Shape) -> Shape:
+    """A dict of no other keys than these."""
+
+    def accepts(value: Value) -> bool:
+        return type(value) is dict and all(key in shapes and shapes[key].accepts(item) for key, item in value.items())
+
+    return Shape("{" + ", ".join(f"{key}: {shape.text}" for key, shape in shapes.items()) + "}", accepts)
+
+
+def mapping(key: Shape, item: Shape) -> Shape:
+    def accepts(value: Value) -> bool:
+        return type(value) is dict and all(key.accepts(k) and item.accepts(v) for k, v in value.items())
+
+    return Shape(f"dict of {key.text} to {item.text}", accepts)
+
+
+def is_attribute(key: Value) -> bool:
+    """A name that an object may be given: no hook of Python's own, and none that unpicklers look up."""
+    return type(key) is str and not key.startswith("__") and key not in ("append", "extend", "add")
+
+
+ATTRIBUTES = Shape("dict of attributes", lambda value: type(value) is dict and all(map(is_attribute, value)))
+PLAIN_ATTRIBUTES = Shape(
+    "dict of attributes that are numbers, strings or names",
+    lambda value: ATTRIBUTES.accepts(value) and all(type(item) in SCALARS for item in value.values()),
+)
+
+
+def with_slots(shape: Shape) -> Shape:
+    """How picklers give attributes in slots: a pair of dicts."""
+    return shape | row(shape | NOTHING, shape | NOTHING)
+
+
+Table = Mapping[tuple[str, str], "Value"]

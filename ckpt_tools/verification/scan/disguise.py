@@ -1,0 +1,53 @@
+"""Files that are proved as one thing, and that another loader could take for another."""
+
+from __future__ import annotations
+
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.serialization.zip_archive import END_MAGIC
+from ckpt_tools.verification.scan import kinds
+from ckpt_tools.verification.scan.explain import Explainer
+from ckpt_tools.verification.scan.piece import Piece
+
+_END_BYTES = (1 << 16) + 22
+"""From the end of a file, where Python's zipfile looks for the end record of an archive."""
+
+_BLOCK = 512
+
+
+def check_one_meaning(piece: Piece, explainer: Explainer) -> None:
+    """Raises MalformedError where a proven file is an archive, or a pickle that runs something, for another loader."""
+    head = piece.head(_BLOCK)
+    if head.startswith((b"PK\x03\x04", b"\x93NUMPY")):
+        # An archive that starts here is the only one in it, and no pickle starts so.
+        return
+    if is_tar(head):
+        raise MalformedError("a loader may take it for a tar archive")
+    is_pickle = kinds.PICKLED.search(piece.file) is not None
+    if not piece.file.lower().endswith(".safetensors") and END_MAGIC in piece.read(
+        max(0, piece.size - _END_BYTES), piece.size
+    ):
+        raise MalformedError("a loader may take its end for a zip archive")
+    if not is_pickle and explainer.runs_as_a_pickle(piece):
+        raise RunsElsewhereError("a loader of pickles would run it")
+
+
+class RunsElsewhereError(MalformedError):
+    """A file that a loader of pickles would run, whatever its name says. The calls are findings of their own."""
+
+
+def is_tar(block: bytes) -> bool:
+    """Whether the first block has the checksum of a tar, of whatever variant (Lib/tarfile.py ``frombuf``)."""
+    if len(block) < _BLOCK:
+        return False
+    stated = _number(block[148:156])
+    signed = 256 + sum(byte - 256 if byte > 127 else byte for byte in (*block[:148], *block[156:]))
+    return stated in (256 + sum(block[:148]) + sum(block[156:]), signed)
+
+
+def _number(field: bytes) -> int | None:
+    if field[0] in (0o200, 0o377):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0o377 else 0)
+    try:
+        return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        return None

@@ -1,0 +1,41 @@
+"""Bytes that a loader would take for a file of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ckpt_tools.serialization.zip_archive import ReadRange
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A file, or a part of one: ``place`` says where it is in ``file``, ``depth`` how many pickles it lies in."""
+
+    file: str
+    place: str
+    size: int
+    read: ReadRange
+    depth: int = 0
+
+    def part(self, start: int, stop: int, place: str) -> Piece:
+        read = self.read
+        inner = self._inner(place, stop - start)
+        return replace(inner, read=lambda first, last: read(start + first, start + last))
+
+    def holding(self, data: bytes, place: str) -> Piece:
+        """``data``, which came out of this."""
+        inner = self._inner(place, len(data))
+        return replace(inner, read=lambda start, stop: data[start:stop], depth=self.depth + 1)
+
+    def within(self, place: str) -> str:
+        """Where ``place`` of this is in the file."""
+        return ", ".join(filter(None, (self.place, place)))
+
+    def head(self, num_bytes: int) -> bytes:
+        return self.read(0, min(num_bytes, self.size))
+
+    def whole(self) -> bytes:
+        return self.read(0, self.size)
+
+    def _inner(self, place: str, size: int) -> Piece:
+        return replace(self, place=self.within(place), size=size)

@@ -1,0 +1,314 @@
+"""Proves files: each is of a kind that is recognised and parsed strictly, and every byte of it is accounted for.
+
+What raises here is a finding for ``source``. Nothing is dropped: a file, a record or an item is proved whole, or not.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ckpt_tools.core.dtypes import from_safetensors
+from ckpt_tools.core.values import StorageRef, Value, are_naturals
+from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
+from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
+from ckpt_tools.serialization.pickle.machine import PersistentLoad
+from ckpt_tools.serialization.pickle.proof import Proof, Refusal, prove
+from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.serialization.torch_legacy import inner_storage, is_legacy, read_legacy
+from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_storage
+from ckpt_tools.serialization.zip_archive import TORCHSCRIPT
+from ckpt_tools.stores.source import checked_name
+from ckpt_tools.verification.scan import kinds
+from ckpt_tools.verification.scan.findings import Danger, FindingCollector
+from ckpt_tools.verification.scan.piece import Piece
+from ckpt_tools.verification.scan.strict_zip import covered_zip
+
+MAX_TEXT_BYTES = 1 << 26
+"""Text and JSON; a tokenizer takes 20 MB."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""As safetensors itself has it."""
+
+_HEAD_BYTES = 512
+_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
+
+
+class NotLookedIntoError(UnsupportedError):
+    """Data of a kind that is not read at all."""
+
+
+class Prover:
+    """Proves pieces, and notes what stands in the way."""
+
+    def __init__(self, notebook: FindingCollector) -> None:
+        self._notebook = notebook
+        self.metadata: dict[str, Metadata] = {}
+        self._refused: list[tuple[str, Refusal]] = []
+
+    def prove(self, piece: Piece) -> None:
+        """Prove a whole file. Raises FormatError or UnsafeError where it cannot be; refused names are noted."""
+        if piece.size == 0:
+            return
+        if kinds.PROGRAM.search(piece.file):
+            self._program(piece)
+            return
+        head = piece.head(_HEAD_BYTES)
+        if head.startswith(b"PK\x03\x04"):
+            self._zip(piece)
+        elif head.startswith(b"\x93NUMPY"):
+            _prove_npy(piece)
+        elif piece.file.lower().endswith(".safetensors"):
+            self._safetensors(piece)
+        elif kinds.is_text(piece.file) or kinds.is_json(piece.file) or kinds.is_json_lines(piece.file):
+            _prove_text(piece)
+        elif is_legacy(head):
+            self._legacy(piece)
+        elif _PROTOCOL.match(head) or kinds.PICKLED.search(piece.file):
+            self._pickle_file(piece, head)
+        else:
+            raise NotLookedIntoError(kinds.unknown_kind(head))
+
+    def item(self, piece: Piece) -> None:
+        """Prove an item of a DCP: a file of torch."""
+        if not piece.size:
+            raise MalformedError("an item of no bytes")
+        if piece.head(4) != b"PK\x03\x04":
+            raise MalformedError("an item that is not a file of torch.save")
+        self._torch(piece, *covered_zip(piece.read, piece.size, piece.file))
+
+    # Pickles
+
+    def _pickle_file(self, piece: Piece, head: bytes) -> None:
+        if not _PROTOCOL.match(head) and kinds.unknown_kind(head) != kinds.unknown_kind(b""):
+            raise NotLookedIntoError(kinds.unknown_kind(head))
+        if piece.size > MAX_PICKLE_BYTES:
+            raise NotLookedIntoError("a pickle of more than 4 GB")
+        proof = self._pickle(piece, piece.whole(), "")
+        if piece.file.endswith(".metadata"):
+            self._note_metadata(piece, proof)
+
+    def _note_metadata(self, piece: Piece, proof: Proof) -> None:
+        if not isinstance(proof.value, Metadata):
+            raise MalformedError("it is not the metadata of a DCP")
+        self.metadata[piece.file] = proof.value
+
+    def _pickle(self, piece: Piece, data: bytes, place: str, resolve: PersistentLoad | None = None) -> Proof:
+        proof = prove(
+            data,
+            path=piece.file,
+            persistent_load=resolve,
+            allowed=self._notebook.allowed,
+            inner=lambda inner: inner_storage(inner, piece.file),
+        )
+        self._note(piece, place, proof)
+        return proof
+
+    def _note(self, piece: Piece, place: str, proof: Proof) -> None:
+        self._notebook.note(proof)
+        for refusal in proof.refusals:
+            self._refused.append((piece.within(", ".join(filter(None, (place, f"byte {refusal.at:,}")))), refusal))
+
+    def refused(self) -> list[tuple[str, Refusal]]:
+        """What pickles hold that the closed list does not know, by place, since it was last asked."""
+        found, self._refused = self._refused, []
+        return found
+
+    def _legacy(self, piece: Piece) -> None:
+        found = read_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed)
+        for proof in found.proofs:
+            self._note(piece, "", proof)
+
+    # Archives
+
+    def _zip(self, piece: Piece) -> None:
+        directory, ranges = covered_zip(piece.read, piece.size, piece.file)
+        if all(name.endswith(".npy") for name in ranges):
+            for name, (start, stop) in ranges.items():
+                _prove_npy(piece.part(start, stop, name))
+            return
+        self._torch(piece, directory, ranges)
+
+    def _torch(self, piece: Piece, directory: Any, ranges: Mapping[str, tuple[int, int]]) -> None:
+        root = next(iter(ranges)).partition("/")[0]
+        records = {name.removeprefix(f"{root}/"): span for name, span in ranges.items() if name.startswith(f"{root}/")}
+        if len(records) < len(ranges) or "data.pkl" not in records:
+            raise NotLookedIntoError("it is a zip archive, but not of torch.save")
+        if "constants.pkl" in records or any(name.startswith("code/") for name in records):
+            raise UnsupportedError(TORCHSCRIPT)
+        storages: dict[str, StorageRef] = {}
+
+        def resolve(pid: Value) -> StorageRef:
+            storage = described_storage(pid)
+            if storages.setdefault(storage.key, storage) != storage:
+                raise MalformedError(f"storage {storage.key!r} is described in two ways")
+            return storages[storage.key]
+
+        data = directory.read_record(piece.read, f"{root}/data.pkl")
+        self._pickle(piece, data, f"{root}/data.pkl", resolve)
+        _check_records(piece, records, storages)
+
+    # Others
+
+    def _safetensors(self, piece: Piece) -> None:
+        length = int.from_bytes(piece.head(8), "little")
+        if piece.size < 8 or length > min(piece.size - 8, MAX_HEADER_BYTES):
+            raise MalformedError("its header is longer than the file, or than safetensors allows")
+        header = parse_json(piece.read(8, 8 + length), piece.file)
+        if not isinstance(header, dict):
+            raise MalformedError("its header is not a JSON object")
+        texts = header.pop("__metadata__", {})
+        if not isinstance(texts, dict) or not all(type(text) is str for text in texts.values()):
+            raise MalformedError("its metadata is not a JSON object of texts")
+        spans = sorted(_span(name, entry) for name, entry in header.items())
+        at = 0
+        for start, stop in spans:
+            if start != at:
+                raise MalformedError("its tensors overlap, or leave bytes that belong to nothing")
+            at = stop
+        if at != piece.size - 8 - length:
+            raise MalformedError("bytes behind its tensors belong to nothing")
+
+    def _program(self, piece: Piece) -> None:
+        is_small = piece.size <= kinds.MAX_KNOWN_PROGRAM_BYTES
+        if is_small and hashlib.sha256(piece.whole()).hexdigest() in kinds.KNOWN_PROGRAMS:
+            return
+        self._notebook.add(piece.file, piece.place, Danger.COULD_RUN, "it is a program")
+
+
+_SMALL = {
+    "version": rb"\d{1,4}\n?",
+    "byteorder": rb"little",
+    ".format_version": rb"\d{1,4}\n?",
+    ".storage_alignment": rb"\d{1,8}\n?",
+    ".data/serialization_id": rb"\d{1,64}",
+}
+"""Records of a torch file beside the pickle and the storages, and what they hold."""
+
+
+def _check_records(piece: Piece, records: Mapping[str, tuple[int, int]], storages: Mapping[str, StorageRef]) -> None:
+    """Every record is the pickle, a storage that a tensor declares, of its size, or one of a few small ones."""
+    for name, (start, stop) in records.items():
+        storage = storages.get(name.removeprefix("data/")) if name.startswith("data/") else None
+        if storage is not None:
+            if stop - start != storage.num_bytes:
+                raise MalformedError(f"the record {name!r} does not have the size that its tensors state")
+        elif name in _SMALL:
+            if stop - start > 64 or not re.fullmatch(_SMALL[name], piece.read(start, stop)):
+                raise MalformedError(f"the record {name!r} holds something unknown")
+        elif name != "data.pkl":
+            raise MalformedError(f"the record {name!r} belongs to no tensor")
+    missing = [key for key, storage in storages.items() if f"data/{key}" not in records and storage.location != "meta"]
+    if missing:
+        raise MalformedError(f"storage {missing[0]!r} has no record")
+
+
+def _span(name: str, entry: Any) -> tuple[int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise MalformedError(f"the tensor {name!r} of its header is not described in the way of safetensors")
+    offsets, shape, dtype = entry["data_offsets"], entry["shape"], from_safetensors(str(entry["dtype"]))
+    if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or dtype is None:
+        raise MalformedError(f"the tensor {name!r} of its header is not described in the way of safetensors")
+    start, stop = offsets
+    if stop - start != prod(shape) * dtype.item_bytes:
+        raise MalformedError(f"the tensor {name!r} has another size than its header states")
+    return start, stop
+
+
+_DESCR = re.compile(r"[<>|=]?(?:([biufcSV?])(\d{1,9})|([U])(\d{1,9})|([mM])(8)(?:\[\w{1,8}\])?)")
+_NPY_HEADER = re.compile(
+    rb"\{'descr': ('[^'\\]{1,24}'), 'fortran_order': (?:True|False), 'shape': (\((?:\d+(?:, \d+)*,?)?\)), \} *\n"
+)
+
+
+def _prove_npy(piece: Piece) -> None:
+    """One array of a plain dtype, to the last byte; numpy writes its header in one way (numpy/lib/_format_impl.py)."""
+    head = piece.head(12)
+    version = tuple(head[6:8])
+    width = 2 if version == (1, 0) else 4
+    if not head.startswith(b"\x93NUMPY") or version not in ((1, 0), (2, 0), (3, 0)) or len(head) < 8 + width:
+        raise MalformedError("it is not an array of numpy")
+    start = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
+    if start > min(piece.size, 1 << 16):
+        raise MalformedError("the header of the array is longer than the file, or than any header")
+    found = _NPY_HEADER.fullmatch(piece.read(8 + width, start))
+    if found is None:
+        raise MalformedError("the header of the array is not as numpy writes it; it may mean objects")
+    descr = _DESCR.fullmatch(ast.literal_eval(found[1].decode()))
+    if descr is None:
+        raise MalformedError("the array is of objects, or of a dtype that is not plain")
+    kind, digits = next((descr[n], descr[n + 1]) for n in (1, 3, 5) if descr[n])
+    shape = ast.literal_eval(found[2].decode())
+    if piece.size - start != prod(shape) * int(digits) * (4 if kind == "U" else 1):
+        raise MalformedError("the array does not end where the file does")
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
+_YAML_OBJECT = re.compile(r"!!?python|!!\w+\.|!new:|!apply:|!name:|!module:", re.I)
+
+
+def _prove_text(piece: Piece) -> None:
+    """Text that no loader executes. JSON is parsed, and the names of files in it lead nowhere outside."""
+    if piece.size > MAX_TEXT_BYTES:
+        raise NotLookedIntoError(f"a text of more than {MAX_TEXT_BYTES >> 20} MiB")
+    data = piece.whole()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise MalformedError("it is not a text of UTF-8") from error
+    if _CONTROLS.search(text):
+        raise MalformedError("it is not a text: it holds control characters")
+    if kinds.is_json(piece.file):
+        _check_json(piece, data)
+    elif kinds.is_json_lines(piece.file):
+        for line in data.splitlines():
+            _parsed_json(line, piece.file)
+    elif re.search(r"(^|/)latest(_universal)?$", piece.file):
+        checked_name(text.strip())
+    elif re.search(r"\.ya?ml$", piece.file, re.I) and _YAML_OBJECT.search(text):
+        raise MalformedError("it is YAML that makes objects of Python")
+
+
+def _parsed_json(data: bytes, path: str) -> Any:
+    return parse_json(re.sub(rb"(?<=[:\[,\s])-?(?:Infinity|NaN)(?=[,\]}\s])", b"null", data), path)
+
+
+def _check_json(piece: Piece, data: bytes) -> None:
+    found = _parsed_json(data, piece.file)
+    if not isinstance(found, dict):
+        return
+    weight_map = found.get("weight_map")
+    if isinstance(weight_map, dict):
+        for name in weight_map.values():
+            if type(name) is not str:
+                raise MalformedError("its weight_map names no files")
+            checked_name(name)
+    if "auto_map" in found:
+        raise CouldRunError("its auto_map names code, which transformers runs if it is told to trust it")
+
+
+class CouldRunError(UnsafeError):
+    """A text that names a program."""
+
+
+def danger_of(error: CkptError) -> Danger:
+    """The kind of finding that an error is."""
+    if error.message == TORCHSCRIPT:
+        return Danger.RUNS
+    if isinstance(error, NotLookedIntoError):
+        return Danger.NOT_LOOKED_INTO
+    if isinstance(error, CouldRunError):
+        return Danger.COULD_RUN
+    if isinstance(error, UnsafeError):
+        return Danger.OUTSIDE
+    if isinstance(error, UnsupportedError) and ("compressed" in error.message or "encrypted" in error.message):
+        return Danger.NOT_LOOKED_INTO
+    return Danger.NOT_UNDERSTOOD
+
+
+REASONS = (FormatError, UnsafeError, RecursionError)
+"""What a file that cannot be proved raises."""

@@ -1,0 +1,153 @@
+"""Zip archives of which every byte is accounted for: headers, records, descriptors, one directory, its end.
+
+``serialization.zip_archive`` takes what makes the ranges of records certain. A proof needs more: that whoever reads the
+archive in another way, from the start, past the directory, or by another end record, finds the same.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NoReturn
+
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.serialization.zip_archive import (
+    CENTRAL,
+    DESCRIPTOR_FOLLOWS,
+    DESCRIPTOR_MAGIC,
+    END,
+    END64,
+    LOCAL,
+    LOCATOR64,
+    MAX32,
+    UTF8_NAME,
+    ZIP64_EXTRA,
+    Directory,
+    ReadRange,
+    Record,
+    read_directory,
+)
+from ckpt_tools.verification.scan.archives import has_one_directory
+
+TAIL_BYTES = 1 << 13
+"""One read from the end that holds the directory of an item of a DCP; larger ones take another read."""
+
+_PADDING = int.from_bytes(b"FB", "little")
+"""The extra field by which torch aligns a record; what it holds is the letter Z."""
+
+
+def covered_zip(read: ReadRange, size: int, path: str) -> tuple[Directory, dict[str, tuple[int, int]]]:
+    """The directory of an archive, and the range of every record.
+
+    Raises:
+        FormatError: a byte of it belongs to nothing, or the archive could be read in another way.
+    """
+    directory = read_directory(read, size, path, tail_bytes=TAIL_BYTES)
+    if directory is None or not directory.records:
+        raise MalformedError("the zip archive has no end, or no records", path=path)
+    if not has_one_directory(read, size):
+        raise MalformedError("the zip archive has a second directory, which a loader may read instead", path=path)
+    return directory, _Cover(read, size, directory).ranges()
+
+
+class _Cover:
+    def __init__(self, read: ReadRange, size: int, directory: Directory) -> None:
+        self._read = read
+        self._size = size
+        self._directory = directory
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        self._check_directory()
+        ranges, at = {}, 0
+        for record in self._directory.records.values():
+            if record.header_offset != at:
+                self._fail(f"{record.header_offset - at:,} bytes before the record {record.name!r} belong to nothing")
+            start, has_descriptor = self._header(record)
+            ranges[record.name] = (start, start + record.size)
+            at = start + record.size
+            at += self._descriptor(record, at) if has_descriptor else 0
+        if at != self._directory.start:
+            self._fail(f"{self._directory.start - at:,} bytes before its directory belong to nothing")
+        return ranges
+
+    def _header(self, record: Record) -> tuple[int, bool]:
+        """Where the record starts, and whether a descriptor follows it."""
+        at = record.header_offset
+        name = record.name.encode()
+        data = self._read(at, min(at + LOCAL.size + len(name) + 256, self._directory.start))
+        if len(data) < LOCAL.size:
+            self._fail(f"record {record.name!r} is truncated")
+        _, _, flags, method, _, _, crc32, packed, size, name_bytes, extra_bytes = LOCAL.unpack_from(data)
+        extra_at = LOCAL.size + name_bytes
+        if not data.startswith(b"PK\x03\x04") or method or data[LOCAL.size : extra_at] != name:
+            self._fail(f"record {record.name!r} does not start where the directory says")
+        if len(data) < extra_at + extra_bytes:
+            data = self._read(at, min(at + extra_at + extra_bytes, self._directory.start))
+        wide = self._extra(record, data[extra_at : extra_at + extra_bytes])
+        has_descriptor = bool(flags & DESCRIPTOR_FOLLOWS)
+        if flags & ~(DESCRIPTOR_FOLLOWS | UTF8_NAME) or not self._agrees(
+            record, (packed, size), crc32, wide, has_descriptor
+        ):
+            self._fail(f"record {record.name!r} is described in two ways")
+        return at + extra_at + extra_bytes, has_descriptor
+
+    def _agrees(
+        self, record: Record, sizes: tuple[int, int], crc32: int, wide: tuple[int, ...], has_descriptor: bool
+    ) -> bool:
+        """Whether the local header says the same as the directory, or leaves it to the descriptor."""
+        stated = [record.size]
+        if has_descriptor:
+            stated.append(0)
+        if MAX32 in sizes:
+            # zip64: torch's writer leaves the packed size 0 here.
+            return wide[:1] == (record.size,) and wide[1:2] in ((record.size,), (0,))
+        return all(size in stated for size in sizes) and crc32 in (
+            (record.crc32, 0) if has_descriptor else (record.crc32,)
+        )
+
+    def _extra(self, record: Record, data: bytes) -> tuple[int, ...]:
+        """The numbers of a zip64 field. Raises MalformedError where anything but that and padding is there."""
+        at, wide = 0, tuple[int, ...]()
+        while at < len(data):
+            kind, length = struct.unpack_from("<2H", data.ljust(at + 4, b"\0"), at)
+            body = data[at + 4 : at + 4 + length]
+            if len(body) != length or kind not in (ZIP64_EXTRA, _PADDING):
+                self._fail(f"the header of record {record.name!r} holds something unknown")
+            if kind == _PADDING and body.strip(b"Z\0"):
+                self._fail(f"the padding of record {record.name!r} is not padding")
+            if kind == ZIP64_EXTRA:
+                wide = struct.unpack(f"<{length // 8}Q", body[: length // 8 * 8])
+            at += 4 + length
+        return wide
+
+    def _descriptor(self, record: Record, at: int) -> int:
+        data = self._read(at, min(at + 24, self._directory.start))
+        for form in ("<4s3I", "<4sI2Q"):
+            length = struct.calcsize(form)
+            if len(data) < length:
+                continue
+            magic, crc32, packed, size = struct.unpack_from(form, data)
+            if magic == DESCRIPTOR_MAGIC and (crc32, packed, size) == (record.crc32, record.size, record.size):
+                return length
+        raise self._error(f"the descriptor of record {record.name!r} says something else than the directory")
+
+    def _check_directory(self) -> None:
+        """No comments, and no extra fields but zip64: bytes in which something else could stand."""
+        start = self._directory.start
+        data = self._read(start, self._size)
+        at = 0
+        for _ in self._directory.records:
+            _, _, _, flags, *_, name_bytes, extra_bytes, comment_bytes, _, _, _, _ = CENTRAL.unpack_from(data, at)
+            extra_at = at + CENTRAL.size + name_bytes
+            if comment_bytes or flags & ~(DESCRIPTOR_FOLLOWS | UTF8_NAME):
+                self._fail("its directory holds more than its records")
+            record = next(iter(self._directory.records.values()))
+            self._extra(record, data[extra_at : extra_at + extra_bytes])
+            at = extra_at + extra_bytes
+        if len(data) - at not in (END.size, END64.size + LOCATOR64.size + END.size):
+            self._fail("bytes behind its directory belong to nothing")
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise self._error(reason)
+
+    def _error(self, reason: str) -> MalformedError:
+        return MalformedError(f"the zip archive cannot be proved: {reason}", path=self._directory.path)
