@@ -37,7 +37,7 @@ _FOREIGN = {
 @dataclass(frozen=True, slots=True)
 class TagFiles:
     """The files of one checkpoint. Of the model there is one file, or in stage 3 one a rank; a folder that was
-    written twice may hold both, and the stage decides."""
+    written twice may hold both, and the stage decides. Without ZeRO there are no files of the optimizer."""
 
     prefix: str
     model: tuple[str, ...]
@@ -96,14 +96,15 @@ def tag_files(source: Source, folder: str) -> TagFiles:
     names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
     _refuse_foreign(names, folder)
     model, rank_models, optim = (_complete(_by_rank(names, kind), prefix) for kind in (_MODEL, _RANK_MODEL, _OPTIM))
-    if not optim:
-        name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        raise IncompleteError(
-            f"{_place(folder)} has no *_optim_states.pt, the optimizer's files; runs without ZeRO (stage 0) have none "
-            "and are not supported",
-            path=prefix + name,
-        )
     return TagFiles(prefix, model, rank_models, optim)
+
+
+def no_optimizer(files: TagFiles) -> IncompleteError:
+    """A checkpoint of ZeRO has no optimizer's files."""
+    return IncompleteError(
+        f"{_place(files.prefix.rstrip('/'))} has no *_optim_states.pt, the optimizer's files, which ZeRO writes",
+        path=files.prefix + "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    )
 
 
 def _place(folder: str) -> str:

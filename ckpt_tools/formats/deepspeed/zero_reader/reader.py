@@ -14,7 +14,7 @@ from ckpt_tools.core.values import brief
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import refuse_parallel
-from ckpt_tools.formats.deepspeed.zero_reader import names
+from ckpt_tools.formats.deepspeed.zero_reader import names, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
@@ -23,7 +23,8 @@ from ckpt_tools.stores.source import Source
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedReader:
-    """Reads ZeRO-1, -2 and -3 as ``save_checkpoint`` writes them: a save directory with ``latest``, or a tag folder."""
+    """Reads ZeRO-1, -2 and -3, and runs without ZeRO, as ``save_checkpoint`` writes them: a save directory with
+    ``latest``, or a tag folder."""
 
     name: str = "deepspeed"
 
@@ -32,6 +33,8 @@ class DeepSpeedReader:
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         files = names.tag_files(source, names.choose_folder(source, options.tag))
+        if not files.optim:
+            return _without_zero(source, files)
         optim = OptimStates.of(File.open(source, files.optim[0]))
         paths = _model_paths(files, optim)
         model = ModelStates.of(File.open(source, paths[0]))
@@ -41,6 +44,16 @@ class DeepSpeedReader:
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return names.own_files(source.files, names.choose_folder(source, None))
+
+
+def _without_zero(source: Source, files: TagFiles) -> Manifest:
+    """A checkpoint of stage 0. Raises IncompleteError where it is of ZeRO, and its optimizer's files are missing."""
+    file = File.open(source, (files.model or files.rank_models)[0])
+    if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
+        raise names.no_optimizer(files)
+    contents = stage0.Contents.of(file)
+    refuse_parallel(contents.model)
+    return contents.manifest()
 
 
 def _model_paths(files: TagFiles, optim: OptimStates) -> tuple[str, ...]:
