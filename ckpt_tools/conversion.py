@@ -231,10 +231,9 @@ def _writer(to: str | None, name: str) -> Writer:
 
 def _same_writer(manifest: Manifest, name: str) -> Writer:
     """The writer of the source's own format, for another world size."""
-    writer = _writer(manifest.format, name)
-    if manifest.world_size is None or manifest.format == "universal":
+    if manifest.world_size is None or manifest.format in ("universal", "zero0"):
         raise UsageError(f"a {manifest.format} checkpoint has no world size to change")
-    return writer
+    return _writer(manifest.format, name)
 
 
 def _write_options(form: OutputForm, manifest: Manifest, options: ConvertOptions) -> WriteOptions:

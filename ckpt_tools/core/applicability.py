@@ -21,6 +21,8 @@ TAGGED = ("zero1", "zero2", "zero3", "universal")
 """Formats whose checkpoints lie in a folder each, named by its tag."""
 WEIGHTS_ALONE = ("gguf", "npz")
 """Formats that hold a model's weights and nothing else."""
+_READ_BY_TAG = (*TAGGED, "zero0")
+"""Formats that are read from such a folder."""
 TREES = ("dcp", "torch", "orbax", "safetensors")
 """Formats in which model and optimizer lie in a tree. A safetensors file has one only with whole state."""
 
@@ -55,7 +57,7 @@ class Case:
 
     @property
     def reads_tag(self) -> bool:
-        return self.source in TAGGED or "tag" in self.reader_takes
+        return self.source in _READ_BY_TAG or "tag" in self.reader_takes
 
     @property
     def reads_keys(self) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
 from ckpt_tools.errors import UnsupportedError
 
@@ -172,9 +173,8 @@ def refuse_deepspeed(value: Value, path: str) -> None:
     optimizer, own = value.get("optimizer"), value.get("optimizer_state_dict")
     if isinstance(optimizer, dict) and any(name in optimizer for name in _DEEPSPEED_MASTERS):
         raise UnsupportedError(
-            "it is of a DeepSpeed run in 16 bit without ZeRO (stage 0), whose fp32 masters lie in its optimizer under "
-            "numbers and are not read; save with ZeRO stage 1, or take the 16-bit weights with "
-            "torch.load(FILE, weights_only=False)['module']",
+            "it is of a DeepSpeed run in 16 bit without ZeRO (stage 0), whose fp32 masters lie in its optimizer; open "
+            f"it as what it is, with {option('from_', 'deepspeed')}",
             path=path,
         )
     if isinstance(own, dict) and any(name in own for name in _DEEPSPEED_PARTITIONS):

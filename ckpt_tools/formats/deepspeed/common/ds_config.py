@@ -24,16 +24,19 @@ _FP32_NAMES = ("fp32", "float", "float32", "torch.float32")
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``sub_group_size`` counts elements of a rank (stage 3); ``is_round_robin`` says that groups are flattened in the
-    order of ``round_robin_gradients`` (stages 1 and 2)."""
+    order of ``round_robin_gradients``, ``has_whole_momentum`` that Muon keeps whole parameters (stages 1 and 2)."""
 
     sub_group_size: int
     is_round_robin: bool
+    has_whole_momentum: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any], stage: int, dtype: DType) -> Settings:
         zero = _section(config, "zero_optimization")
-        is_round_robin = zero.get("round_robin_gradients") is True and not _is_bf16_optimizer(config, stage, dtype)
-        return cls(_sub_group_size(zero.get("sub_group_size")), stage < 3 and is_round_robin)
+        of_stage_1_and_2 = stage < 3 and not _is_bf16_optimizer(config, stage, dtype)
+        is_round_robin = of_stage_1_and_2 and zero.get("round_robin_gradients") is True
+        is_offloaded = _section(zero, "offload_optimizer").get("device", "none") != "none"
+        return cls(_sub_group_size(zero.get("sub_group_size")), is_round_robin, of_stage_1_and_2 and not is_offloaded)
 
 
 def _sub_group_size(found: Any) -> int:

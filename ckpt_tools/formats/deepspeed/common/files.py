@@ -99,12 +99,23 @@ class ModelStates:
                 path=file.path,
             )
         if file.content["param_shapes"] is None:
-            raise UnsupportedError("it was saved without ZeRO (stage 0), which is not supported", path=file.path)
+            raise UnsupportedError(
+                "it was saved without ZeRO (stage 0), but a file of ZeRO's optimizer lies beside it", path=file.path
+            )
+        return cls._of(file, _param_shapes(file))
+
+    @classmethod
+    def without_zero(cls, file: File) -> ModelStates:
+        """Of stage 0, where no file says which parameters train."""
+        return cls._of(file, ())
+
+    @classmethod
+    def _of(cls, file: File, param_shapes: tuple[Mapping[str, Shape], ...]) -> ModelStates:
         return cls(
             file=file,
             module=_named(file.get("module", dict), file.path),
             buffers=frozenset(_strings(file.get("buffer_names", list), file.path)),
-            param_shapes=_param_shapes(file),
+            param_shapes=param_shapes,
             frozen_shapes=_shapes(_optional(file, "frozen_param_shapes"), file.path),
             frozen_fragments=_tensors(_optional(file, "frozen_param_fragments"), file.path),
             ties=_ties(_optional(file, "shared_params"), file.path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.values import StoredTensor, Value
@@ -17,16 +18,36 @@ def check_names(model: ModelStates) -> None:
         raise IncompleteError("it is in param_shapes but not in module", path=model.file.path, key=min(missing))
 
 
-def refuse_parallel(model: ModelStates) -> None:
-    """Raises UnsupportedError for the file of a run that cut its model by more than ZeRO: tensor or pipeline parallel,
-    or with experts."""
-    content, path = model.file.content, model.file.path
-    parallel = content.get("checkpoint_parallel_dimensions")
-    degrees = [content.get("mp_world_size"), *(parallel.values() if isinstance(parallel, dict) else ())]
-    if any(type(degree) is int and degree > 1 for degree in degrees):
-        raise UnsupportedError("it is of a tensor- or pipeline-parallel run, which is not supported", path=path)
+def refuse_experts(model: ModelStates) -> None:
+    """Raises UnsupportedError for the file of a run with experts that AutoEP distributed."""
+    content = model.file.content
     if content.get("ds_autoep_layers") or content.get("autoep_layers"):
-        raise UnsupportedError("it is of a run with experts (AutoEP), which is not supported", path=path)
+        raise UnsupportedError("it is of a run with experts (AutoEP), which is not supported", path=model.file.path)
+
+
+def model_parallel_size(model: ModelStates) -> int:
+    """Into how many parts the run cut its model, beside what ZeRO does: the tensor-parallel ranks times the stages of
+    its pipeline."""
+    content = model.file.content
+    parallel = content.get("checkpoint_parallel_dimensions")
+    degrees = [degree for degree in (parallel.values() if isinstance(parallel, dict) else ()) if type(degree) is int]
+    size = content.get("mp_world_size")
+    return max(prod(degrees), size if type(size) is int else 1)
+
+
+def check_parts(model: ModelStates, found: int) -> None:
+    """Raises FormatError where there are files of ``found`` parts and the run cut its model into another number."""
+    wanted, path = model_parallel_size(model), model.file.path
+    if wanted > found:
+        raise IncompleteError(
+            f"the model is cut into {wanted} parts, and there are files of {found}: mp_rank_{found:02d} is missing",
+            path=path,
+        )
+    if wanted < found:
+        raise MalformedError(
+            f"the model is cut into {wanted} parts, and there are files of {found}, perhaps from an earlier save",
+            path=path,
+        )
 
 
 def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:

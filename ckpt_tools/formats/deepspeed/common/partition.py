@@ -49,6 +49,12 @@ class Vector:
         """Without the padding."""
         return Vector(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
 
+    def of_whole(self, numels: Sequence[int]) -> Vector:
+        """Of whole parameters, in the place of the parts that it holds, and without the padding: Muon's momentum."""
+        params = self.params[self.stops > self.starts]
+        zeros = np.zeros_like(params)
+        return Vector(params, zeros, np.array(numels, np.int64)[params], zeros)
+
 
 class Cut(Protocol):
     """How the parameters of a flat group are shared out."""

@@ -50,15 +50,15 @@ class Extras:
     tensors: dict[StateKey, TensorEntry] = field(default_factory=dict)
     _uses: Counter[str] = field(default_factory=Counter, repr=False)
 
-    def add_model(self, file: File) -> None:
-        """Everything of a model file but the model."""
+    def add_model(self, file: File, without: tuple[str, ...] = ()) -> None:
+        """Everything of a model file but the model, and but the entries ``without``, which were read."""
         content = file.content
         self.values["global_step"] = content.get("global_steps")
         if content.get("lr_scheduler") is not None:
             self.values["lr_scheduler"] = self.inert(content["lr_scheduler"], "lr_scheduler", file)
         known = {*_READ, *_OWN, *_NEUTRAL}
         self._add_section("client_state", file, content, (name for name in content if name not in known))
-        self._add_section("deepspeed", file, content, _OWN)
+        self._add_section("deepspeed", file, content, (name for name in _OWN if name not in without))
 
     def add_optimizer(self, file: File, own: Mapping[str, Value]) -> None:
         """The loss scaler and the scalars of an optimizer file."""

@@ -21,6 +21,7 @@ from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
 from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
 from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_extra
 from ckpt_tools.formats.deepspeed.universal.names import MASTER_FILE, UniversalFiles
 from ckpt_tools.formats.deepspeed.universal.states import Slots
 from ckpt_tools.formats.foreign import refuse_tensor_object
@@ -32,12 +33,14 @@ Entries = Iterator[tuple[StateKey, TensorEntry]]
 
 @dataclass
 class Contents:
-    """One checkpoint on its way into a manifest. ``models`` has one a rank where DeepSpeed made it from stage 3."""
+    """One checkpoint on its way into a manifest. ``models`` has one a rank where DeepSpeed made it from stage 3,
+    ``parts`` one a tensor-parallel rank: what trains is whole in ``zero/``, and the model's files have their parts."""
 
     files: UniversalFiles
     models: tuple[ModelStates, ...]
     optimizer: File
     slots: Slots
+    parts: tuple[ModelStates, ...]
     extras: Extras = field(default_factory=Extras)
 
     def manifest(self) -> Manifest:
@@ -56,18 +59,36 @@ class Contents:
             aliases=self.aliases,
             groups=groups if any(group.params for group in groups) else (),
             literals=self.slots.literals,
-            extra=self.extras.values,
+            extra=whole_extra(self.extras.values) if self.is_cut else self.extras.values,
             step=step if type(step) is int else None,
-            world_size=world_size if type(world_size) is int else None,
+            world_size=world_size * len(self.parts) if type(world_size) is int else None,
         )
 
     @property
     def model(self) -> ModelStates:
         return self.models[0]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the run was tensor parallel."""
+        return len(self.parts) > 1
+
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
-        return self.model.trainable
+        """The whole shapes of what trains."""
+        if not self.is_cut:
+            return self.model.trainable
+        return {name: self._whole_shape(name, shape) for name, shape in self.model.trainable.items()}
+
+    def _whole_shape(self, name: str, part: Shape) -> Shape:
+        """Of a parameter of a tensor-parallel run, which only the file of its master states."""
+        path = self.files.states.get(name, {}).get(MASTER_FILE)
+        if path is None:
+            raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
+        shape = self.slots.shape(path)
+        if len(shape) != len(part):
+            raise MalformedError(f"its shape is {list(shape)}, but that of a part is {list(part)}", path=path, key=name)
+        return shape
 
     # Names
 
@@ -117,9 +138,9 @@ class Contents:
         return TensorEntry(() if slot == STEP else shape, table.dtype, Kind.STATE, table)
 
     def _weight(self, name: str, value: StoredTensor, shape: Shape, master: TensorEntry | None) -> TensorEntry:
-        if tuple(value.shape) == shape:
+        if tuple(value.shape) == shape and not self.is_cut:
             return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.table(value))
-        if value.numel:
+        if value.numel and not self.is_cut:
             raise other_shape(self.model, name, value, shape)
         table = ShardTable.build(shape, value.dtype, []) if master is None else master.shards
         return TensorEntry(shape, value.dtype, Kind.PARAMETER, table)
@@ -128,12 +149,38 @@ class Contents:
         """A buffer, or a frozen weight, whose elements stage 3 leaves with the ranks."""
         if name in self.model.buffers:
             return TensorEntry(tuple(value.shape), value.dtype, Kind.BUFFER, self.model.file.table(value))
+        if self.is_cut:
+            return self._joined(name, value)
         shape = self.model.frozen_shapes.get(name, tuple(value.shape))
         if tuple(value.shape) == shape:
             return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.table(value))
         if value.numel:
             raise other_shape(self.model, name, value, shape)
         return TensorEntry(shape, value.dtype, Kind.PARAMETER, self._fragments(name, shape, value))
+
+    def _joined(self, name: str, value: StoredTensor) -> TensorEntry:
+        """A frozen weight of a tensor-parallel run, from its parts in the model's files."""
+        tensors = [each for part in self.parts if isinstance(each := part.module.get(name), StoredTensor)]
+        if len(tensors) != len(self.parts):
+            raise MalformedError("the model's files do not all contain it", path=self.model.file.path, key=name)
+        stored = [tuple(tensor.shape) for tensor in tensors]
+        shapes = [part.frozen_shapes.get(name, shape) for part, shape in zip(self.parts, stored, strict=True)]
+        join = self._rules.join(name, shapes)
+        if shapes == stored:
+            tables = [part.file.table(tensor) for part, tensor in zip(self.parts, tensors, strict=True)]
+            return TensorEntry(join.shape, value.dtype, Kind.PARAMETER, join.table(tables, shapes))
+        if any(join.ranks[1:]):
+            raise UnsupportedError(
+                "it is a frozen weight of a tensor-parallel run in stage 3, which is not supported in a universal "
+                "checkpoint; convert the native one",
+                path=self.model.file.path,
+                key=name,
+            )
+        return TensorEntry(join.shape, value.dtype, Kind.PARAMETER, self._fragments(name, join.shape, value))
+
+    @cached_property
+    def _rules(self) -> Rules:
+        return Rules.of(self.model.file.content.get("universal_checkpoint_info"), self.model.file.path)
 
     def _fragments(self, name: str, shape: Shape, value: StoredTensor) -> ShardTable:
         """stage3.py: each rank has ``ceil(numel / world size)`` elements of a frozen weight, the last ones padded."""

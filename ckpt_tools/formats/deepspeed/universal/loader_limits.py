@@ -14,6 +14,7 @@ from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.ds_config import Settings
+from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
 from ckpt_tools.formats.deepspeed.universal.names import MASTER_FILE
@@ -54,7 +55,8 @@ def _foreign(group: Group) -> list[str]:
                 f"the optimizer has a slot named {slot!r}, which is the name of another file of a universal checkpoint"
             )
     scalars = [slot for slot in group.scalars if slot != STEP]
-    return scalars + [slot.name for slot in group.slots if slot.dtype is not DType.FLOAT32]
+    muon = (MOMENTUM,) if is_muon(group.options) else ()
+    return scalars + [slot.name for slot in group.slots if slot.dtype is not DType.FLOAT32 or slot.name in muon]
 
 
 def stage3_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

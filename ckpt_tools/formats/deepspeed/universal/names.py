@@ -45,13 +45,15 @@ _FOREIGN = {
 class UniversalFiles:
     """The files of one checkpoint: ``states`` by fqn and slot, and the model's, one or in stage 3 one a rank.
 
-    ``tag`` is empty where the folder is the source itself.
+    ``model_parts`` are the model's files of the other tensor-parallel ranks, one each. ``tag`` is empty where the
+    folder is the source itself.
     """
 
     tag: str
     states: Mapping[str, Mapping[str, str]]
     model: tuple[str, ...]
     optimizer: str
+    model_parts: tuple[str, ...] = ()
 
 
 def universal_folders(paths: Iterable[str]) -> list[str]:
@@ -101,7 +103,10 @@ def universal_files(source: Source, folder: str) -> UniversalFiles:
         match = _state(path)
         if match and (match["folder"] or "") == folder:
             states.setdefault(match["fqn"], {})[match["slot"]] = path
-    return UniversalFiles(folder.rpartition("/")[2], states, _models(names, prefix), prefix + OPTIMIZER_NAME)
+    models = _models(names, prefix)
+    return UniversalFiles(
+        folder.rpartition("/")[2], states, models, prefix + OPTIMIZER_NAME, _model_parts(names, prefix)
+    )
 
 
 def own_files(paths: Iterable[str], files: UniversalFiles, folder: str, used: Container[str]) -> frozenset[str]:
@@ -135,18 +140,29 @@ def _refuse_foreign(names: list[str], folder: str) -> None:
         for pattern, what in _FOREIGN.items():
             if pattern.fullmatch(name):
                 raise UnsupportedError(f"{place} holds {what} ({name}), which are not supported")
-        match = _MODEL.fullmatch(name) or _RANK_MODEL.fullmatch(name)
-        if match and int(match["mp"]):
-            raise UnsupportedError(f"{place} is of a tensor-parallel run ({name}), which is not supported")
 
 
 def _models(names: list[str], prefix: str) -> tuple[str, ...]:
     """The file of all ranks if there is one, for it has the weights; else that of each rank."""
     if MODEL_NAME in names:
         return (prefix + MODEL_NAME,)
-    ranks = {int(match["rank"]): name for name in names if (match := _RANK_MODEL.fullmatch(name))}
+    matches = [(name, match) for name in names if (match := _RANK_MODEL.fullmatch(name))]
+    ranks = {int(match["rank"]): name for name, match in matches if not int(match["mp"])}
     for rank in range(max(1, len(ranks))):
         if rank not in ranks:
             missing = STAGE3_MODEL_NAME.replace("rank_0", f"rank_{rank}", 1) if ranks else MODEL_NAME
             raise IncompleteError("this file of the checkpoint is missing", path=prefix + missing)
     return tuple(prefix + ranks[rank] for rank in range(len(ranks)))
+
+
+def _model_parts(names: list[str], prefix: str) -> tuple[str, ...]:
+    """A file of each tensor-parallel rank but the first. Raises IncompleteError."""
+    found: dict[int, str] = {}
+    for name in names:
+        match = _MODEL.fullmatch(name) or _RANK_MODEL.fullmatch(name)
+        if match and int(match["mp"]) and not int(match.groupdict().get("rank", 0)):
+            found[int(match["mp"])] = prefix + name
+    for rank in range(1, len(found) + 1):
+        if rank not in found:
+            raise IncompleteError("this file of the checkpoint is missing", path=f"{prefix}mp_rank_{rank:02d}_*")
+    return tuple(found[rank] for rank in range(1, len(found) + 1))

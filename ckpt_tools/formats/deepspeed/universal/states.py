@@ -70,6 +70,13 @@ class Slots:
             f"its shape is {list(tensor.shape)}, but that of the model is {list(shape)}", path=path, key=fqn
         )
 
+    def shape(self, path: str) -> Shape:
+        """The shape of the tensor in ``path``. Raises MalformedError."""
+        value = self._open(path).value
+        if not isinstance(value, StoredTensor):
+            raise MalformedError("it does not contain a tensor, as the files of universal checkpoints do", path=path)
+        return tuple(value.shape)
+
     def scalar(self, path: str) -> ShardTable:
         """The 0-d tensor or the number in ``path``. Raises MalformedError."""
         content = self._open(path)

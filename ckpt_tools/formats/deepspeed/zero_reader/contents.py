@@ -24,6 +24,7 @@ from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
+from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM
 from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.zero_reader import zero3, zero12
@@ -83,6 +84,11 @@ class Contents:
         if self.optim.stage == 3:
             return zero3.locate(shapes, found.masters)
         return zero12.locate(shapes, found.masters, found.paddings, self.optim.alignment_paddings)
+
+    @cached_property
+    def momentum(self) -> Mapping[str, Pieces]:
+        """Where Muon's momentum of each parameter lies, if its vectors hold whole parameters."""
+        return zero12.locate_whole(self.pieces, self.partitions.momentum)
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
@@ -174,6 +180,8 @@ class Contents:
         for slot in self.partitions.slots:
             if slot.holds(pieces):
                 yield StateKey(name, slot.name), _state(shape, slot.table(pieces))
+        if name in self.momentum:
+            yield StateKey(name, MOMENTUM), _state(shape, self.partitions.momentum.table(self.momentum[name]))
         for slot_name, entry in self.scalars[int(pieces.flats[0])].items():
             yield StateKey(name, slot_name), entry
 

@@ -37,9 +37,10 @@ _FOREIGN = {
 @dataclass(frozen=True, slots=True)
 class TagFiles:
     """The files of one checkpoint. Of the model there is one file, or in stage 3 one a rank; a folder that was
-    written twice may hold both, and the stage decides."""
+    written twice may hold both, and the stage decides. Without ZeRO there are no files of the optimizer."""
 
     prefix: str
+    mp_rank: int
     model: tuple[str, ...]
     rank_models: tuple[str, ...]
     optim: tuple[str, ...]
@@ -48,7 +49,8 @@ class TagFiles:
         """The model's files in this stage. Raises IncompleteError."""
         found = self.rank_models if stage == 3 else self.model
         if not found:
-            name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+            kind = "zero_pp_rank_0_" if stage == 3 else ""
+            name = f"{kind}mp_rank_{self.mp_rank:02d}_model_states.pt"
             raise IncompleteError("this file of the checkpoint is missing", path=self.prefix + name)
         return found
 
@@ -85,8 +87,8 @@ def is_own_name(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_MODEL, _RANK_MODEL, _OPTIM))
 
 
-def tag_files(source: Source, folder: str) -> TagFiles:
-    """The files of the checkpoint in ``folder``.
+def tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
+    """The files of the checkpoint in ``folder``, for each rank of model parallelism (``mp_rank_01``).
 
     Raises:
         UnsupportedError: it is of a kind of parallelism that is not read; IncompleteError: the file of a rank is
@@ -95,15 +97,22 @@ def tag_files(source: Source, folder: str) -> TagFiles:
     prefix = f"{folder}/" if folder else ""
     names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
     _refuse_foreign(names, folder)
-    model, rank_models, optim = (_complete(_by_rank(names, kind), prefix) for kind in (_MODEL, _RANK_MODEL, _OPTIM))
-    if not optim:
-        name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        raise IncompleteError(
-            f"{_place(folder)} has no *_optim_states.pt, the optimizer's files; runs without ZeRO (stage 0) have none "
-            "and are not supported",
-            path=prefix + name,
-        )
-    return TagFiles(prefix, model, rank_models, optim)
+    found = [_by_rank(names, kind) for kind in (_MODEL, _RANK_MODEL, _OPTIM)]
+    ranks = max((rank for kind in found for rank in kind), default=0) + 1
+    if ranks > 1 + sum(map(len, found)):
+        raise MalformedError(f"{_place(folder)} has a file of rank {ranks - 1} of model parallelism and few others")
+    return tuple(
+        TagFiles(prefix, mp_rank, *(_complete(kind.get(mp_rank, {}), prefix) for kind in found))
+        for mp_rank in range(ranks)
+    )
+
+
+def no_optimizer(files: TagFiles) -> IncompleteError:
+    """A checkpoint of ZeRO has no optimizer's files."""
+    return IncompleteError(
+        f"{_place(files.prefix.rstrip('/'))} has no *_optim_states.pt, the optimizer's files, which ZeRO writes",
+        path=files.prefix + f"zero_pp_rank_0_mp_rank_{files.mp_rank:02d}_optim_states.pt",
+    )
 
 
 def _place(folder: str) -> str:
@@ -115,20 +124,18 @@ def _refuse_foreign(names: list[str], folder: str) -> None:
         for pattern, what in _FOREIGN.items():
             if pattern.fullmatch(name):
                 raise UnsupportedError(f"{_place(folder)} holds {what} ({name}), which are not supported")
-        match = _RANK_MODEL.fullmatch(name) or _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)
-        if match and int(match["mp"]):
-            raise UnsupportedError(f"{_place(folder)} is of a tensor-parallel run ({name}), which is not supported")
 
 
-def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
-    found: dict[int, str] = {}
+def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, dict[int, str]]:
+    """The files of a kind by their rank of model parallelism, and then of data parallelism."""
+    found: dict[int, dict[int, str]] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match:
-            rank = int(match.groupdict().get("rank", 0))
-            if rank in found:
-                raise MalformedError(f"{name} and {found[rank]} are both of rank {rank}")
-            found[rank] = name
+            rank, ranks = int(match.groupdict().get("rank", 0)), found.setdefault(int(match["mp"]), {})
+            if rank in ranks:
+                raise MalformedError(f"{name} and {ranks[rank]} are both of rank {rank}")
+            ranks[rank] = name
     return found
 
 

@@ -19,16 +19,20 @@ from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.values import StoredTensor, Value, brief
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, OptimStates
+from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Flats, Vector
 from ckpt_tools.stores.source import Source
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank: its masters, its slots by flat, its paddings, and state of other kinds (``file`` is set if any)."""
+    """One rank: its masters, its slots by flat, its paddings, and state of other kinds (``file`` is set if any).
+
+    ``momentum`` is Muon's in stages 1 and 2, whose vectors may hold whole parameters."""
 
     masters: dict[int, Vector]
     slots: dict[str, dict[int, Vector]]
+    momentum: dict[int, Vector]
     paddings: tuple[int, ...]
     rest: Mapping[int, Mapping[str, Value]]
     file: File | None
@@ -36,25 +40,28 @@ class RankState:
     @classmethod
     def of(cls, states: OptimStates) -> RankState:
         slots: dict[str, dict[int, Vector]] = {}
+        momentum: dict[int, Vector] = {}
         rest: dict[int, dict[str, Value]] = {}
+        muon = {flat for group in states.groups if is_muon(group.options) for flat in group.flats}
         for flat, state in enumerate(states.states):
             for slot, value in state.items():
-                if _is_flat(value, states.masters[flat].numel, states.paddings[flat]):
+                if slot == MOMENTUM and flat in muon and states.stage < 3 and _is_vector(value):
+                    momentum[flat] = vector(states.file, value)
+                elif _is_flat(value, states.masters[flat].numel, states.paddings[flat]):
                     slots.setdefault(slot, {})[flat] = vector(states.file, value)
                 elif value is not None and not is_scalar(value):
                     rest.setdefault(flat, {})[slot] = value
         masters = {flat: vector(states.file, master) for flat, master in enumerate(states.masters)}
-        return cls(masters, slots, states.paddings, rest, states.file if rest else None)
+        return cls(masters, slots, momentum, states.paddings, rest, states.file if rest else None)
 
 
 def _is_flat(value: Value, numel: int, padding: int) -> bool:
     """Whether a slot is cut as the masters are; it may have the padding that they lack."""
-    return (
-        isinstance(value, StoredTensor)
-        and len(value.shape) == 1
-        and value.shape[0] in (numel, numel + padding)
-        and value.is_contiguous
-    )
+    return _is_vector(value) and value.shape[0] in (numel, numel + padding)
+
+
+def _is_vector(value: Value) -> bool:
+    return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.is_contiguous
 
 
 def is_scalar(value: Value) -> bool:
@@ -68,10 +75,13 @@ def vector(file: File, tensor: StoredTensor) -> Vector:
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """All ranks: masters and slots as flats, and ``paddings`` ``[world size, num flats]``."""
+    """All ranks: masters and slots as flats, and ``paddings`` ``[world size, num flats]``.
+
+    ``momentum`` has Muon's vectors if they are not cut as the masters are."""
 
     masters: Flats
     slots: tuple[Flats, ...]
+    momentum: Flats
     paddings: Ints
     rest: tuple[tuple[int, RankState], ...]
 
@@ -98,10 +108,24 @@ def _read_rank(source: Source, path: str, first: OptimStates) -> RankState:
 
 
 def _gathered(ranks: Sequence[RankState], paths: Sequence[str], num_flats: int) -> Partitions:
-    names = dict.fromkeys(name for rank in ranks for name in rank.slots)
+    cut = {flat for flat in range(num_flats) if _is_cut(ranks, flat)}
+    slots = [dict(rank.slots) for rank in ranks]
+    for rank, own in zip(ranks, slots, strict=True):
+        if found := {flat: vector for flat, vector in rank.momentum.items() if flat in cut}:
+            own[MOMENTUM] = {**own.get(MOMENTUM, {}), **found}
+    whole = [{flat: vector for flat, vector in rank.momentum.items() if flat not in cut} for rank in ranks]
+    names = dict.fromkeys(name for own in slots for name in own)
     return Partitions(
         masters=Flats.of("the masters", paths, [rank.masters for rank in ranks], num_flats),
-        slots=tuple(Flats.of(name, paths, [rank.slots.get(name, {}) for rank in ranks], num_flats) for name in names),
+        slots=tuple(Flats.of(name, paths, [own.get(name, {}) for own in slots], num_flats) for name in names),
+        momentum=Flats.of(MOMENTUM, paths, whole, num_flats),
         paddings=np.array([rank.paddings for rank in ranks], np.int64).reshape(len(ranks), num_flats),
         rest=tuple((number, rank) for number, rank in enumerate(ranks) if rank.rest),
     )
+
+
+def _is_cut(ranks: Sequence[RankState], flat: int) -> bool:
+    """Whether Muon's momentum is cut as the masters are, which no single rank can tell: by its padding the vector of
+    whole parameters may be as long."""
+    found = [(rank.masters[flat].numel + rank.paddings[flat], rank.momentum.get(flat)) for rank in ranks]
+    return all(vector is not None and vector.numel == size for size, vector in found)

@@ -13,9 +13,11 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import brief
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
-from ckpt_tools.formats.deepspeed.common.model_file import refuse_parallel
-from ckpt_tools.formats.deepspeed.zero_reader import names
+from ckpt_tools.formats.deepspeed.common.model_file import check_parts, refuse_experts
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
+from ckpt_tools.formats.deepspeed.zero_reader import names, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
+from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.stores.source import Source
@@ -23,7 +25,8 @@ from ckpt_tools.stores.source import Source
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedReader:
-    """Reads ZeRO-1, -2 and -3 as ``save_checkpoint`` writes them: a save directory with ``latest``, or a tag folder."""
+    """Reads ZeRO-1, -2 and -3, and runs without ZeRO, as ``save_checkpoint`` writes them: a save directory with
+    ``latest``, or a tag folder."""
 
     name: str = "deepspeed"
 
@@ -31,16 +34,45 @@ class DeepSpeedReader:
         return bool(names.tag_folders(source.files))
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        files = names.tag_files(source, names.choose_folder(source, options.tag))
-        optim = OptimStates.of(File.open(source, files.optim[0]))
-        paths = _model_paths(files, optim)
-        model = ModelStates.of(File.open(source, paths[0]))
-        _check_model(model, optim)
-        partitions = read_partitions(source, files.optim, optim)
-        return Contents(source, model, optim, paths, partitions).manifest()
+        parts = [_part(source, files) for files in names.tag_files(source, names.choose_folder(source, options.tag))]
+        first = parts[0].model
+        check_parts(first, len(parts))
+        if len(parts) == 1:
+            return parts[0].manifest
+        rules = Rules.of(first.file.content.get("universal_checkpoint_info"), first.file.path)
+        return Joining([part.manifest for part in parts], rules).manifest()
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return names.own_files(source.files, names.choose_folder(source, None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What the files of one rank of model parallelism hold, and its model's file."""
+
+    manifest: Manifest
+    model: ModelStates
+
+
+def _part(source: Source, files: TagFiles) -> _Part:
+    if not files.optim:
+        return _without_zero(source, files)
+    optim = OptimStates.of(File.open(source, files.optim[0]))
+    paths = _model_paths(files, optim)
+    model = ModelStates.of(File.open(source, paths[0]))
+    _check_model(model, optim)
+    partitions = read_partitions(source, files.optim, optim)
+    return _Part(Contents(source, model, optim, paths, partitions).manifest(), model)
+
+
+def _without_zero(source: Source, files: TagFiles) -> _Part:
+    """A checkpoint of stage 0. Raises IncompleteError where it is of ZeRO, and its optimizer's files are missing."""
+    file = File.open(source, (files.model or files.models(0))[0])
+    if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
+        raise names.no_optimizer(files)
+    contents = stage0.Contents.of(file)
+    refuse_experts(contents.model)
+    return _Part(contents.manifest(), contents.model)
 
 
 def _model_paths(files: TagFiles, optim: OptimStates) -> tuple[str, ...]:
@@ -64,7 +96,7 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
 
 
 def _check_model(model: ModelStates, optim: OptimStates) -> None:
-    refuse_parallel(model)
+    refuse_experts(model)
     world_size = model.file.content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
         raise MalformedError(

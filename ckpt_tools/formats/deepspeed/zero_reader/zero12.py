@@ -107,3 +107,43 @@ def _pieces(start: int, stop: int, partition: int, group: int) -> Pieces:
         flats=np.full(len(ranks), group, np.int64),
         offsets=lower - ranks * partition,
     )
+
+
+def locate_whole(pieces: Mapping[str, Pieces], momentum: Flats) -> dict[str, Pieces]:
+    """Where Muon's momentum of each parameter lies: whole, in the vector of every rank that holds a part of the
+    parameter. It is read from the first of them.
+
+    ``pieces`` are the parameters' own, in the order of their groups.
+
+    Raises:
+        MalformedError: a rank's vector is not as long as the parameters that it should hold.
+    """
+    ends: dict[tuple[int, int], int] = {}
+    found: dict[str, Pieces] = {}
+    for name, own in pieces.items():
+        flat = int(own.flats[0])
+        if flat not in momentum.dtypes:
+            continue
+        offsets = {rank: ends.get((rank, flat), 0) for rank in own.ranks.tolist()}
+        ends |= {(rank, flat): offset + own.numel for rank, offset in offsets.items()}
+        first = int(own.ranks[0])
+        found[name] = _whole(own.numel, first, flat, offsets[first])
+    _check_whole(ends, momentum)
+    return found
+
+
+def _whole(numel: int, rank: int, flat: int, offset: int) -> Pieces:
+    columns = ([rank], [0], [numel], [flat], [offset])
+    return Pieces(numel, *(np.array(column, np.int64) for column in columns))
+
+
+def _check_whole(ends: Mapping[tuple[int, int], int], momentum: Flats) -> None:
+    for flat in momentum.dtypes:
+        for rank, path in enumerate(momentum.files):
+            expected, saved = ends.get((rank, flat), 0), int(momentum.numels[rank, flat])
+            if expected != saved:
+                raise MalformedError(
+                    f"its {momentum.name} of group {flat} has {saved:,} elements; the whole parameters of its "
+                    f"partition have {expected:,}",
+                    path=path,
+                )

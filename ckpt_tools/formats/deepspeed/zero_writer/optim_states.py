@@ -13,6 +13,7 @@ from functools import cached_property
 
 from ckpt_tools.core.layout import FileLayout
 from ckpt_tools.core.values import OrderedDict, Value
+from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.common.partition import Vector
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, fragment_address, loss_scaler, zero_stage
 from ckpt_tools.formats.deepspeed.common.tensor_rows import Form, Tensors, elements, rows_of
@@ -29,9 +30,7 @@ class GroupCutOptim:
     def file(self, path: str, rank: int) -> FileLayout:
         tensors = Tensors(self.target.state.manifest)
         rows = [(flat, flat.cut.vector(rank)) for flat in self.target.flat_groups]
-        states = [
-            {slot.name: tensors.vector(vector, flat.group, slot) for slot in flat.group.slots} for flat, vector in rows
-        ]
+        states = [self._state(tensors, flat.group, vector) for flat, vector in rows]
         own = {
             **_scaling(self.target),
             **_clipping(self.target),
@@ -46,6 +45,15 @@ class GroupCutOptim:
             "param_slice_mappings": [_mapping(flat.group, vector) for flat, vector in rows],
         }
         return tensors.file(path, _content(self.target, tensors, own))
+
+    def _state(self, tensors: Tensors, group: Group, vector: Vector) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        for slot in group.slots:
+            is_whole = slot.name == MOMENTUM and is_muon(group.options) and self.target.has_whole_momentum
+            held = vector.of_whole(group.numels) if is_whole else vector
+            if held.numel:
+                found[slot.name] = tensors.vector(held, group, slot)
+        return found
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,15 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``flat_groups`` are a rank's vectors: one a param group, or in stage 3 one a sub-group."""
+    """``flat_groups`` are a rank's vectors: one a param group, or in stage 3 one a sub-group. ``has_whole_momentum``
+    says that Muon's are of whole parameters."""
 
     state: TrainingState
     extras: Extras
     flat_groups: tuple[FlatGroup, ...]
     stage: int
     world_size: int
+    has_whole_momentum: bool = False
 
     @classmethod
     def of(cls, manifest: Manifest, stage: int, world_size: int) -> Target:
@@ -41,7 +43,8 @@ class Target:
         extras = Extras.of(manifest, state.dtype)
         settings = Settings.of(extras.config, stage, state.dtype)
         cut = _cut_params if stage == 3 else _cut_groups
-        return cls(state, extras, tuple(cut(state.groups, settings, world_size)), stage, world_size)
+        flat_groups = tuple(cut(state.groups, settings, world_size))
+        return cls(state, extras, flat_groups, stage, world_size, settings.has_whole_momentum)
 
     @property
     def config(self) -> dict[str, Value]:

@@ -1,0 +1,119 @@
+"""The manifests of tensor-parallel ranks, each a checkpoint of its own by its files, as the one of the whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.values import to_json
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import Join, Rules, replicated, whole_extra
+
+
+@dataclass
+class Joining:
+    """The parts of all ranks on their way into one manifest; ``notes`` are taken as it goes."""
+
+    parts: Sequence[Manifest]
+    rules: Rules
+    joins: dict[str, Join] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+    def manifest(self) -> Manifest:
+        """Raises FormatError where the parts do not fit each other or the rules."""
+        first = self.parts[0]
+        self._check_alike()
+        tensors = {key: self._joined(key, entry) for key, entry in first.tensors.items()}
+        self._note_rest()
+        return Manifest(
+            format=first.format,
+            tensors=tensors,
+            aliases=first.aliases,
+            groups=first.groups,
+            literals=first.literals,
+            extra=whole_extra(first.extra),
+            step=first.step,
+            world_size=None if first.world_size is None else first.world_size * len(self.parts),
+            notes=(*first.notes, *self.notes),
+        )
+
+    def _check_alike(self) -> None:
+        first = self.parts[0]
+        for rank, part in enumerate(self.parts[1:], 1):
+            for what, mine, other in (
+                ("tensors", _names(part), _names(first)),
+                ("ties", dict(part.aliases), dict(first.aliases)),
+                ("parameter groups", [g.params for g in part.groups], [g.params for g in first.groups]),
+                ("step", part.step, first.step),
+                ("data-parallel world size", part.world_size, first.world_size),
+            ):
+                if mine != other:
+                    raise MalformedError(
+                        f"the {what} of tensor-parallel rank {rank} are not those of rank 0", path=self.rules.path
+                    )
+
+    def _joined(self, key: StateKey, first: TensorEntry) -> TensorEntry:
+        if first.kind is Kind.EXTRA or not first.shape:
+            return first
+        entries = [part.tensors[key] for part in self.parts]
+        shapes = [entry.shape for entry in entries]
+        if len({(entry.dtype, entry.shards.dtype) for entry in entries}) > 1:
+            raise MalformedError("its parts are of different dtypes", path=self.rules.path, key=str(key))
+        join = self._join(key, first, shapes)
+        table = join.table([entry.shards for entry in entries], shapes)
+        return TensorEntry(join.shape, first.dtype, first.kind, table)
+
+    def _join(self, key: StateKey, first: TensorEntry, shapes: Sequence[Shape]) -> Join:
+        """All slots of a parameter are cut alike. A buffer is the same on every rank, for no rule says otherwise."""
+        if first.kind is Kind.BUFFER:
+            return self._of_buffer(key.fqn, shapes)
+        weights = [part.tensors[StateKey(key.fqn)].shape for part in self.parts]
+        if shapes != weights:
+            raise UnsupportedError(
+                "it is not shaped like its parameter, so that its tensor-parallel parts cannot be joined",
+                path=self.rules.path,
+                key=str(key),
+            )
+        if key.fqn not in self.joins:
+            self.joins[key.fqn] = self.rules.join(key.fqn, shapes)
+            self._note_cropped(key.fqn)
+        return self.joins[key.fqn]
+
+    def _of_buffer(self, name: str, shapes: Sequence[Shape]) -> Join:
+        if len(set(shapes)) > 1:
+            raise UnsupportedError(
+                "it is a buffer that the tensor-parallel ranks cut, and no rule says how",
+                path=self.rules.path,
+                key=name,
+            )
+        return replicated(name, shapes, self.rules.path)
+
+    def _note_cropped(self, name: str) -> None:
+        join = self.joins[name]
+        if join.num_cropped:
+            rows = f"{join.shape[0]:,} to {join.shape[0] + join.num_cropped:,}"
+            why = "they pad the vocabulary for tensor parallelism (original_vocab_size)"
+            self.notes.append(Note(Outcome.DROPPED, f"rows {rows} of {name}", why))
+
+    def _note_rest(self) -> None:
+        """What each rank has for itself beside tensors: that of rank 0 goes along."""
+        ours = {name: _comparable(value) for name, value in self.parts[0].extra.items()}
+        others = [{name: _comparable(value) for name, value in part.extra.items()} for part in self.parts[1:]]
+        names = [name for name in ours if any(other.get(name) != ours[name] for other in others)]
+        if names:
+            why = "the tensor-parallel ranks differ in it, and that of the first is kept"
+            self.notes.append(Note(Outcome.DROPPED, f"{listed(names)} of the other ranks", why))
+
+
+def _names(part: Manifest) -> set[StateKey]:
+    return {key for key, entry in part.tensors.items() if entry.kind is not Kind.EXTRA}
+
+
+def _comparable(value: Any) -> str:
+    return json.dumps(to_json(value), sort_keys=True, default=repr)

@@ -1,0 +1,109 @@
+"""DeepSpeed's Muon: in stages 1 and 2 a rank keeps the momentum of whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.errors import MalformedError
+from fixtures import launch
+from fixtures.corpus import deepspeed
+from fixtures.corpus.layout import State
+from tests.formats import zero_files
+from tests.layouts.contents import contents, of_tensor
+
+Saved = Callable[[int], tuple[Path, State, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """`saved(stage)`: what two ranks wrote in fp32, its truth, and the losses of the next steps."""
+    made: dict[int, tuple[Path, State, list[float]]] = {}
+
+    def get(stage: int) -> tuple[Path, State, list[float]]:
+        if stage not in made:
+            folder = tmp_path_factory.mktemp(f"muon{stage}")
+            state, losses = launch.pool(2).run(deepspeed.save_muon, str(folder), stage, "fp32")[0]
+            made[stage] = folder, state, losses
+        return made[stage]
+
+    return get
+
+
+@pytest.mark.parametrize(("stage", "to"), [(2, 1), (2, 3), (3, 2)])
+def test_the_run_goes_on_at_another_stage_and_world_size(stage: int, to: int, saved: Saved, tmp_path: Path) -> None:
+    folder, state, losses = saved(stage)
+    ckpt_tools.convert(folder, tmp_path / "out", to=f"zero{to}", world_size=3)
+    resumed, next_losses = launch.pool(3).run(deepspeed.load_muon, str(tmp_path / "out"), to, "fp32")[0]
+    assert resumed.optimizer.keys() == state.optimizer.keys()
+    for key, tensor in state.optimizer.items():
+        assert torch.equal(resumed.optimizer[key], tensor), key
+    np.testing.assert_allclose(next_losses, losses, rtol=1e-5)
+
+
+def test_a_dcp_holds_the_momentum(saved: Saved, tmp_path: Path) -> None:
+    folder, state, _ = saved(2)
+    ckpt_tools.convert(folder, tmp_path / "out", to="dcp", world_size=1)
+    _, found = contents(tmp_path / "out")
+    momenta = {key: tensor for key, tensor in state.optimizer.items() if key[1] == "momentum_buffer"}
+    assert momenta
+    for (name, slot), tensor in momenta.items():
+        assert found[StateKey(name, slot)] == of_tensor(tensor)
+
+
+def test_universal_says_that_it_cannot_hold_it(saved: Saved, tmp_path: Path) -> None:
+    report = ckpt_tools.convert(saved(2)[0], tmp_path / "out", to="universal")
+    assert any("momentum_buffer" in note.why and note.outcome.value == "dropped" for note in report.plan.notes)
+
+
+SHAPES = {"a": (3, 2), "b": (3, 3), "c": (2, 2)}
+"""19 elements on 2 ranks: partitions of 10, the last padded by 1; ``b`` lies on both."""
+
+
+def two_ranks(*momenta: list[float]) -> dict[str, Any]:
+    files = zero_files.build(2, 2, [SHAPES])
+    for rank, momentum in enumerate(momenta):
+        own = zero_files.own(files, rank)["base_optimizer_state"]
+        own["param_groups"][0]["use_muon"] = True
+        own["state"][0] = {"momentum_buffer": torch.tensor(momentum)}
+    return files
+
+
+def numbers(start: int, count: int) -> list[float]:
+    return [float(start + index) for index in range(count)]
+
+
+def momentum_of(files: dict[str, Any], name: str) -> list[float]:
+    source = zero_files.store_of(files)
+    from ckpt_tools.core.options import ReadOptions
+    from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
+    from ckpt_tools.stores.source import Source
+    from tests.formats.test_deepspeed import elements
+
+    manifest = DeepSpeedReader().read_manifest(Source.open(source), ReadOptions())
+    return elements(source, manifest.tensors[StateKey(name, "momentum_buffer")]).flatten().tolist()
+
+
+def test_a_parameter_on_two_ranks_is_read_from_the_first() -> None:
+    files = two_ranks(numbers(0, 15), [*numbers(6, 9), *numbers(50, 4)])
+    assert momentum_of(files, "a") == numbers(0, 6)
+    assert momentum_of(files, "b") == numbers(6, 9)
+    assert momentum_of(files, "c") == numbers(50, 4)
+
+
+def test_an_offloaded_momentum_is_cut_as_the_masters_are() -> None:
+    files = two_ranks(numbers(0, 10), numbers(10, 10))
+    assert momentum_of(files, "b") == numbers(6, 9)
+    assert momentum_of(files, "c") == numbers(15, 4)
+
+
+def test_a_momentum_of_another_length_is_refused() -> None:
+    with pytest.raises(MalformedError, match="has 14 elements; the whole parameters of its partition have 13"):
+        momentum_of(two_ranks(numbers(0, 15), numbers(0, 14)), "a")

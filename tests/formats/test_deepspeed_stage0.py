@@ -1,0 +1,206 @@
+"""Runs of DeepSpeed without ZeRO: resumed elsewhere, flat masters, and files that contradict themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
+from fixtures import launch
+from fixtures.corpus import deepspeed, make
+from fixtures.corpus.layout import State
+from tests.conftest import Resume
+from tests.layouts.contents import contents, of_tensor
+from tests.support.ranks import for_ranks
+
+Saved = Callable[[str], tuple[Path, State, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """`saved(dtype)`: what two ranks wrote, its truth, and the losses of the next steps."""
+    made: dict[str, tuple[Path, State, list[float]]] = {}
+
+    def get(dtype: str) -> tuple[Path, State, list[float]]:
+        if dtype not in made:
+            folder = tmp_path_factory.mktemp(dtype)
+            state, losses = launch.pool(2).run(deepspeed.save_stage0, str(folder), "plain", dtype)[0]
+            made[dtype] = folder, state, losses
+        return made[dtype]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to", "kind"),
+    [
+        ("fp32", "dcp", "fsdp2"),
+        ("fp32", "zero2", "zero2-fp32"),
+        ("bf16", "zero1", "zero1-bf16"),
+        ("bf16", "universal", "universal-zero2-bf16"),
+        ("fp16", "zero3", "zero3-fp16"),
+    ],
+)
+def test_the_run_goes_on_elsewhere(
+    dtype: str, to: str, kind: str, saved: Saved, resume: Resume, tmp_path: Path
+) -> None:
+    folder, state, losses = saved(dtype)
+    ckpt_tools.convert(folder, tmp_path / "out", to=to, **for_ranks(to, 3))
+    resumed = resume(kind, "plain", tmp_path / "out", 3)
+    for (name, slot), tensor in state.optimizer.items():
+        if to != "dcp" or slot != "master":
+            assert resumed.tensors[name, slot].tobytes() == tensor.numpy().tobytes(), (name, slot)
+    np.testing.assert_allclose(resumed.facts["losses"], losses, rtol=1e-5 if dtype == "fp32" else 1e-2)
+
+
+def test_what_is_no_tensor_comes_along(saved: Saved) -> None:
+    folder, _, _ = saved("fp16")
+    manifest, _ = contents(folder)
+    assert manifest.step == 4 and manifest.world_size == 2
+    assert manifest.extra["client_state"]["epoch"] == 2
+    assert manifest.extra["lr_scheduler"]["last_epoch"] == 4
+    scaler = manifest.extra["loss_scaler"]
+    assert scaler["dynamic"] is True and scaler["scale_window"] == 3 and scaler["cur_scale"] >= 64
+
+
+def test_it_has_no_world_size_to_change(saved: Saved, tmp_path: Path) -> None:
+    with pytest.raises(ckpt_tools.UsageError, match="no world size"):
+        ckpt_tools.reshard(saved("fp32")[0], tmp_path / "out", world_size=3)
+
+
+def test_a_tag_is_taken(saved: Saved) -> None:
+    assert ckpt_tools.inspect(saved("fp32")[0], tag="global_step4").format == "zero0"
+
+
+def flat_file() -> tuple[dict[str, Any], State]:
+    """A stand-in for FP16_Optimizer, which needs a GPU: weights are views into a storage for each group."""
+    weights, slots, groups = {}, {}, [{"a.weight": (3, 2), "b.bias": (5,)}, {"c.weight": (2, 2)}]
+    state: dict[int, Any] = {}
+    masters = []
+    for number, group in enumerate(groups):
+        flat = torch.arange(sum(int(np.prod(s)) for s in group.values())).float() + 100 * number
+        half, moment, cursor = flat.bfloat16(), flat * 0.5, 0
+        state[number] = {"step": torch.tensor(7.0), "exp_avg": moment}
+        masters.append(flat)
+        for name, shape in group.items():
+            cut = slice(cursor, cursor + int(np.prod(shape)))
+            weights[name] = half[cut].view(shape)
+            slots |= {(name, "master"): flat[cut].view(shape), (name, "exp_avg"): moment[cut].view(shape)}
+            slots[name, "step"] = torch.tensor(7.0)
+            cursor = cut.stop
+    optimizer = {
+        "optimizer_state_dict": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}, {"params": [1]}]},
+        "fp32_groups_flat": masters,
+        "clip_grad": 0.0,
+    }
+    # Names in another order than the vectors: it is the storage that says where each lies.
+    module = {name: weights[name] for name in ("b.bias", "c.weight", "a.weight")} | {"frozen": torch.ones(3)}
+    content = {
+        "module": module,
+        "buffer_names": [],
+        "optimizer": optimizer,
+        "param_shapes": None,
+        "lr_scheduler": None,
+        "global_steps": 7,
+        "dp_world_size": 2,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+    }
+    return content, State(module, slots)
+
+
+def save(content: Any, folder: Path) -> Path:
+    path = folder / "mp_rank_00_model_states.pt"
+    torch.save(content, path)
+    return path
+
+
+def test_flat_masters_lie_where_the_weights_do(tmp_path: Path) -> None:
+    content, truth = flat_file()
+    manifest, found = contents(save(content, tmp_path))
+    wanted = {StateKey(name): of_tensor(tensor) for name, tensor in truth.weights.items()}
+    wanted |= {StateKey(name, slot): of_tensor(tensor) for (name, slot), tensor in truth.optimizer.items()}
+    assert found == wanted
+    assert [group.params for group in manifest.groups] == [("a.weight", "b.bias"), ("c.weight",)]
+
+
+def broken(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    content, _ = flat_file()
+    change(content["optimizer"])
+    return content
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], type[FormatError], str]] = {
+    "two groups of one storage": (
+        lambda own: (
+            own["fp32_groups_flat"].__setitem__(1, own["fp32_groups_flat"][0]),
+            own["optimizer_state_dict"]["state"].update({1: own["optimizer_state_dict"]["state"][0]}),
+        ),
+        UnsupportedError,
+        "fp32 masters are flat",
+    ),
+    "no storage of that size": (
+        lambda own: own["fp32_groups_flat"].__setitem__(1, torch.ones(9)),
+        UnsupportedError,
+        "fp32 masters are flat",
+    ),
+    "fewer masters than groups": (lambda own: own["fp32_groups_flat"].pop(), MalformedError, "1 lists of masters"),
+    "masters that are no tensors": (
+        lambda own: own.update(fp32_groups_flat=[1, 2]),
+        MalformedError,
+        "masters are not tensors",
+    ),
+    "an optimizer of somebody's own": (lambda own: own.pop("fp32_groups_flat"), UnsupportedError, "ZeRO stage 1"),
+    "no groups": (
+        lambda own: own["optimizer_state_dict"].pop("param_groups"),
+        MalformedError,
+        "param_groups",
+    ),
+    "state under names": (
+        lambda own: own["optimizer_state_dict"].update(state={"a": {}}),
+        MalformedError,
+        "by the number",
+    ),
+    "one parameter in two groups": (
+        lambda own: own["optimizer_state_dict"]["param_groups"][1].update(params=[0]),
+        MalformedError,
+        "twice",
+    ),
+    "a moment that is too short": (
+        lambda own: own["optimizer_state_dict"]["state"][0].update(exp_avg=torch.ones(2)),
+        UnsupportedError,
+        "not cut like its masters",
+    ),
+    "a slot called master": (
+        lambda own: own["optimizer_state_dict"]["state"][0].update(master=torch.ones(2)),
+        UnsupportedError,
+        "reserved name",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_contradicts_itself_is_refused(name: str, tmp_path: Path) -> None:
+    change, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        ckpt_tools.inspect(save(broken(change), tmp_path))
+
+
+def test_an_optimizer_that_is_not_there_is_fine(tmp_path: Path) -> None:
+    content, truth = flat_file()
+    manifest, _ = contents(save(content | {"optimizer": None}, tmp_path))
+    assert not manifest.groups and {key.fqn for key in manifest.tensors} == set(truth.weights)
+
+
+def test_the_file_by_itself_is_handed_over_by_name() -> None:
+    path = make("deepspeed-stage0-bf16").folder / "global_step4" / "mp_rank_00_model_states.pt"
+    with pytest.raises(UnsupportedError, match=r"fp32 masters lie in its optimizer.*deepspeed"):
+        ckpt_tools.inspect(path, from_="torch")
+    assert ckpt_tools.inspect(path).format == "zero0"
