@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         diff,
         formats,
         inspect,
+        ls,
         open,
         plan,
         reshard,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
     from ckpt_tools.core.notes import Note, Outcome
     from ckpt_tools.core.option_names import ReadFormat, WrittenFormat
+    from ckpt_tools.core.run_listing import RunCheckpoint, RunListing
     from ckpt_tools.core.summary import Summary, TensorSummary
     from ckpt_tools.errors import (
         CkptError,
@@ -71,6 +73,7 @@ _HOMES = {
         "diff",
         "formats",
         "inspect",
+        "ls",
         "open",
         "plan",
         "reshard",
@@ -82,6 +85,7 @@ _HOMES = {
     "conversion": ("ConvertReport", "PlanReport"),
     "core.notes": ("Note", "Outcome"),
     "core.option_names": ("ReadFormat", "WrittenFormat"),
+    "core.run_listing": ("RunCheckpoint", "RunListing"),
     "core.summary": ("Summary", "TensorSummary"),
     "errors": (
         "CkptError",
@@ -141,6 +145,8 @@ __all__ = [
     "Outcome",
     "PlanReport",
     "ReadFormat",
+    "RunCheckpoint",
+    "RunListing",
     "ScanReport",
     "SeveralCheckpointsError",
     "SignReport",
@@ -164,6 +170,7 @@ __all__ = [
     "formats",
     "inspect",
     "load_into",
+    "ls",
     "open",
     "plan",
     "reshard",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport, Prepared
     from ckpt_tools.core.options import ConvertOptions
     from ckpt_tools.core.progress import Progress
+    from ckpt_tools.core.run_listing import RunListing
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.registry import FormatInfo
     from ckpt_tools.stores.leftovers import CleanReport
@@ -630,6 +631,32 @@ def scan(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -
 
     src = named(src, storage_options)
     return scan_source(open_source(src, storage_options), str(src))
+
+
+def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> RunListing:
+    """List the checkpoints of a run of any trainer, the newest first, and say of each whether it is complete.
+
+    Args:
+        run: A folder that holds checkpoints, or one checkpoint: a path, or a URL of a store.
+        storage_options: As for ``inspect``.
+
+    Returns:
+        A ``RunListing``; its ``checkpoints`` are ``RunCheckpoint`` objects.
+
+    Raises:
+        SourceNotFoundError: nothing is at ``run``, or it holds no checkpoints.
+        StoreError: the disk or the network failed.
+
+    Example:
+        >>> import ckpt_tools
+        >>> [(each.name, each.is_complete) for each in ckpt_tools.ls("run").checkpoints]
+        [('.', True)]
+    """
+    from ckpt_tools.formats.runs import listing
+    from ckpt_tools.stores.urls import check_storage_options, is_remote, open_run
+
+    check_storage_options(storage_options, run)
+    return listing(open_run(run, storage_options), url=str(run), is_remote=is_remote(run))
 
 
 def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> CleanReport:

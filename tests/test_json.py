@@ -100,3 +100,9 @@ def test_keys_are_attributes(model: Path, tmp_path: Path) -> None:
                 assert getattr(result, name) == value, (type(result), name)
             else:
                 assert hasattr(result, name), (type(result), name)
+
+
+def test_runs_are_as_documented(model: Path) -> None:
+    found = printed("ls", model.parent)
+    check("ls", found)
+    check("checkpoint of a run", found["checkpoints"][0])

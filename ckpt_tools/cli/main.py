@@ -21,6 +21,7 @@ from ckpt_tools.errors import CkptError, StoreError
 
 COMMANDS = {
     "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),
+    "ls": Home("ls", "List the checkpoints of a run, the newest first, and whether each is complete."),
     "plan": Home("convert", "Show what convert would read, write, cast, drop and remove."),
     "convert": Home("convert", "Write a checkpoint in another format."),
     "reshard": Home("convert", "Write the same checkpoint in the same format for another number of ranks."),
