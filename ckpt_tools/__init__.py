@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ls,
         open,
         plan,
+        prune,
         reshard,
         scan,
         sign,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.storage_reader import storage_reader
     from ckpt_tools.verification.deviation import Deviation
     from ckpt_tools.verification.difference import Aspect, Difference
+    from ckpt_tools.verification.pruning import Pruned, PruneReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan.findings import Danger, Finding, ScanReport
     from ckpt_tools.verification.signing import SignReport
@@ -76,6 +78,7 @@ _HOMES = {
         "ls",
         "open",
         "plan",
+        "prune",
         "reshard",
         "scan",
         "sign",
@@ -111,6 +114,7 @@ _HOMES = {
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),
     "verification.difference": ("Aspect", "Difference"),
+    "verification.pruning": ("PruneReport", "Pruned"),
     "verification.report": ("VerifyReport",),
     "verification.scan.findings": ("Danger", "Finding", "ScanReport"),
     "verification.signing": ("SignReport",),
@@ -144,6 +148,8 @@ __all__ = [
     "Note",
     "Outcome",
     "PlanReport",
+    "PruneReport",
+    "Pruned",
     "ReadFormat",
     "RunCheckpoint",
     "RunListing",
@@ -173,6 +179,7 @@ __all__ = [
     "ls",
     "open",
     "plan",
+    "prune",
     "reshard",
     "scan",
     "sign",

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.run_folders import ITSELF, Member, parent_of
+from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, parent_of
 from ckpt_tools.formats.trainer_files import marks_unfinished
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import loads
@@ -38,6 +38,11 @@ _OF_RANKS = re.compile(r"(?P<stem>.+)_world_size_(?P<size>\d{1,9})_rank_(?P<rank
 _OF_RANK = re.compile(r"(?P<stem>pytorch_model_fsdp(?:_\d+)?|optimizer(?:_\d+)?)_rank(?P<rank>\d{1,9})\.bin")
 _RNG = re.compile(r"(?:random_states|rng_state)_(\d{1,9})\.(?:pkl|pth)")
 _LEGACY_MEGATRON = re.compile(r"mp_rank_\d+(?:_\d+)*/(?:model_optim_rng|distrib_optim)\.pt")
+
+_WITHOUT_WEIGHTS = re.compile(
+    r"(?:optimizer|optim|scheduler|lr_scheduler|sampler|dl_state_dict|scaler|rng_state|rng|data|train_state|meta|optimizer_state)(?:_\d+)?"
+    r"\.(?:pt|pth|bin)|training_args\.bin"
+)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Of Megatron-LM and verl: the step of the last save that finished."""
@@ -139,6 +144,15 @@ def _name(saved: Saved) -> str | None:
 def _marker(saved: Saved) -> str | None:
     found = next((path for path in saved.files if marks_unfinished(path.rpartition("/")[2])), None)
     return None if found is None else f"the file {found} marks it as unfinished"
+
+
+def _weightless(saved: Saved) -> str | None:
+    """What is left of a checkpoint whose weights are gone, or were not written yet."""
+    if format_of(saved) not in ("torch", "safetensors"):
+        return None
+    held = [path for path in saved.files if is_carrier(path) and not path.endswith(".index.json")]
+    is_left = all(_WITHOUT_WEIGHTS.fullmatch(path.rpartition("/")[2]) for path in held)
+    return "no file that holds the model's weights" if is_left else None
 
 
 def _empty(saved: Saved) -> str | None:
@@ -274,23 +288,28 @@ def _ranks_of(missing: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _latest(saved: Saved) -> str | None:
-    """DeepSpeed writes ``latest`` after all ranks have saved."""
+    """DeepSpeed writes ``latest`` after all ranks have saved: beside its tags, which are the run's checkpoints, or lie
+    in a trainer's."""
+    tags = {parent_of(path) for path in saved.files if path.endswith("_states.pt")} - {""}
+    named = {"latest", "latest_universal"}
+    if tags and not any(f"{parent_of(tag)}/{name}".lstrip("/") in saved.files for tag in tags for name in named):
+        return "no file latest beside the folder of the tag: the save did not finish"
     path = saved.beside("latest")
     tag = saved.title
     if path is None or format_of(saved) != "deepspeed" or saved.step is None:
         return None
-    named = saved.run.read_all(path, limit_bytes=MAX_NAME_BYTES).decode(errors="replace").strip().strip("/")
+    text = saved.run.read_all(path, limit_bytes=MAX_NAME_BYTES).decode(errors="replace").strip().strip("/")
     pattern = r"(.*?)(\d+)"
-    ours, theirs = re.fullmatch(pattern, tag), re.fullmatch(pattern, named)
+    ours, theirs = re.fullmatch(pattern, tag), re.fullmatch(pattern, text)
     if ours is None or theirs is None or ours[1] != theirs[1] or int(ours[2]) <= int(theirs[2]):
         return None
-    return f"the file latest names {named}: this save did not finish, or the run went back to that tag"
+    return f"the file latest names {text}: this save did not finish, or the run went back to that tag"
 
 
 def _universal(saved: Saved) -> str | None:
     """Each parameter has a folder with its fp32 values; the model's file is copied last."""
     folders = {parent_of(path) for path in saved.files if re.search(r"(?:^|/)zero/[^/]+/[^/]+\.pt$", path)}
-    if not folders or not any(path.endswith("/fp32.pt") for path in saved.files):
+    if not folders:
         return None
     bare = sorted(folder for folder in folders if f"{folder}/fp32.pt" not in saved.files)
     if bare:
@@ -447,7 +466,7 @@ def _stops(header: Any) -> Iterator[int]:
 
 _RULES: tuple[Callable[[Saved], str | None], ...] = (
     _name, _marker, _orbax, _orbax_commit, _torch_dist, _dcp, _meta, _ranks, _torch_checkpointing, _universal,
-    _deepspeed, _latest, _tracker, _trainer, _accelerate, _record, _index, _shards, _empty, _ends,
+    _deepspeed, _latest, _tracker, _trainer, _accelerate, _record, _index, _shards, _weightless, _empty, _ends,
 )  # fmt: skip
 """Those that say most about the trainer come first."""
 
