@@ -19,9 +19,11 @@ if TYPE_CHECKING:
         diff,
         formats,
         inspect,
+        ls,
         make_loadable,
         open,
         plan,
+        prune,
         reshard,
         scan,
         sign,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
     from ckpt_tools.core.notes import Note, Outcome
     from ckpt_tools.core.option_names import ReadFormat, WrittenFormat
+    from ckpt_tools.core.run_listing import RunCheckpoint, RunListing
     from ckpt_tools.core.summary import Summary, TensorSummary
     from ckpt_tools.errors import (
         CkptError,
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.storage_reader import storage_reader
     from ckpt_tools.verification.deviation import Deviation
     from ckpt_tools.verification.difference import Aspect, Difference
+    from ckpt_tools.verification.pruning import Pruned, PruneReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan.findings import Danger, Finding, ScanReport
     from ckpt_tools.verification.signing import SignReport
@@ -74,9 +78,11 @@ _HOMES = {
         "diff",
         "formats",
         "inspect",
+        "ls",
         "make_loadable",
         "open",
         "plan",
+        "prune",
         "reshard",
         "scan",
         "sign",
@@ -86,6 +92,7 @@ _HOMES = {
     "conversion": ("ConvertReport", "PlanReport"),
     "core.notes": ("Note", "Outcome"),
     "core.option_names": ("ReadFormat", "WrittenFormat"),
+    "core.run_listing": ("RunCheckpoint", "RunListing"),
     "core.summary": ("Summary", "TensorSummary"),
     "errors": (
         "CkptError",
@@ -113,6 +120,7 @@ _HOMES = {
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),
     "verification.difference": ("Aspect", "Difference"),
+    "verification.pruning": ("PruneReport", "Pruned"),
     "verification.report": ("VerifyReport",),
     "verification.scan.findings": ("Danger", "Finding", "ScanReport"),
     "verification.signing": ("SignReport",),
@@ -148,8 +156,12 @@ __all__ = [
     "Note",
     "Outcome",
     "PlanReport",
+    "PruneReport",
+    "Pruned",
     "ReadFormat",
     "Replaced",
+    "RunCheckpoint",
+    "RunListing",
     "ScanReport",
     "SeveralCheckpointsError",
     "SignReport",
@@ -173,9 +185,11 @@ __all__ = [
     "formats",
     "inspect",
     "load_into",
+    "ls",
     "make_loadable",
     "open",
     "plan",
+    "prune",
     "reshard",
     "scan",
     "sign",

@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport, Prepared
     from ckpt_tools.core.options import ConvertOptions
     from ckpt_tools.core.progress import Progress
+    from ckpt_tools.core.run_listing import RunListing
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.registry import FormatInfo
     from ckpt_tools.loadable import LoadableReport
     from ckpt_tools.stores.leftovers import CleanReport
+    from ckpt_tools.verification.pruning import PruneReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
     from ckpt_tools.verification.signing import SignReport
@@ -684,6 +686,83 @@ def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping
 
     src = named(src, storage_options)
     return scan_source(open_source(src, storage_options), str(src), tuple(allow))
+
+
+def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> RunListing:
+    """List the checkpoints of a run of any trainer, the newest first, and say of each whether it is complete.
+
+    Args:
+        run: A folder that holds checkpoints, or one checkpoint: a path, or a URL of a store.
+        storage_options: As for ``inspect``.
+
+    Returns:
+        A ``RunListing``; its ``checkpoints`` are ``RunCheckpoint`` objects.
+
+    Raises:
+        SourceNotFoundError: nothing is at ``run``, or it holds no checkpoints.
+        StoreError: the disk or the network failed.
+
+    Example:
+        >>> import ckpt_tools
+        >>> [(each.name, each.is_complete) for each in ckpt_tools.ls("run").checkpoints]
+        [('.', True)]
+    """
+    from ckpt_tools.formats.runs import listing
+    from ckpt_tools.stores.urls import check_storage_options, is_remote, open_run
+
+    check_storage_options(storage_options, run)
+    return listing(open_run(run, storage_options), url=str(run), is_remote=is_remote(run))
+
+
+def prune(
+    run: str | Path,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: str | None = None,
+    incomplete: bool = False,
+    yes: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> PruneReport:
+    """Remove old checkpoints of a run; without ``yes``, say which ones would go.
+
+    The newest complete checkpoint always stays, and so does one whose folder holds files that no trainer writes.
+
+    Args:
+        run: A folder that holds the checkpoints of one run: a path, or a URL of a store.
+        keep_last: Keep this many of the newest complete checkpoints, at least 1.
+        keep_every: Keep checkpoints whose step is a multiple of it. Default: none for that reason.
+        keep_best: Keep the best by a metric of the trainer's own record: ``"eval_loss:min"``, ``"accuracy"``.
+            Default: none for that reason.
+        incomplete: Remove incomplete checkpoints too, if nothing was written to them for an hour.
+        yes: Remove what does not stay.
+        storage_options: As for ``inspect``.
+
+    Returns:
+        A ``PruneReport``; its ``checkpoints`` are ``Pruned`` objects, each with its reason.
+
+    Raises:
+        SourceNotFoundError: nothing is at ``run``, or no complete checkpoint.
+        UsageError: ``run`` is one checkpoint or holds several runs, or no checkpoint has the metric.
+        DestinationExistsError: a run or a conversion of ckpt-tools is writing there; nothing was removed.
+        FormatError: the newest complete checkpoint cannot be opened; nothing was removed.
+        StoreError: the disk or the network failed.
+
+    Example:
+        >>> import ckpt_tools
+        >>> for step in (1, 2, 3):
+        ...     _ = ckpt_tools.convert("model.safetensors", f"old/step_{step}", to="safetensors")
+        >>> report = ckpt_tools.prune("old", keep_last=1, keep_every=2)
+        >>> [(each.name, each.stays) for each in report.checkpoints]
+        [('step_3', True), ('step_2', True), ('step_1', False)]
+    """
+    from ckpt_tools.core.prune_rules import Best, PruneRules
+    from ckpt_tools.stores.urls import check_storage_options
+    from ckpt_tools.verification.pruning import prune_run
+
+    check_storage_options(storage_options, run)
+    rules = PruneRules(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best), incomplete)
+    return prune_run(run, rules, yes=yes, storage_options=storage_options)
 
 
 def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> CleanReport:

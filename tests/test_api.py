@@ -118,7 +118,9 @@ def test_a_command_and_its_function_have_the_same_choices_and_defaults(name: str
             annotation = str(taken[str(each.name)].annotation).split(" ")[0]
             accepted = getattr(option_names, annotation.replace("DTypeLike", "DTypeName"))
             assert tuple(each.type.choices) == get_args(accepted)
-    needed = {"reshard": ["--world-size", "1"], "sign": ["--private-key", "k"]}.get(name, [])
+    needed = {"prune": ["--keep-last", "1"], "reshard": ["--world-size", "1"], "sign": ["--private-key", "k"]}.get(
+        name, []
+    )
     places = ["x" for each in group.commands[name].params if isinstance(each, click.Argument)]
     parsed = group.commands[name].make_context(name, [*places, *needed]).params
     optional = [each.name for each in taken.values() if each.default is not each.empty and each.name in parsed]

@@ -108,3 +108,14 @@ def test_keys_are_attributes(model: Path, tmp_path: Path) -> None:
                 assert getattr(result, name) == value, (type(result), name)
             else:
                 assert hasattr(result, name), (type(result), name)
+
+
+def test_runs_are_as_documented(model: Path) -> None:
+    found = printed("ls", model.parent)
+    check("ls", found)
+    check("checkpoint of a run", found["checkpoints"][0])
+    for step in (1, 2):
+        ckpt_tools.convert(model, model.parent / "run" / f"step_{step}", to="safetensors")
+    pruned = printed("prune", model.parent / "run", "--keep-last", "1")
+    check("prune", pruned)
+    check("pruned checkpoint", pruned["checkpoints"][0])

@@ -21,6 +21,7 @@ from ckpt_tools.errors import CkptError, StoreError
 
 COMMANDS = {
     "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),
+    "ls": Home("ls", "List the checkpoints of a run, the newest first, and whether each is complete."),
     "plan": Home("convert", "Show what convert would read, write, cast, drop and remove."),
     "convert": Home("convert", "Write a checkpoint in another format."),
     "reshard": Home("convert", "Write the same checkpoint in the same format for another number of ranks."),
@@ -37,6 +38,7 @@ COMMANDS = {
     "checksum": Home("checksum", "Write the digests of a checkpoint's tensors, for verify to check."),
     "sign": Home("sign", "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."),
     "clean": Home("clean", "Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."),
+    "prune": Home("prune", "Remove old checkpoints of a run; without --yes, list what would be removed."),
     "formats": Home("formats", "List the formats that can be read and written."),
     "train": Home("beside", "Train a small model whose checkpoints the other commands open."),
     "predict": Home("beside", "Predict images with a model file."),

@@ -33,7 +33,7 @@ DEFAULT_WEIGHTS: Weights = "master"
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_RUNNER: Runner = "threads"
 
-_ARGUMENTS = {"src": "SRC", "dst": "DST"}
+_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN"}
 _FLAGS = {"from_": "--from", "storage_options": "--storage-option", "tensors": "inspect --tensors"}
 """Flags that are not named as their parameter is."""
 _PARAMETERS = {"tensors": "inspect(...).tensors"}

@@ -1,24 +1,29 @@
 """A run's folder: the checkpoints in it, and which of them ``RUN@latest``, ``RUN@step=N`` or ``RUN@NAME`` means.
 
-A folder is a checkpoint here if a reader recognises the files that lie directly in it. Folders in which savers write
-what is not finished do not count: hidden ones, those that end in ``.partial`` or ``.tmp``, those that begin with
-``tmp``.
+``formats.run_folders`` finds them by their names, and ``formats.completeness`` says whether one is complete. ``ls``,
+``prune`` and names behind ``@`` share both.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
+from ckpt_tools.core.announcements import tell
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.wording import natural, newest
-from ckpt_tools.errors import CkptError, SourceNotFoundError
-from ckpt_tools.formats.registry import reader_for, readers
+from ckpt_tools.core.run_listing import RunCheckpoint, RunListing
+from ckpt_tools.core.wording import newest
+from ckpt_tools.errors import CkptError, SourceNotFoundError, StoreError
+from ckpt_tools.formats.completeness import MAX_NAME_BYTES, Saved, format_of, problem_of, trainer_state, world_size_of
+from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, is_named, members, parent_of, step_in
 from ckpt_tools.formats.trainer_files import with_trainer_files
-from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.within import part_of
 
 Opened = Callable[[str | Path], Source]
 
@@ -27,12 +32,8 @@ LATEST = "latest"
 
 _NAMING = frozenset({LATEST, "latest_universal"})
 
-_UNFINISHED = re.compile(r"\.|tmp[-_.]|.*\.(partial|tmp)$")
-
-_HALF = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Two folders of accelerate and transformers, which are one checkpoint."""
-
-_STEP = re.compile(r"(?:^|[^a-z])(?:global_?)?(?:step|iter|checkpoint)[-_=]?0*(\d+)", re.IGNORECASE)
+THREADS = 16
+"""That read headers of several checkpoints at once: a request to a distant store takes 10 to 30 ms."""
 
 
 def resolved(url: str | Path, opened: Opened) -> str | Path:
@@ -52,7 +53,7 @@ def resolved(url: str | Path, opened: Opened) -> str | Path:
             source = opened(run)
         except SourceNotFoundError:
             raise error from None
-        return _chosen(run, name.strip("/"), source, opened)
+        return _chosen(run, name.strip("/"), source)
     return url
 
 
@@ -63,12 +64,12 @@ def _is_folder(url: str) -> bool:
 
 
 def checkpoints(files: Iterable[str]) -> list[str]:
-    """The folders of checkpoints in a run whose files are ``files``, the newest first by the numbers in their names.
+    """The folders and files of finished checkpoints in a run whose files are ``files``, the newest first by the numbers
+    in their names.
 
     A folder with a number that holds one checkpoint stands for it: ``epoch_12`` for ``epoch_12/global_step264``.
     """
-    found = _folders(files)
-    return sorted({_outermost(folder, found) for folder in found}, key=natural, reverse=True)
+    return [member.name for member in members(dict.fromkeys(files, 0)) if member.is_finished]
 
 
 def proposal(source: Source) -> str:
@@ -77,15 +78,83 @@ def proposal(source: Source) -> str:
     return f", or write {url}@{LATEST} or {url}@{found[0]}" if len(found) > 1 else ""
 
 
-def _chosen(run: str, name: str, source: Source, opened: Opened) -> str:
-    found = checkpoints(source.files)
+def listing(source: Source, *, url: str, is_remote: bool) -> RunListing:
+    """The checkpoints of the run that is ``source``, or the one checkpoint that it is itself.
+
+    Raises:
+        SourceNotFoundError: it holds none. StoreError: reading a header failed.
+    """
+    found = found_in(source, url)
+    if not found:
+        raise SourceNotFoundError(
+            f"{url} holds no checkpoints: neither it nor a folder or file in it looks like one that a trainer writes"
+        )
+    with ThreadPoolExecutor(THREADS) as threads:
+        shown = partial(_shown, source, url, is_remote)
+        return RunListing(url, tuple(threads.map(shown, found)))
+
+
+def found_in(source: Source, url: str) -> list[Member]:
+    """The checkpoints of a run, the newest first; or the one that it is itself, whose name is ``.``."""
+    files = dict(source.files)
+    name = url.rstrip("/").rpartition("/")[2]
+    found = members(files)
+    inner = [member for member in found if member.is_numbered and not _is_tag(member)]
+    is_one = is_named(name.removesuffix(".ckpt")) and not inner and any(map(is_carrier, files))
+    if is_one or (not found and any(is_carrier(path) for path in files)):
+        is_file = len(files) == 1 and source.store.url.endswith(f"/{next(iter(files))}")
+        return [Member(next(iter(files)), files) if is_file else Member(ITSELF, files, known_as=name)]
+    return found
+
+
+def _is_tag(member: Member) -> bool:
+    return re.fullmatch(r"(?:.*/)?global_step\d+", member.name) is not None
+
+
+def url_of(source: Source, url: str, member: Member) -> str:
+    """Where the checkpoint is; a run that is one checkpoint is that place itself."""
+    is_itself = member.name == ITSELF or (member.is_file and source.store.url.endswith(f"/{member.name}"))
+    return url if is_itself else f"{url.rstrip('/')}/{member.name}"
+
+
+def _shown(source: Source, url: str, is_remote: bool, member: Member) -> RunCheckpoint:
+    saved = Saved.of(source, member, is_remote=is_remote)
+    problem = problem_of(saved)
+    step = _known_step(saved, member)
+    return RunCheckpoint(
+        name=member.name,
+        url=url_of(source, url, member),
+        step=_step_of(saved) if step is None and problem is None else step,
+        time=_time(source, member),
+        num_files=len(member.files),
+        file_bytes=sum(member.files.values()),
+        format=format_of(saved),
+        world_size=world_size_of(saved),
+        problem=problem,
+    )
+
+
+def _known_step(saved: Saved, member: Member) -> int | None:
+    """As its name says, or the trainer's state."""
+    stated = trainer_state(saved).get("global_step")
+    return stated if type(stated) is int else member.step
+
+
+def _time(source: Source, member: Member) -> str | None:
+    times = [when for path in member.files if (when := source.store.modified(path)) is not None]
+    return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if times else None
+
+
+def _chosen(run: str, name: str, source: Source) -> str:
+    every = members(source.files)
+    found = [member.name for member in every if member.is_finished]
     if not found:
         raise SourceNotFoundError(f"there is no file or folder {run}@{name}, and {run} holds no folders of checkpoints")
     if name == LATEST:
-        return run if _NAMING & source.files.keys() else f"{run}/{found[0]}"
+        return _latest(run, source, every)
     step = re.fullmatch(r"step=(\d{1,18})", name)
     if step is not None:
-        chosen = list(_of_step(run, int(step[1]), source.files, found, opened))
+        chosen = list(_of_step(int(step[1]), source, every))
     else:
         chosen = _holding(found, lambda folder: f"/{folder}".endswith(f"/{name}"), source.files)
     if len(chosen) == 1:
@@ -94,15 +163,55 @@ def _chosen(run: str, name: str, source: Source, opened: Opened) -> str:
     raise SourceNotFoundError(f"{run} has {problem}; it has {newest(found)}")
 
 
-def _of_step(run: str, step: int, files: Iterable[str], found: list[str], opened: Opened) -> Iterator[str]:
+def _latest(run: str, source: Source, every: Sequence[Member]) -> str:
+    """The newest complete one; a line says which newer ones are not. A file ``latest`` in the run decides if the
+    checkpoint that it names is complete.
+
+    Raises SourceNotFoundError.
+    """
+    named = named_by_file(source)
+    problems = {}
+    for member in sorted(every, key=lambda member: member.name == named, reverse=True):
+        problems[member.name] = problem = problem_of(Saved.of(source, member, is_remote=_is_remote(run)))
+        if problem is None:
+            _tell_of(problems, member)
+            return run if member.name == named else f"{run}/{member.name}"
+    name, problem = next(iter(problems.items()))
+    raise SourceNotFoundError(f"{run} has no complete checkpoint; the newest is {name}: {problem}")
+
+
+def _is_remote(url: str) -> bool:
+    return "://" in url and not url.startswith("file://")
+
+
+def named_by_file(source: Source) -> str | None:
+    """What DeepSpeed's file ``latest`` in the run names."""
+    path = next((name for name in sorted(_NAMING) if name in source.files), None)
+    if path is None:
+        return None
+    return source.read_all(path, limit_bytes=MAX_NAME_BYTES).decode(errors="replace").strip().strip("/")
+
+
+def _tell_of(problems: Mapping[str, str | None], taken: Member) -> None:
+    """On stderr: which ones were passed over."""
+    passed = [(name, problem) for name, problem in problems.items() if problem is not None]
+    if passed:
+        name, problem = passed[0]
+        more = f" ({len(passed) - 1:,} more are not complete either)" if len(passed) > 1 else ""
+        tell(f"latest is {taken.name}: the newer {name} is not complete: {problem}{more}")
+
+
+def _of_step(step: int, source: Source, every: Iterable[Member]) -> Iterator[str]:
     """The checkpoints whose names say that step; if none does, those that say so themselves."""
-    named = _holding(found, lambda folder: _step_in(folder) == step, files)
-    yield from named or (folder for folder in found if _step_of(opened, f"{run}/{folder}") == step)
+    found = {member.name: member for member in every if member.is_finished}
+    named = _holding(found, lambda folder: step_in(folder) == step, source.files)
+    others = (each.name for each in found.values() if _step_of(Saved.of(source, each, is_remote=False)) == step)
+    yield from named or others
 
 
-def _holding(found: list[str], is_meant: Callable[[str], bool], files: Iterable[str]) -> list[str]:
+def _holding(found: Iterable[str], is_meant: Callable[[str], bool], files: Iterable[str]) -> list[str]:
     """Those of ``found`` that are meant, by their own name or by that of the folder of their files."""
-    inner = _folders(files)
+    inner = {parent_of(path) for path in files if is_carrier(path)}
     return [
         folder
         for folder in found
@@ -110,59 +219,12 @@ def _holding(found: list[str], is_meant: Callable[[str], bool], files: Iterable[
     ]
 
 
-def _step_in(folder: str) -> int | None:
-    """The step that the last name with one says: 242 of ``epoch=1-step=242``."""
-    steps = _STEP.findall(folder)
-    return int(steps[-1][:18]) if steps else None
-
-
-def _step_of(opened: Opened, url: str) -> int | None:
-    """The step that a checkpoint says; None if it does not, or cannot be read."""
+def _step_of(saved: Saved) -> int | None:
+    """The step that a checkpoint says; None if it does not, or cannot be read. Raises StoreError."""
     try:
-        source = opened(url)
+        source = part_of(saved.run, saved.root, saved.files)
         return with_trainer_files(reader_for(source, None).read_manifest(source, ReadOptions()), source).step
+    except StoreError:
+        raise
     except CkptError:
         return None
-
-
-def _folders(files: Iterable[str]) -> frozenset[str]:
-    """Every folder that is a checkpoint and does not lie in another, but for the run itself."""
-    inside: dict[str, list[str]] = {}
-    for path in files:
-        folder, _, name = path.rpartition("/")
-        inside.setdefault(folder, []).append(name)
-    found = {folder for folder, names in inside.items() if folder and _is_finished(folder) and _is_checkpoint(names)}
-    found -= {_parent(each) for each in found if _has_number(each) and not _has_number(_parent(each))}
-    return frozenset(_whole(folder) for folder in found if not found.intersection(list(_path(folder))[:-1]))
-
-
-def _is_finished(folder: str) -> bool:
-    return not any(_UNFINISHED.match(name) for name in folder.split("/"))
-
-
-def _is_checkpoint(names: Collection[str]) -> bool:
-    source = Source(MemoryStore({}), dict.fromkeys(names, 0))
-    return any(reader.detect(source) for reader in readers().values())
-
-
-def _path(folder: str) -> Iterator[str]:
-    """``a``, ``a/b`` and ``a/b/c`` of the last."""
-    return accumulate(folder.split("/"), "{}/{}".format)
-
-
-def _parent(folder: str) -> str:
-    return folder.rpartition("/")[0]
-
-
-def _has_number(folder: str) -> bool:
-    return re.search(r"\d", folder.rpartition("/")[2]) is not None
-
-
-def _whole(folder: str) -> str:
-    return _parent(folder) or folder if _HALF.fullmatch(folder.rpartition("/")[2]) else folder
-
-
-def _outermost(folder: str, found: frozenset[str]) -> str:
-    parent = _parent(folder)
-    is_alone = sum(each.startswith(f"{parent}/") for each in found) == 1
-    return _outermost(parent, found) if is_alone and _has_number(parent) else folder

@@ -43,7 +43,7 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
         name = path.rpartition("/")[2]
         if path in used or path in own:
             continue
-        if _UNFINISHED.search(name) is not None and path.rpartition("/")[0] in folders:
+        if marks_unfinished(name) and path.rpartition("/")[0] in folders:
             raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
         if name in _READ:
             found, note = _read(source, path, _READ[name])
@@ -54,6 +54,11 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
     if step is None and type(extra.get("global_step")) is int:
         step = extra["global_step"]
     return replace(manifest, extra=extra, notes=(*manifest.notes, *notes), step=step)
+
+
+def marks_unfinished(name: str) -> bool:
+    """Whether a file of this name says that a checkpoint is unfinished."""
+    return _UNFINISHED.search(name) is not None
 
 
 def _folders(files: Iterable[str]) -> set[str]:

@@ -197,3 +197,10 @@ class Place(ABC):
     @abstractmethod
     def remove_leftovers(self) -> Sequence[Leftover]:
         """Remove them, and put back what a killed run had moved aside; what they were. Raises as ``leftovers``."""
+
+    @abstractmethod
+    def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
+        """Remove files of the folder by name, each batch after the one before it, then the folders that are empty.
+
+        A folder or a link of such a name stays, and a name that is gone already is no error. Raises StoreError.
+        """

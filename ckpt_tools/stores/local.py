@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
+from ckpt_tools.stores.marker_files import is_shown
 from ckpt_tools.stores.source import Buffer, FillableStore, checked_name
 
 MAX_OPEN_FILES = 128
@@ -83,11 +84,19 @@ class LocalStore(FillableStore):
             raise SourceNotFoundError(f"there is no file {path}")
         yield name, path.stat().st_size
 
-    def _walk(self) -> Iterator[tuple[str, int]]:
+    def hidden(self) -> Mapping[str, int]:
+        if self.only is not None:
+            return {}
+        try:
+            return {path: size for path, size in self._walk(with_hidden=True) if not is_shown(path)}
+        except OSError as error:
+            raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
+
+    def _walk(self, *, with_hidden: bool = False) -> Iterator[tuple[str, int]]:
         if not self.root.is_dir():
             raise SourceNotFoundError(f"there is no folder {self.root}")
         for folder, folders, names in os.walk(self.root, onerror=_raise):
-            folders[:] = [name for name in folders if not name.startswith(".")]
+            folders[:] = [name for name in folders if with_hidden or not name.startswith(".")]
             for name in names:
                 path = Path(folder, name)
                 if path.is_file():
@@ -146,6 +155,14 @@ class LocalStore(FillableStore):
         except OSError as error:
             raise StoreError(f"reading the file's size failed: {error.strerror}", path=str(self.root / path)) from error
         return f"{found.st_mtime_ns} {found.st_size}"
+
+    def modified(self, path: str) -> float | None:
+        try:
+            return (self.root / checked_name(path)).stat().st_mtime
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"reading the file's time failed: {error.strerror}", path=str(self.root / path)) from error
 
     def create(self, path: str, size_bytes: int) -> LocalWriter:
         target = self.root / checked_name(path)

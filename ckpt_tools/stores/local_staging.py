@@ -39,6 +39,7 @@ from ckpt_tools.stores.local_ours import (
     log_path,
     names_in,
     prepare,
+    remove_named,
     remove_ours,
     staging_folder,
 )
@@ -96,6 +97,10 @@ class LocalPlace(Place):
                 if find_leftovers(place):
                     remove_leftovers(place)
         return found
+
+    def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
+        with reporting("removing failed", self.path):
+            remove_named(resolved(self.path, Folder()), [name for batch in batches for name in batch])
 
     def _places(self) -> list[Path]:
         """Where an output may have been staged: the path taken as a file, and as a folder."""

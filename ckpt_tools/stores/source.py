@@ -65,6 +65,18 @@ class Store(ABC):
         """
         return ""
 
+    def modified(self, path: str) -> float | None:
+        """When a file that was listed was last written, in seconds since 1970; None if the store cannot tell.
+
+        Raises:
+            StoreError: looking failed.
+        """
+        return None
+
+    def hidden(self) -> Mapping[str, int]:
+        """The files in hidden folders, as ``list`` gives the others. Raises as ``list``."""
+        return {}
+
     def locate(self, path: str) -> ServiceFile | None:
         """The file in terms of a service that copies between its own files; None if there is no such service."""
         return None
@@ -95,6 +107,12 @@ class StoreWrapper(Store):
 
     def version(self, path: str) -> str:
         return self.store.version(path)
+
+    def modified(self, path: str) -> float | None:
+        return self.store.modified(path)
+
+    def hidden(self) -> Mapping[str, int]:
+        return self.store.hidden()
 
     def locate(self, path: str) -> ServiceFile | None:
         return self.store.locate(path)

@@ -83,6 +83,17 @@ def open_source(url: str | Path, storage_options: StorageOptions = None) -> Sour
     return replace(source, files={path: size for path, size in source.files.items() if _beside(path, name)})
 
 
+def open_run(url: str | Path, storage_options: StorageOptions = None) -> Source:
+    """As ``open_source``, of a folder of checkpoints or of one, with the files in hidden folders: savers write there
+    what they have not finished.
+
+    Raises:
+        SourceNotFoundError: nothing is there. StoreError: it cannot be reached.
+    """
+    source = _open(url, storage_options)
+    return replace(source, files={**source.files, **source.store.hidden()})
+
+
 def _open(url: str | Path, storage_options: StorageOptions) -> Source:
     if is_remote(url):
         from ckpt_tools.stores.remote import open_remote_source

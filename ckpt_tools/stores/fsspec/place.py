@@ -203,6 +203,18 @@ class FsspecPlace(Place):
 
         return asked(self.url, find)
 
+    def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
+        asked(self.url, lambda: self._remove([name for batch in batches for name in batch]))
+
+    def _remove(self, names: Sequence[str]) -> None:
+        self.fs.invalidate_cache()
+        for name in names:
+            with suppress(FileNotFoundError):
+                self.fs.rm_file(f"{self.path}/{name}")
+        for folder in folders_of(names):
+            with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
+                self.fs.rmdir(f"{self.path}/{folder}")
+
     def _find(self, partial: str) -> dict[str, Any]:
         with suppress(FileNotFoundError):
             return dict(self.fs.find(partial, detail=True))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, TypeVar
 
 from ckpt_tools.core.option_names import option
@@ -68,6 +69,7 @@ class FsspecStore(Store):
     fs: Any
     root: str
     only: str | None = None
+    _times: dict[str, float] = field(default_factory=dict, repr=False)
 
     @property
     def url(self) -> str:
@@ -85,10 +87,16 @@ class FsspecStore(Store):
     def _sizes(self) -> dict[str, int]:
         self.fs.invalidate_cache()
         if self.only is not None:
-            return {self.only: size_of(self.fs.info(self._path(self.only)), self.url)}
-        found = self.fs.find(self.root, detail=True)
-        names = {str(path).removeprefix(self.root).lstrip("/"): info for path, info in found.items()}
-        return {name: size_of(info, self.url) for name, info in names.items() if is_shown(name)}
+            names = {self.only: self.fs.info(self._path(self.only))}
+        else:
+            found = self.fs.find(self.root, detail=True)
+            names = {str(path).removeprefix(self.root).lstrip("/"): info for path, info in found.items()}
+        self._times = {name: when for name, info in names.items() if (when := _time_of(info)) is not None}
+        return {name: size_of(info, self.url) for name, info in names.items() if is_shown(name) or name == self.only}
+
+    def modified(self, path: str) -> float | None:
+        """As it was listed."""
+        return self._times.get(path)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         full = self._path(checked_name(path))
@@ -124,6 +132,23 @@ def size_of(info: Mapping[str, Any], url: str) -> int:
     if info.get("size") is None:
         raise StoreError("its service does not say how large it is; download it first", path=url)
     return int(info["size"])
+
+
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+"""What file systems call the time at which a file was written; ``created`` is what stores say that never change one."""
+
+
+def _time_of(info: Mapping[str, Any]) -> float | None:
+    """In seconds since 1970."""
+    found = next((info[name] for name in _TIMES if info.get(name)), None)
+    if isinstance(found, str):
+        try:
+            found = datetime.fromisoformat(found)
+        except ValueError:
+            return None
+    if isinstance(found, datetime):
+        return found.timestamp()
+    return float(found) if isinstance(found, int | float) else None
 
 
 def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | None:

@@ -111,6 +111,8 @@ class Found:
     key: str
     size: int
     etag: str
+    modified: float | None = None
+    """When it was written, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class Bucket:
         """Every object whose key starts with ``prefix``, in order. Raises SourceNotFoundError, StoreError."""
         for page in self._pages("list_objects_v2", prefix, Prefix=prefix):
             for found in page.get("Contents", ()):
-                yield Found(found["Key"], int(found["Size"]), found["ETag"])
+                yield Found(found["Key"], int(found["Size"]), found["ETag"], found["LastModified"].timestamp())
 
     def holds_any(self, prefix: str) -> bool:
         """Whether any key starts with ``prefix``. Raises as ``objects``."""
@@ -162,7 +164,9 @@ class Bucket:
     def head(self, key: str) -> Found | None:
         """The object, if there is one. Raises StoreError."""
         found = self._found("head_object", key, Key=key)
-        return None if found is None else Found(key, int(found["ContentLength"]), found["ETag"])
+        if found is None:
+            return None
+        return Found(key, int(found["ContentLength"]), found["ETag"], found["LastModified"].timestamp())
 
     def metadata(self, key: str) -> Mapping[str, str] | None:
         """What was said of the object when it was made, if there is one. Raises StoreError."""

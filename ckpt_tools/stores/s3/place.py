@@ -219,6 +219,10 @@ class S3Place(Place):
                 way._remove_left()
         return found
 
+    def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
+        for batch in batches:
+            self.bucket.delete([self.inside + name for name in batch])
+
     def _remove_left(self) -> None:
         lock = self.lock
         lock.take()

@@ -19,6 +19,7 @@ class S3Store(Store):
     prefix: str
     only: str | None = None
     _etags: dict[str, str] = field(default_factory=dict, repr=False)
+    _times: dict[str, float | None] = field(default_factory=dict, repr=False)
 
     @property
     def url(self) -> str:
@@ -29,6 +30,7 @@ class S3Store(Store):
         if self.only is not None and not found:
             raise SourceNotFoundError(f"there is no file {self.url}")
         self._etags = {path: each.etag for path, each in found.items()}
+        self._times = {path: each.modified for path, each in found.items()}
         return {path: each.size for path, each in found.items()}
 
     def _objects(self) -> Iterator[Found]:
@@ -55,6 +57,10 @@ class S3Store(Store):
 
     def version(self, path: str) -> str:
         return self._etags.get(path) or self._found(path).etag
+
+    def modified(self, path: str) -> float | None:
+        """As it was listed."""
+        return self._times.get(path)
 
     def locate(self, path: str) -> ServiceFile | None:
         return ServiceFile(self.bucket.options, f"{self.bucket.name}/{self.prefix}{path}", self.version(path))

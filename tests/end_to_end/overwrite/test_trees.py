@@ -13,7 +13,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError
-from tests.end_to_end.overwrite.trees import Disk, InBucket, InMemory, Tree, World, made_tree
+from tests.end_to_end.overwrite.trees import Disk, InBucket, InMemory, Tree, World, made_run, made_tree
 from tests.support.s3_server import S3Server
 from tests.verification.test_signing import make_key
 
@@ -185,3 +185,53 @@ def assert_both_ends(ends: Counter[str]) -> None:
     assert ends["copy done"] > total / 10, ends
     assert ends[f"copy {DestinationExistsError.__name__}"] > total / 10, ends
     assert ends["clean done"] and ends["checksum done"], ends
+
+
+NUM_RUNS, NUM_RUNS_SOAK = 120, 4_000
+
+
+def prune_one(number: int, world: World, *, is_remote: bool) -> Counter[str]:
+    """A case of ``prune``, which its number says; how it ended. What is kept is judged by the tree alone."""
+    rng = random.Random(number)
+    run = made_run(rng, is_remote=is_remote)
+    keep_last, incomplete = rng.choice([1, 2, 3]), rng.random() < 0.3
+    yes = rng.random() < 0.8
+    world.put(run.tree)
+    before = world.look()
+    try:
+        ckpt_tools.prune(world.url("work/run"), keep_last=keep_last, incomplete=incomplete, yes=yes)
+        ended = "done"
+    except CkptError as error:
+        ended = type(error).__name__
+    after = world.look()
+    gone = {path for path in before if path not in after}
+    newest = [name for name in run.names if name in run.whole][:keep_last]
+    links = {Path(node.data.decode()).name for node in run.tree.nodes.values() if node.kind == "link"}
+    may_go = [name for name in run.names if name in run.pure and name not in newest and name not in links]
+    allowed = {path for name in may_go for path in run.files_of(name)} if yes and ended == "done" else set()
+    wrong = {path for path in gone if path not in allowed and not is_folder_of(path, allowed)}
+    assert not wrong, f"case {number} removed {sorted(wrong)}, may remove {may_go}"
+    there = {path: found for path, found in after.items() if path != "work/run/.ckpt-tools-partial"}  # an empty folder
+    assert {path: before[path] for path in there if path in before} == there, f"case {number} changed or added a file"
+    left = [name for name in may_go if name in run.whole and run.files_of(name) - gone]
+    assert not (allowed and left), f"case {number} left {left}"
+    return Counter({ended: 1, "removed": bool(gone), "kept strangers": bool(set(run.names) - run.pure)})
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("place", ["disk", "memory", "bucket"])
+def test_prune_removes_files_of_old_checkpoints_alone(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest, soak: bool
+) -> None:
+    ends: Counter[str] = Counter()
+    for number in range((NUM_RUNS_SOAK if soak else NUM_RUNS) // (1 if place == "disk" else 3)):
+        (tmp_path / str(number)).mkdir()
+        worlds: dict[str, Callable[[], World]] = {
+            "disk": lambda: Disk(tmp_path / str(number)),  # noqa: B023
+            "memory": InMemory,
+            "bucket": lambda: InBucket(s3 := request.getfixturevalue("s3"), s3.new_prefix()),
+        }
+        world = worlds[place]()
+        ends += prune_one(number, world, is_remote=place != "disk")
+        world.clear()
+    assert ends["done"] > 10 and ends["removed"] > 10 and ends["kept strangers"] > 10, ends

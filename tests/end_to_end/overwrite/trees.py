@@ -299,3 +299,59 @@ class InMemory:
     def clear(self) -> None:
         self.fs.store.clear()
         self.fs.pseudo_dirs[:] = [""]
+
+
+RUN_STRANGERS = (
+    "notes.txt",
+    ".hidden",
+    "eval/results.txt",
+    "Latest",
+    "__0_0.distcp.old",
+    "backup/.metadata",
+)
+"""Names of files that no trainer writes into a checkpoint."""
+
+
+@dataclass(slots=True)
+class RunTree:
+    """A run of several checkpoints. ``pure`` are those of which all files are a trainer's, ``whole`` those of which no
+    file is missing, both by name and the newest first; ``nodes`` of the role ``own`` are their files."""
+
+    tree: Tree
+    names: list[str] = field(default_factory=list)
+    pure: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
+
+    def files_of(self, name: str) -> set[str]:
+        return {path for path, node in self.tree.nodes.items() if path.startswith(f"work/run/{name}/")}
+
+
+def made_run(rng: random.Random, *, is_remote: bool) -> RunTree:
+    """Checkpoints in formats by chance: whole ones, ones without a file, ones with something of somebody in them."""
+    run = RunTree(Tree(src="", dst="work/run"))
+    form = rng.choice(["step_{}", "checkpoint-{}", "epoch_{:04d}"])
+    for step in sorted(rng.sample(range(1, 40), rng.randint(1, 6)), reverse=True):
+        name = form.format(step)
+        run.names.append(name)
+        _put_member(run, name, rng)
+        if rng.random() < 0.25:
+            other = rng.choice(RUN_STRANGERS)
+            run.tree.add(f"work/run/{name}/{other}", _stranger(rng, other, is_remote))
+            run.pure -= {name}
+    for folder in ("work/run", "work", "work/run/logs", "work/run/old"):
+        for name in rng.sample(STRANGERS[:9], rng.choice([0, 1, 3])):
+            run.tree.add(f"{folder}/{name}", _stranger(rng, name, is_remote))
+    if not is_remote and rng.random() < 0.3:
+        run.tree.add("work/run/best", Node("link", f"work/run/{rng.choice(run.names)}".encode()))
+    return run
+
+
+def _put_member(run: RunTree, name: str, rng: random.Random) -> None:
+    files = dict(made().folders[rng.choice(FOLDERS)])
+    needed = sorted(path for path in files if not path.endswith(".index.json"))
+    missing = rng.choice(needed) if rng.random() < 0.2 and len(needed) > 1 else None
+    for path, data in files.items():
+        if path != missing:
+            run.tree.add(f"work/run/{name}/{path}", Node("file", data, "own"))
+    run.pure |= {name}
+    run.whole |= {name} if missing is None else set()

@@ -1,0 +1,62 @@
+"""The checkpoints of a run as values: what ``ls`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.core.json_fields import json_of
+from ckpt_tools.core.showing import Shown
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunCheckpoint(Shown):
+    """One checkpoint of a run.
+
+    ``name`` is its path in the run, ``.`` if the run is itself one checkpoint. ``time`` is when its newest file was
+    written (UTC). ``problem`` says why it is not complete, by the marker of the trainer that wrote it; None if it is.
+    """
+
+    name: str
+    url: str
+    step: int | None
+    time: str | None
+    num_files: int
+    file_bytes: int
+    format: str
+    world_size: int | None
+    problem: str | None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.problem is None
+
+    def shown(self) -> dict[str, object]:
+        names = ("name", "step", "time", "file_bytes", "format", "world_size", "is_complete", "problem")
+        return {name: getattr(self, name) for name in names}
+
+    def to_json(self) -> dict[str, Any]:
+        return json_of(self, "is_complete")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunListing(Shown):
+    """The checkpoints of the run at ``source``, the newest first."""
+
+    source: str
+    checkpoints: Sequence[RunCheckpoint]
+
+    @property
+    def latest(self) -> RunCheckpoint | None:
+        """The newest that is complete: the one that ``RUN@latest`` means."""
+        return next((each for each in self.checkpoints if each.is_complete), None)
+
+    def shown(self) -> dict[str, object]:
+        complete = sum(each.is_complete for each in self.checkpoints)
+        latest = None if self.latest is None else self.latest.name
+        return {"source": self.source, "checkpoints": len(self.checkpoints), "complete": complete, "latest": latest}
+
+    def to_json(self) -> dict[str, Any]:
+        found = json_of(self)
+        return {**found, "latest": None if self.latest is None else self.latest.name}

@@ -1,0 +1,243 @@
+"""Which folders and files of a run are its checkpoints, by names alone. Pure.
+
+Trainers name a checkpoint by its step, iteration or epoch: ``checkpoint-500``, ``global_step500``, ``step-100``,
+``iter_0000010``, ``epoch_1_step_200``, ``ep1-ba20``, ``epoch=1-step=242.ckpt``. The outermost folder of such a name is
+the checkpoint, whatever folders are in it. A folder with another name is one if files of a checkpoint lie directly in
+it. What savers have not finished has a name that says so: ``tmp-checkpoint-14``, ``.epoch_3.partial``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ckpt_tools.core.wording import natural
+
+_KEY = r"(?:global[-_]?step|step|iter(?:ation)?|checkpoint|ckpt|epoch|ep|batch|ba)"
+_NUMBER = rf"{_KEY}[-_=]?\d{{1,15}}"
+_NAMED = re.compile(
+    rf"(?:[A-Za-z][\w.]{{0,80}}?[-_.=])??{_NUMBER}(?:[-_.=,]{{0,2}}{_NUMBER}|[-_,][A-Za-z][\w/]{{0,60}}=[-+\d.eE]{{1,30}}"
+    r"|-v\d{1,6}|[-_]rank[-_]?\d{1,6}|_universal)*(?:\.ckpt)?",
+    re.IGNORECASE,
+)
+_TAG = re.compile(r"global_step\d+")
+
+_UNFINISHED = re.compile(
+    r"(?P<head>\.|_?tmp[-_.]|)(?P<core>.+?)(?P<tail>\.(?:partial|tmp|incomplete|unfinished)|\.orbax-checkpoint-tmp.*|)"
+)
+
+_CARRIER = re.compile(
+    r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|.*_states\.pt|.*\.(?:safetensors|pt|pth|bin|ckpt|gguf|npz)"
+    r"|.*\.(?:safetensors|bin)\.index\.json|_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|metadata\.pkl"
+)
+"""Files of which one lies in every checkpoint."""
+
+_ORBAX = re.compile(r"(?:_CHECKPOINT_METADATA|[^/]+/(?:_METADATA|manifest\.ocdbt)|commit_success\.txt)")
+
+_FILE = re.compile(r"(?P<stem>.+)\.(?P<suffix>pt|pth|ckpt|bin|safetensors)")
+_PLAIN_STEMS = frozenset(("last", "best", "final", "latest"))
+
+_HALF = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""Two folders of accelerate and transformers, which are one checkpoint."""
+
+_STEP = re.compile(
+    r"(?:^|[^a-z])(?:(?:global[-_]?)?step|iter(?:ation)?|checkpoint|ckpt|ba)[-_=]?0*(\d+)", re.IGNORECASE
+)
+
+
+ITSELF = "."
+"""The name of the run if it is itself one checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A checkpoint of a run: its path in the run, and its files by their paths in the run. A checkpoint that is one
+    file has that path itself."""
+
+    name: str
+    files: Mapping[str, int]
+    is_finished: bool = True
+    """False if its name says that it is being written, or was when its saver was killed."""
+    known_as: str = ""
+    """The name of the folder, if the run is itself one checkpoint and ``name`` is ``.``."""
+
+    @property
+    def title(self) -> str:
+        """The last part of its path."""
+        return self.known_as or self.name.rpartition("/")[2]
+
+    @property
+    def is_file(self) -> bool:
+        return self.name in self.files
+
+    @property
+    def folder(self) -> str:
+        """Where its files lie."""
+        return parent_of(self.name) if self.is_file else self.name if self.name != ITSELF else ""
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether its name says a step, an iteration or an epoch."""
+        return is_named(self._core)
+
+    @property
+    def number(self) -> str:
+        """Its numbers, which are those of the other files of the same step too."""
+        return " ".join(re.findall(r"\d+", self._core))
+
+    @property
+    def _core(self) -> str:
+        core = core_of(self.title)
+        stem = _FILE.fullmatch(core) if self.is_file else None
+        return core if stem is None else stem["stem"]
+
+    @property
+    def order(self) -> tuple[bool, list[tuple[int, str]]]:
+        """Later ones are larger. Names without a number come before all others."""
+        return self.is_numbered, natural("/".join(map(core_of, self.name.split("/"))))
+
+    @property
+    def step(self) -> int | None:
+        """The step that its name says, or the one of the folders in it."""
+        for name in (self.known_as or self.name, *sorted({parent_of(path) for path in self.files}, key=len)):
+            step = step_in(name)
+            if step is not None:
+                return step
+        return None
+
+
+def step_in(folder: str) -> int | None:
+    """The step that the last name with one says: 242 of ``epoch=1-step=242``, 1000 of Orbax' ``1000``."""
+    name = core_of(folder.rpartition("/")[2])
+    if name.isdecimal() and name.isascii():
+        return int(name[:18])
+    steps = _STEP.findall(folder)
+    return int(steps[-1][:18]) if steps else None
+
+
+def is_named(name: str) -> bool:
+    """Whether a folder's name is that of a checkpoint: it says a step, an iteration or an epoch."""
+    return _NAMED.fullmatch(name) is not None or (name.isdecimal() and name.isascii())
+
+
+def core_of(name: str) -> str:
+    """``checkpoint-14`` of ``tmp-checkpoint-14``."""
+    match = _UNFINISHED.fullmatch(name)
+    return name if match is None else match["core"]
+
+
+def is_carrier(path: str) -> bool:
+    """Whether the file is of a kind of which one lies in every checkpoint."""
+    return _CARRIER.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def members(files: Mapping[str, int]) -> list[Member]:
+    """The checkpoints in a run whose files are ``files``, but for the run itself; the newest first."""
+    named = _named_folders(files)
+    owners: dict[str, bool] = {}
+    plain: set[str] = set()
+    for folder in {parent_of(path) for path in files if is_carrier(path)} - {""}:
+        owner = next((each for each in path_of(folder) if each in named), None)
+        if owner is None:
+            plain |= {folder} if _is_shown(folder) else set()
+        elif _is_shown(parent_of(owner)):
+            owners[owner] = not is_unfinished(owner.rpartition("/")[2])
+    singles = _single_files(files, owners)
+    plain = _without_containers(plain - {parent_of(path) for path in singles}, owners)
+    found = [*owners.items(), *((folder, True) for folder in plain), *((path, True) for path in singles)]
+    inside = _inside(files, [name for name, _ in found])
+    everything = [Member(name, inside[name], is_finished) for name, is_finished in found]
+    return sorted(everything, key=lambda member: member.order, reverse=True)
+
+
+def _named_folders(files: Iterable[str]) -> frozenset[str]:
+    """The outermost folders with names of checkpoints. One that holds several such folders is a run."""
+    every = {each for path in files if is_carrier(path) for each in path_of(parent_of(path))}
+    orbax = {each for path in files for each in path_of(parent_of(path)) if _ORBAX.fullmatch(path[len(each) + 1 :])}
+    candidates = {each for each in every if _is_candidate(each, orbax)}
+    below: dict[str, set[str]] = {}
+    for each in candidates:
+        holders = [outer for outer in path_of(parent_of(each)) if outer in candidates]
+        if holders:
+            below.setdefault(holders[-1], set()).add(each)
+    several = {outer for outer, inner in below.items() if len(inner) > 1}
+    runs = several | {outer for each in several for outer in path_of(each)}
+    kept = candidates - runs
+    kept -= {each for each in kept if any(outer in kept for outer in path_of(parent_of(each)))}
+    return frozenset(_alone(each, every) for each in kept)
+
+
+def _is_candidate(folder: str, orbax: set[str]) -> bool:
+    name = folder.rpartition("/")[2]
+    core = core_of(name)
+    if core.isdecimal():
+        return folder in orbax or ".orbax-checkpoint-tmp" in name
+    return is_named(core) and (not name.startswith(".") or name != f".{core}")
+
+
+def _alone(folder: str, every: Iterable[str]) -> str:
+    """A folder with a number that holds one tag alone stands for it: ``e_12`` for ``e_12/global_step264``."""
+    parent = parent_of(folder)
+    beside = [each for each in every if each.startswith(f"{parent}/") and parent_of(each) == parent]
+    is_tag = _TAG.fullmatch(folder.rpartition("/")[2]) is not None
+    return parent if is_tag and beside == [folder] and re.search(r"\d", parent.rpartition("/")[2]) else folder
+
+
+def _single_files(files: Iterable[str], owners: Iterable[str]) -> set[str]:
+    """Checkpoints that are one file each: Lightning's ``.ckpt``, and files whose names say a step or an epoch."""
+    matches = {path: match for path in files if (match := _FILE.fullmatch(path.rpartition("/")[2])) is not None}
+    free = {path: match for path, match in matches.items() if not any(each in owners for each in path_of(path))}
+    shown = {path: match for path, match in free.items() if _is_shown(parent_of(path))}
+    found = {path for path, match in shown.items() if match["suffix"] == "ckpt" or is_named_file(match["stem"])}
+    kinds = {(parent_of(path), shown[path]["suffix"]) for path in found}
+    beside = (path for path, match in shown.items() if match["stem"] in _PLAIN_STEMS)
+    return found | {path for path in beside if (parent_of(path), shown[path]["suffix"]) in kinds}
+
+
+def is_named_file(stem: str) -> bool:
+    return _NAMED.fullmatch(stem) is not None
+
+
+def _without_containers(plain: set[str], owners: Iterable[str]) -> set[str]:
+    """Folders that hold checkpoints with numbers are runs, and what lies in a checkpoint is part of it."""
+    plain = {_whole(folder) for folder in plain}
+    plain -= {outer for owner in owners for outer in path_of(parent_of(owner))}
+    plain -= {parent_of(each) for each in plain if _has_number(each) and not _has_number(parent_of(each))}
+    return {folder for folder in plain if not any(outer in plain for outer in path_of(parent_of(folder)))}
+
+
+def _inside(files: Mapping[str, int], names: Iterable[str]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {name: {} for name in names}
+    for path, size in files.items():
+        for each in path_of(path):
+            if each in found:
+                found[each][path] = size
+    return found
+
+
+def _is_shown(folder: str) -> bool:
+    """Whether no part of it is hidden or unfinished."""
+    return not any(is_unfinished(name) for name in folder.split("/") if name)
+
+
+def is_unfinished(name: str) -> bool:
+    return name != core_of(name)
+
+
+def path_of(folder: str) -> Iterator[str]:
+    """``a``, ``a/b`` and ``a/b/c`` of the last."""
+    return accumulate(folder.split("/"), "{}/{}".format) if folder else iter(())
+
+
+def parent_of(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _has_number(folder: str) -> bool:
+    return re.search(r"\d", folder.rpartition("/")[2]) is not None
+
+
+def _whole(folder: str) -> str:
+    return parent_of(folder) or folder if _HALF.fullmatch(folder.rpartition("/")[2]) else folder

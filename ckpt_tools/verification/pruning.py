@@ -1,0 +1,295 @@
+"""``prune`` removes old checkpoints of a run: files that trainers write, of checkpoints that ``ls`` lists, and nothing
+else.
+
+A checkpoint whose folder holds anything else stays, and so do those that a link or a file ``latest`` names. The files
+without which nothing takes the rest for whole go first, so that a removal that is killed leaves what ``ls`` calls
+incomplete. Before anything goes, the newest complete checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.json_fields import json_of
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.prune_rules import Best, Facts, PruneRules, reasons
+from ckpt_tools.core.run_listing import RunCheckpoint
+from ckpt_tools.core.showing import Shown
+from ckpt_tools.errors import (
+    CkptError,
+    DestinationExistsError,
+    FormatError,
+    SourceNotFoundError,
+    StoreError,
+    UnsupportedError,
+    UsageError,
+)
+from ckpt_tools.formats.completeness import Saved
+from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.run_files import in_order_of_removal, is_trainers
+from ckpt_tools.formats.run_folders import ITSELF, Member, parent_of
+from ckpt_tools.formats.run_metrics import metrics_of
+from ckpt_tools.formats.runs import found_in, listing, named_by_file
+from ckpt_tools.stores.claims import claim
+from ckpt_tools.stores.destination import Place
+from ckpt_tools.stores.output_form import Folder
+from ckpt_tools.stores.present import Present, listed
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_place, open_run
+from ckpt_tools.stores.within import part_of
+
+RECENT_SECONDS = 3600
+"""A save of the largest models takes minutes. One that wrote nothing for an hour is over."""
+
+LOCK_NAME = ".lock"
+"""What a run of ours locks in its folder while it lives."""
+
+CHECKPOINTS = "checkpoints"
+"""Where a run of ours keeps its checkpoints, in the folder or store that it locks."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Pruned(Shown):
+    """One checkpoint of the run: whether it stays, and why."""
+
+    name: str
+    stays: bool
+    reason: str
+    num_files: int
+    file_bytes: int
+
+    def shown(self) -> dict[str, object]:
+        return {"name": self.name, "stays": self.stays, "reason": self.reason, "file_bytes": self.file_bytes}
+
+    def to_json(self) -> dict[str, Any]:
+        return json_of(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PruneReport(Shown):
+    """The checkpoints of ``source``, the newest first. Those that do not stay are gone if ``is_removed``."""
+
+    source: str
+    checkpoints: Sequence[Pruned]
+    is_removed: bool
+
+    @property
+    def num_files(self) -> int:
+        """Of the checkpoints that do not stay."""
+        return sum(each.num_files for each in self.checkpoints if not each.stays)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(each.file_bytes for each in self.checkpoints if not each.stays)
+
+    def shown(self) -> dict[str, object]:
+        going = sum(not each.stays for each in self.checkpoints)
+        kept = len(self.checkpoints) - going
+        return {
+            "source": self.source,
+            "kept": kept,
+            "removed": going,
+            "is_removed": self.is_removed,
+            "file_bytes": self.file_bytes,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return json_of(self, "num_files", "file_bytes")
+
+
+def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options: StorageOptions) -> PruneReport:
+    """What goes and what stays; with ``yes``, what goes is gone.
+
+    Raises:
+        SourceNotFoundError: there are no checkpoints. UsageError: it is one checkpoint, or holds several runs.
+        DestinationExistsError: a run of ours is writing there. FormatError: the newest complete one cannot be opened.
+    """
+    if not yes:
+        return _report(_Run.open(url, storage_options).judged(rules), str(url), is_removed=False)
+    with _alone(url, storage_options):
+        run = _Run.open(url, storage_options)
+        judged = run.judged(rules)
+        run.remove([member for member, pruned in judged if not pruned.stays])
+        return _report(judged, str(url), is_removed=True)
+
+
+def _report(judged: Sequence[tuple[Member, Pruned]], url: str, *, is_removed: bool) -> PruneReport:
+    return PruneReport(url, tuple(pruned for _, pruned in judged), is_removed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run as it was listed: what a reader sees of it, and all that is there."""
+
+    url: str
+    place: Place
+    source: Source
+    present: Present
+    members: Sequence[Member]
+    shown: Mapping[str, RunCheckpoint]
+    storage_options: StorageOptions
+
+    @classmethod
+    def open(cls, url: str | Path, storage_options: StorageOptions) -> _Run:
+        source = open_run(url, storage_options)
+        shown = listing(source, url=str(url), is_remote=is_remote(url)).checkpoints
+        members = found_in(source, str(url))
+        _check_run(str(url), members)
+        place = open_place(url, storage_options).taken_as(Folder())
+        present = place.present()
+        if present is None:
+            raise SourceNotFoundError(f"there is no folder {url}")
+        return cls(str(url), place, source, present, members, {each.name: each for each in shown}, storage_options)
+
+    def judged(self, rules: PruneRules) -> list[tuple[Member, Pruned]]:
+        if not any(each.is_complete for each in self.shown.values()):
+            raise SourceNotFoundError(f"{self.url} has no complete checkpoint; nothing is removed from such a run")
+        best = None if rules.keep_best is None else self._best(rules.keep_best)
+        stays = reasons([self._facts(member) for member in self.members], rules, best)
+        return [(member, self._pruned(member, stays[member.name])) for member in self.members]
+
+    def _pruned(self, member: Member, reason: str | None) -> Pruned:
+        shown = self.shown[member.name]
+        goes = "older than those that stay" if shown.problem is None else f"not complete: {shown.problem}"
+        return Pruned(member.name, reason is not None, reason or goes, shown.num_files, shown.file_bytes)
+
+    def _best(self, best: Best) -> str:
+        complete = (member for member in self.members if self.shown[member.name].is_complete)
+        return best.choose({member.name: metrics_of(self._saved(member)) for member in complete})
+
+    def _saved(self, member: Member) -> Saved:
+        return Saved.of(self.source, member, is_remote=is_remote(self.url))
+
+    def _facts(self, member: Member) -> Facts:
+        shown = self.shown[member.name]
+        return Facts(
+            shown,
+            number=member.number if member.is_numbered else "",
+            held=self._named(member) or self._strangers(member),
+            is_recent=_is_recent(shown),
+        )
+
+    def _named(self, member: Member) -> str | None:
+        """A link, or the file ``latest``, leads there."""
+        if named_by_file(self.source) == member.name:
+            return "the file latest names it"
+        if is_remote(self.url):
+            return None
+        root = local_path(self.url)
+        target = os.path.realpath(root / member.name)
+        links = (name for name in self.present.others if (root / name).is_symlink())
+        found = next((name for name in links if f"{os.path.realpath(root / name)}/".startswith(f"{target}/")), None)
+        return None if found is None else f"the link {found} leads to it"
+
+    def _strangers(self, member: Member) -> str | None:
+        """What is in its folder and is not a trainer's."""
+        if member.is_file:
+            return None if member.name in self.present.files else "it is a link"
+        start = f"{member.name}/"
+        inside = {path[len(start) :] for path in self.present.files if path.startswith(start)}
+        others = {path for path in inside if not is_trainers(path)}
+        if others:
+            others -= self._own_files(member)
+        others |= {path[len(start) :] for path in self.present.others if path.startswith(start)}
+        others |= {path[len(start) :] for path in member.files if path not in self.present.files}
+        return f"it holds what no trainer writes: {listed(sorted(others))}" if others else None
+
+    def _own_files(self, member: Member) -> frozenset[str]:
+        """The files that the reader of its format names; none if it cannot be read."""
+        saved = self._saved(member)
+        source = part_of(saved.run, saved.root, saved.files)
+        try:
+            reader = reader_for(source, None)
+            manifest = reader.read_manifest(source, ReadOptions())
+            return reader.own_files(source, manifest) | (manifest.files & source.files.keys())
+        except StoreError:
+            raise
+        except CkptError:
+            return frozenset()
+
+    def remove(self, going: Sequence[Member]) -> None:
+        """The oldest first."""
+        if not going:
+            return
+        self._check_newest()
+        for member in reversed(going):
+            _check_idle(f"{self.url.rstrip('/')}/{member.name}", self.storage_options)
+        for member in reversed(going):
+            self.place.remove_files(in_order_of_removal(member.files))
+
+    def _check_newest(self) -> None:
+        """The newest complete one can be opened. Raises FormatError; nothing was removed then."""
+        newest = next(member for member in self.members if self.shown[member.name].is_complete and member.is_numbered)
+        saved = self._saved(newest)
+        source = part_of(saved.run, saved.root, saved.files)
+        try:
+            reader_for(source, None).read_manifest(source, ReadOptions())
+        except UnsupportedError:
+            return  # a layout that is not read; its trainer's marker is there
+        except FormatError as error:
+            sentence = f"{newest.name}, the newest checkpoint, cannot be opened: {error}; nothing was removed"
+            raise type(error)(sentence) from error
+
+
+def _check_run(url: str, members: Sequence[Member]) -> None:
+    if any(member.name == ITSELF or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
+        raise UsageError(f"{url} is itself one checkpoint; name the folder of the run that holds it")
+    parents = sorted({parent_of(member.name) for member in members if member.is_numbered})
+    if len(parents) > 1:
+        raise UsageError(
+            f"{url} holds checkpoints of several runs ({listed([each or url for each in parents])}); name one of them"
+        )
+    if not parents:
+        raise UsageError(f"no checkpoint in {url} has a step in its name, so none of them is known to be old")
+
+
+def _is_recent(shown: RunCheckpoint) -> bool:
+    """True if the store cannot tell."""
+    if shown.time is None:
+        return True
+    return time.time() - datetime.fromisoformat(shown.time).timestamp() < RECENT_SECONDS
+
+
+@contextmanager
+def _alone(url: str | Path, storage_options: StorageOptions) -> Iterator[None]:
+    """While inside, no run of ours writes to the run. Raises DestinationExistsError if one does."""
+    base = str(url).rstrip("/")
+    folder, _, name = base.rpartition("/")
+    homes = [base, folder] if name == CHECKPOINTS else [base]
+    with ExitStack() as held:
+        for home in homes:
+            if is_remote(url):
+                held.enter_context(claim(home, storage_options=storage_options))
+            else:
+                held.enter_context(_locked(local_path(home)))
+        yield
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A lock that is there is taken; none is made."""
+    path = folder / LOCK_NAME
+    if path.is_symlink() or not path.is_file():
+        yield
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise DestinationExistsError(f"a run is writing to {folder} (it holds {path}); wait for it to end") from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_idle(url: str, storage_options: StorageOptions) -> None:
+    """Raises DestinationExistsError if a conversion is writing there."""
+    open_place(url, storage_options).leftovers()

@@ -1,0 +1,156 @@
+"""``ckpt-tools ls``: the checkpoints of a run as a person, a program and ``RUN@latest`` see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli.main import group
+from ckpt_tools.core import announcements
+from ckpt_tools.errors import SourceNotFoundError
+from tests.support.s3_server import BUCKET, S3Server
+
+
+def saved(folder: Path, step: int) -> Path:
+    folder.mkdir(parents=True)
+    torch.save({"model": {"w": torch.full((1,), float(step))}, "global_step": step}, folder / "model.pt")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (5, 10, 15):
+        os.utime(saved(tmp_path / "run" / f"step_{step}", step) / "model.pt", (1e9 + step, 1e9 + step))
+    cut = tmp_path / "run" / "step_15" / "model.pt"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    (tmp_path / "run" / "log.txt").write_text("x")
+    return tmp_path / "run"
+
+
+def printed(*words: str | Path) -> str:
+    return CliRunner().invoke(group, ["ls", *map(str, words)]).stdout
+
+
+def test_newest_first_and_the_incomplete_say_why(run: Path) -> None:
+    lines = printed(run).splitlines()
+    assert lines[0].split() == ["checkpoint", "step", "time", "size", "format", "ranks", "complete"]
+    assert [line.split()[0] for line in lines[1:]] == ["step_15", "step_10", "step_5"]
+    assert lines[1].endswith("no: model.pt has no end: it is cut off")
+    assert "2001-09-09 01:46:50" in lines[2] and lines[2].endswith("yes")
+
+
+def test_json_is_what_the_function_returns(run: Path) -> None:
+    found = json.loads(printed(run, "--json"))
+    assert found == ckpt_tools.ls(run).to_json()
+    assert found["latest"] == "step_10"
+    assert [each["is_complete"] for each in found["checkpoints"]] == [False, True, True]
+
+
+def test_latest_is_the_newest_complete_one_and_says_so(run: Path) -> None:
+    told: list[str] = []
+    with announcements.hearing(told.append):
+        assert float(ckpt_tools.open(f"{run}@latest")["w"][0]) == 10
+    assert told == ["latest is step_10: the newer step_15 is not complete: model.pt has no end: it is cut off"]
+    command = [sys.executable, "-m", "ckpt_tools", "inspect", f"{run}@latest"]
+    assert (
+        "the newer step_15 is not complete"
+        in subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    )
+    told.clear()
+    shutil.rmtree(run / "step_15")
+    with announcements.hearing(told.append):
+        ckpt_tools.open(f"{run}@latest")
+    assert not told
+
+
+def test_without_a_complete_one_there_is_no_latest(run: Path) -> None:
+    for step in (5, 10):
+        shutil.rmtree(run / f"step_{step}")
+    with pytest.raises(SourceNotFoundError, match="no complete checkpoint; the newest is step_15"):
+        ckpt_tools.inspect(f"{run}@latest")
+
+
+@pytest.mark.parametrize("place", ["step_10", "step_10/model.pt"])
+def test_one_checkpoint_lists_itself(place: str, run: Path) -> None:
+    (found,) = ckpt_tools.ls(run / place).checkpoints
+    assert (found.url, found.step, found.is_complete) == (str(run / place), 10, True)
+
+
+@pytest.mark.parametrize("names", [[], ["notes.txt", "src/main.py"]])
+def test_a_folder_without_checkpoints_is_not_found(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = CliRunner().invoke(group, ["ls", str(tmp_path)])
+    with pytest.raises(SourceNotFoundError, match="holds no checkpoints"):
+        ckpt_tools.ls(tmp_path)
+    assert found.exit_code != 0 and not found.stdout
+
+
+def test_links_to_checkpoints_are_not_listed_twice(run: Path) -> None:
+    (run / "best").symlink_to(run / "step_5")
+    assert [each.name for each in ckpt_tools.ls(run).checkpoints] == ["step_15", "step_10", "step_5"]
+
+
+def test_a_run_of_ours_and_the_folder_it_is_writing(checkpoint: Any, tmp_path: Path) -> None:
+    made = checkpoint("fsdp2", "plain", 2).checkpoint
+    for name in ("epoch_0001", "epoch_0002", ".epoch_0003.partial"):
+        shutil.copytree(made, tmp_path / "run" / "checkpoints" / name)
+    found = ckpt_tools.ls(tmp_path / "run")
+    assert [each.name for each in found.checkpoints] == [
+        "checkpoints/.epoch_0003.partial", "checkpoints/epoch_0002", "checkpoints/epoch_0001"
+    ]  # fmt: skip
+    assert found.latest is not None and found.latest.name == "checkpoints/epoch_0002"
+
+
+def test_a_bucket_is_listed_once(s3: S3Server, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt_tools.stores.s3.client import Bucket
+
+    prefix = s3.new_prefix()
+    s3.put(prefix, {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()})
+    listings = []
+    pages = Bucket._pages
+    monkeypatch.setattr(Bucket, "_pages", lambda *words, **given: listings.append(words) or pages(*words, **given))
+    found = ckpt_tools.ls(f"s3://{BUCKET}/{prefix}")
+    assert len(listings) == 1
+    assert [(each.name, each.is_complete) for each in found.checkpoints] == [
+        ("step_15", False), ("step_10", True), ("step_5", True)
+    ]  # fmt: skip
+    assert all(each.time is not None for each in found.checkpoints)
+
+
+def test_a_store_of_fsspec(run: Path) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").put(str(run), "/of-ls", recursive=True)
+    try:
+        found = ckpt_tools.ls("memory://of-ls")
+        assert [each.step for each in found.checkpoints] == [15, 10, 5]
+        assert found.checkpoints[0].time is not None
+    finally:
+        fsspec.filesystem("memory").rm("/of-ls", recursive=True)
+
+
+def test_two_hundred_checkpoints_take_seconds(checkpoint: Any, tmp_path: Path) -> None:
+    """At most a few times as long as opening them all one after the other."""
+    made = checkpoint("fsdp2", "plain", 2).checkpoint
+    for step in range(200):
+        shutil.copytree(made, tmp_path / "run" / f"step_{step}", copy_function=os.link)
+    start = time.monotonic()
+    for step in range(20):
+        ckpt_tools.inspect(tmp_path / "run" / f"step_{step}")
+    some = time.monotonic() - start
+    start = time.monotonic()
+    assert len(ckpt_tools.ls(tmp_path / "run").checkpoints) == 200
+    assert time.monotonic() - start < 30 * some

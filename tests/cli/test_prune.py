@@ -1,0 +1,270 @@
+"""``ckpt-tools prune``: old checkpoints go, by rules that a user states, and never the newest complete one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli.main import group
+from ckpt_tools.core.prune_rules import Best
+from ckpt_tools.errors import CkptError, DestinationExistsError, MalformedError, SourceNotFoundError, UsageError
+from ckpt_tools.formats.run_files import in_order_of_removal
+from tests.formats.test_completeness import MADE, laid, listed
+from tests.support.s3_server import BUCKET, S3Server
+
+
+def saved(folder: Path, step: int, **metrics: float) -> Path:
+    folder.mkdir(parents=True)
+    torch.save({"w": torch.full((1,), float(step))}, folder / "pytorch_model.bin")
+    state = {"global_step": step, "log_history": [{"step": step, "eval_loss": 1 / step, **metrics}]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (100, 200, 300, 400, 500):
+        saved(tmp_path / "run" / f"checkpoint-{step}", step, eval_accuracy=0.9 if step == 200 else 0.5)
+    (tmp_path / "run" / "log.txt").write_text("x")
+    return tmp_path / "run"
+
+
+def kept(run: Path, **options: Any) -> list[int]:
+    report = ckpt_tools.prune(run, keep_last=options.pop("keep_last", 1), **options)
+    return [int(each.name.rpartition("-")[2]) for each in report.checkpoints if each.stays]
+
+
+def there(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def test_nothing_goes_without_yes(run: Path) -> None:
+    before = there(run)
+    assert kept(run, keep_last=2) == [500, 400]
+    done = CliRunner().invoke(group, ["prune", str(run), "--keep-last", "2"])
+    assert "would go" in done.stdout and "6 files" in done.stdout and "add --yes" in done.stdout
+    assert there(run) == before
+
+
+def test_what_does_not_stay_is_gone(run: Path) -> None:
+    report = ckpt_tools.prune(run, keep_last=2, yes=True)
+    assert there(run) == ["checkpoint-400", "checkpoint-500", "log.txt"]
+    assert (report.num_files, report.is_removed) == (6, True)
+    assert ckpt_tools.open(run / "checkpoint-400")["w"].numpy()[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"keep_last": 1}, [500]),
+        ({"keep_every": 200}, [500, 400, 200]),
+        ({"keep_best": "eval_loss"}, [500]),
+        ({"keep_best": "eval_loss:max"}, [500, 100]),
+        ({"keep_best": "eval_accuracy"}, [500, 200]),
+        ({"keep_last": 3, "keep_best": "eval_accuracy:max"}, [500, 400, 300, 200]),
+        ({"keep_last": 99}, [500, 400, 300, 200, 100]),
+    ],
+)
+def test_rules_say_what_stays(options: dict[str, Any], steps: list[int], run: Path) -> None:
+    assert kept(run, **options) == steps
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_best": "eval_f1:max"}, "have eval_accuracy, eval_loss"),
+        ({"keep_best": "eval_thing"}, "write eval_thing:min or eval_thing:max"),
+        ({"keep_best": ":max"}, "names no metric"),
+        ({"keep_last": 0}, "keep_last=0 is not a number"),
+    ],
+)
+def test_wrong_rules_are_refused(options: dict[str, Any], words: str, run: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        kept(run, **options)
+
+
+@pytest.mark.parametrize(("metric", "is_min"), [("val_loss", True), ("eval/accuracy", False), ("ppl", True)])
+def test_which_end_of_a_metric_is_better(metric: str, is_min: bool) -> None:
+    assert Best.parse(metric) == Best(metric, is_min)
+
+
+def test_the_newest_complete_one_stays_whatever_is_newer(run: Path) -> None:
+    (run / "checkpoint-500" / "trainer_state.json").rename(run / "checkpoint-500" / "rng_state.pth")
+    assert kept(run) == [500, 400]
+    reason = ckpt_tools.prune(run, keep_last=1).checkpoints[0].reason
+    assert "not complete" in reason and "incomplete=True removes it" in reason
+
+
+def test_incomplete_ones_go_an_hour_after_their_last_write(run: Path) -> None:
+    for step in (100, 500):
+        (run / f"checkpoint-{step}" / "trainer_state.json").rename(run / f"checkpoint-{step}" / "rng_state.pth")
+    for path in (run / "checkpoint-100").iterdir():
+        os.utime(path, (1e9, 1e9))
+    assert kept(run, incomplete=True) == [500, 400]
+    report = ckpt_tools.prune(run, keep_last=4, incomplete=True, yes=True)
+    assert [each.name for each in report.checkpoints if not each.stays] == ["checkpoint-100"]
+    assert not (run / "checkpoint-100").exists()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "backup/pytorch_model.bin", ".secret"])
+def test_a_checkpoint_with_something_else_in_it_stays(name: str, run: Path) -> None:
+    (run / "checkpoint-100" / name).parent.mkdir(exist_ok=True)
+    (run / "checkpoint-100" / name).write_text("mine")
+    report = ckpt_tools.prune(run, keep_last=1, yes=True)
+    assert name in report.checkpoints[-1].reason
+    assert there(run / "checkpoint-100") and (run / "checkpoint-100" / "pytorch_model.bin").exists()
+
+
+def test_what_a_link_or_latest_names_stays(run: Path) -> None:
+    (run / "LOWEST_VAL").symlink_to("checkpoint-200")
+    (run / "latest").write_text("checkpoint-300")
+    report = ckpt_tools.prune(run, keep_last=1)
+    reasons = {each.name: each.reason for each in report.checkpoints if each.stays}
+    assert reasons["checkpoint-200"] == "the link LOWEST_VAL leads to it"
+    assert reasons["checkpoint-300"] == "the file latest names it"
+
+
+def test_links_are_not_followed(run: Path, tmp_path: Path) -> None:
+    elsewhere = saved(tmp_path / "elsewhere", 50)
+    (run / "checkpoint-50").symlink_to(elsewhere)
+    (run / "checkpoint-100" / "optimizer.pt").symlink_to(elsewhere / "pytorch_model.bin")
+    ckpt_tools.prune(run, keep_last=1, yes=True)
+    assert len(list(elsewhere.iterdir())) == 2
+    assert there(run) == ["checkpoint-100", "checkpoint-50", "checkpoint-500", "log.txt"]
+
+
+def test_names_without_a_step_stay(run: Path) -> None:
+    saved(run / "final", 600)
+    assert "its name has no step" in [each.reason for each in ckpt_tools.prune(run, keep_last=1).checkpoints]
+
+
+def test_files_of_one_step_stay_together(tmp_path: Path) -> None:
+    for stem in ("model", "optimizer"):
+        for epoch in (1, 2):
+            torch.save({"w": torch.ones(2)}, tmp_path / f"{stem}_epoch_{epoch}.pt")
+    ckpt_tools.prune(tmp_path, keep_last=1, yes=True)
+    assert there(tmp_path) == ["model_epoch_2.pt", "optimizer_epoch_2.pt"]
+
+
+def test_several_runs_and_single_checkpoints_are_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "sweep" / "a")
+    shutil.copytree(run, tmp_path / "sweep" / "b")
+    with pytest.raises(UsageError, match="several runs"):
+        ckpt_tools.prune(tmp_path / "sweep", keep_last=1, yes=True)
+    with pytest.raises(UsageError, match="is itself one checkpoint"):
+        ckpt_tools.prune(run / "checkpoint-100", keep_last=1, yes=True)
+    with pytest.raises(SourceNotFoundError):
+        ckpt_tools.prune(tmp_path / "nothing", keep_last=1)
+
+
+def test_a_newest_checkpoint_that_cannot_be_opened_stops_it(run: Path) -> None:
+    """``ls`` reads no pickle of the newest; ``prune`` does, before the others go."""
+    path = run / "checkpoint-500" / "pytorch_model.bin"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"_rebuild_tensor_v2")
+    data[at : at + 8] = b"_rebuilt"
+    path.write_bytes(data)
+    assert ckpt_tools.ls(run).checkpoints[0].is_complete
+    before = there(run)
+    with pytest.raises(CkptError, match=r"checkpoint-500, .* nothing was removed"):
+        ckpt_tools.prune(run, keep_last=1, yes=True)
+    assert there(run) == before
+
+
+def test_a_run_that_is_being_written_is_left_alone(run: Path) -> None:
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DestinationExistsError, match="a run is writing"):
+            ckpt_tools.prune(run, keep_last=1, yes=True)
+        assert len(kept(run)) == 1
+    ckpt_tools.prune(run, keep_last=1, yes=True)
+    assert there(run) == [".lock", "checkpoint-500", "log.txt"]
+
+
+def assert_never_whole(run: Path, name: str, files: Sequence[Sequence[str]]) -> None:
+    """After each file that goes, the checkpoint is incomplete, or gone."""
+    for path in [path for batch in files for path in batch]:
+        (run / path).unlink()
+        found = listed(run) if any(each.is_file() for each in (run / name).rglob("*")) else {}
+        assert not found or not found[name].is_complete, path
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if not name.endswith(".ckpt")])
+def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(name: str, tmp_path: Path) -> None:
+    laid(tmp_path / "run", name, MADE[name])
+    files = [
+        path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run" / name).rglob("*") if path.is_file()
+    ]
+    try:
+        assert_never_whole(tmp_path / "run", name, in_order_of_removal(files))
+    except SourceNotFoundError:
+        assert not list((tmp_path / "run" / name).rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero2-fp32", "zero3-bf16", "universal", "safetensors"])
+def test_the_same_of_genuine_ones(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    if kind in ("universal", "safetensors"):
+        options = {"max_shard_size": "2kB"} if kind == "safetensors" else {}
+        made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
+        ckpt_tools.convert(made, run / "step_1", to=kind, **options)
+    else:
+        shutil.copytree(checkpoint(kind, "awkward", 2).checkpoint, run / "step_1")
+    files = [path.relative_to(run).as_posix() for path in (run / "step_1").rglob("*") if path.is_file()]
+    try:
+        assert_never_whole(run, "step_1", in_order_of_removal(files))
+    except SourceNotFoundError:
+        with pytest.raises(CkptError):
+            ckpt_tools.inspect(run / "step_1")
+
+
+def test_in_a_bucket(s3: S3Server, run: Path) -> None:
+    prefix = s3.new_prefix()
+    s3.put(prefix, {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()})
+    url = f"s3://{BUCKET}/{prefix}".rstrip("/")
+    with ckpt_tools.claim(url), pytest.raises(DestinationExistsError):
+        ckpt_tools.prune(url, keep_last=1, yes=True)
+    ckpt_tools.prune(url, keep_last=1, keep_every=300, yes=True)
+    assert [each.name for each in ckpt_tools.ls(url).checkpoints] == ["checkpoint-500", "checkpoint-300"]
+
+
+def lightning(path: Path, epoch: int, score: float) -> None:
+    callback = {"monitor": "val_loss", "current_score": torch.tensor(score), "best_model_score": torch.tensor(0.1)}
+    content = {"state_dict": {"w": torch.ones(2)}, "epoch": epoch, "callbacks": {"ModelCheckpoint{}": callback}}
+    torch.save(content, path / f"epoch={epoch}-step={epoch}.ckpt")
+
+
+def test_metrics_of_lightning_ray_and_ours(tmp_path: Path) -> None:
+    for name in ("lightning", "ray", "ours/checkpoints"):
+        (tmp_path / name).mkdir(parents=True)
+    for number, score in ((1, 0.5), (2, 0.25), (3, 0.75)):
+        lightning(tmp_path / "lightning", number, score)
+        saved(tmp_path / "ray" / f"checkpoint_00000{number}", number)
+        saved(tmp_path / "ours" / "checkpoints" / f"epoch_000{number}", number)
+    results = [
+        {"checkpoint_dir_name": f"checkpoint_00000{number}", "metrics": {"reward": -abs(number - 2)}}
+        for number in (1, 2, 3)
+    ]
+    (tmp_path / "ray" / "checkpoint_manager_snapshot.json").write_text(json.dumps({"checkpoint_results": results}))
+    history = [{"epoch": number, "losses": [1.0], "correct": 9 - number, "total": 10} for number in (1, 2, 3)]
+    (tmp_path / "ours" / "result.json").write_text(json.dumps({"history": history}))
+    cases = {"lightning": ("val_loss", 2), "ray": ("reward", 2), "ours": ("accuracy", 1)}
+    for name, (metric, best) in cases.items():
+        found = ckpt_tools.prune(tmp_path / name, keep_last=1, keep_best=metric).checkpoints
+        assert [str(best) in each.name for each in found if each.reason == f"the best by {metric}"] == [True], name
+
+
+def test_a_malformed_record_says_nothing(run: Path) -> None:
+    (run / "checkpoint-500" / "trainer_state.json").write_text("{")
+    found = ckpt_tools.ls(run).checkpoints[0]
+    assert "trainer_state.json" in (found.problem or "") and issubclass(MalformedError, CkptError)

@@ -1,0 +1,253 @@
+"""A checkpoint of a run is complete by its trainer's own marker, and an incomplete one says why."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt_tools
+from ckpt_tools.core.run_listing import RunCheckpoint
+from ckpt_tools.formats.run_folders import members
+
+Damage = Callable[[Path], None]
+
+
+def listed(run: Path | str) -> Mapping[str, RunCheckpoint]:
+    return {each.name: each for each in ckpt_tools.ls(run).checkpoints}
+
+
+def zipped(path: Path, value: object = 1) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+
+
+def shards(folder: Path) -> None:
+    for number in (1, 2):
+        save_file({f"w{number}": torch.ones(3)}, folder / f"model-{number:05d}-of-00002.safetensors")
+    weight_map = {f"w{number}": f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def hf(folder: Path) -> None:
+    shards(folder)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "training_args.bin"):
+        zipped(folder / name)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": int(folder.name.rpartition("-")[2])}))
+
+
+def accelerated(folder: Path) -> None:
+    save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"):
+        zipped(folder / name)
+
+
+def verl(folder: Path) -> None:
+    for rank in range(2):
+        for stem in ("model", "optim", "extra_state"):
+            zipped(folder / "actor" / f"{stem}_world_size_2_rank_{rank}.pt")
+    zipped(folder / "data.pt")
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text(folder.name.rpartition("_")[2])
+
+
+def orbax(folder: Path) -> None:
+    (folder / "default" / "d").mkdir(parents=True)
+    for name in ("_CHECKPOINT_METADATA", "default/_METADATA", "default/manifest.ocdbt", "default/d/0f"):
+        (folder / name).write_text("{}")
+
+
+def lightning(path: Path) -> None:
+    path.rmdir()
+    torch.save({"state_dict": {"w": torch.ones(3)}, "global_step": 7}, path)
+
+
+def without(name: str) -> Damage:
+    return lambda path: shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
+
+
+def cut(name: str = "") -> Damage:
+    def shorten(path: Path) -> None:
+        file = path / name if name else path
+        file.write_bytes(file.read_bytes()[:-1])
+
+    return shorten
+
+
+def tracker(text: str, name: str = "latest_checkpointed_iteration.txt") -> Damage:
+    return lambda path: (path.parent / name).write_text(text) and None
+
+
+def renamed(name: str) -> Damage:
+    return lambda path: path.rename(path.with_name(name)) and None
+
+
+MADE: dict[str, Callable[[Path], None]] = {
+    "checkpoint-5": hf,
+    "checkpoint_5": accelerated,
+    "global_step_5": verl,
+    "1000": orbax,
+    "epoch=1-step=7.ckpt": lightning,
+}
+CASES: list[tuple[str, Damage, str]] = [
+    ("checkpoint-5", without("trainer_state.json"), "no trainer_state.json"),
+    ("checkpoint-5", without("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors is missing"),
+    ("checkpoint-5", cut("model-00002-of-00002.safetensors"), "cut off"),
+    ("checkpoint-5", cut("optimizer.pt"), "optimizer.pt has no end"),
+    ("checkpoint-5", renamed("tmp-checkpoint-5"), "the name tmp-checkpoint-5 says"),
+    ("checkpoint-5", renamed(".checkpoint-5.partial"), "the name .checkpoint-5.partial says"),
+    ("checkpoint-5", lambda path: (path / "IN_PROGRESS").touch(), "IN_PROGRESS marks it as unfinished"),
+    ("checkpoint_5", without("random_states_1.pkl"), ""),  # as of a run on one rank
+    ("checkpoint_5", without("random_states_0.pkl"), "rank 0 are missing"),
+    ("global_step_5", without("actor/model_world_size_2_rank_1.pt"), "actor/model lacks the files of rank 1"),
+    ("global_step_5", tracker("4"), "latest_checkpointed_iteration.txt names step 4"),
+    ("1000", without("_CHECKPOINT_METADATA"), "no _CHECKPOINT_METADATA"),
+    ("1000", renamed("1000.orbax-checkpoint-tmp-17"), "says that the save did not finish"),
+    ("epoch=1-step=7.ckpt", cut(), "has no end: it is cut off"),
+]
+
+
+def laid(run: Path, name: str, make: Callable[[Path], None]) -> Path:
+    (run / name).mkdir(parents=True)
+    make(run / name)
+    return run / name
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_trainer_finished_is_complete(name: str, tmp_path: Path) -> None:
+    laid(tmp_path / "run", name, MADE[name])
+    found = listed(tmp_path / "run")
+    assert list(found) == [name]
+    assert (found[name].problem, found[name].step) == (None, int(re.findall(r"\d+", name)[-1]))
+    assert found[name].time is not None and found[name].file_bytes > 0
+
+
+@pytest.mark.parametrize(("name", "damage", "why"), CASES)
+def test_what_is_not_complete_says_why(name: str, damage: Damage, why: str, tmp_path: Path) -> None:
+    damage(laid(tmp_path / "run", name, MADE[name]))
+    (found,) = listed(tmp_path / "run").values()
+    assert found.is_complete == (not why)
+    assert why in (found.problem or "")
+
+
+REAL = [("fsdp2", "plain"), ("zero2-fp32", "awkward"), ("zero3-bf16", "awkward")]
+
+
+@pytest.mark.parametrize(("kind", "case"), REAL)
+def test_genuine_checkpoints_lack_any_one_file(kind: str, case: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Without a file that a rank wrote it is incomplete; each file whole, it is complete, with its world size."""
+    made = checkpoint(kind, case, 2).checkpoint
+    run = tmp_path / "run"
+    shutil.copytree(made, run / "epoch_3")
+    (found,) = listed(run).values()
+    assert (found.name, found.problem, found.world_size) == ("epoch_3", None, 2)
+    assert found.format == ("dcp" if kind == "fsdp2" else "deepspeed")
+    for path in sorted((run / "epoch_3").rglob("*.pt")) + sorted((run / "epoch_3").rglob("*.distcp")):
+        aside = path.rename(tmp_path / "aside")
+        assert not listed(run)["epoch_3"].is_complete, path
+        aside.rename(path)
+        data = path.read_bytes()
+        path.write_bytes(data[:-1])
+        assert not listed(run)["epoch_3"].is_complete, path
+        path.write_bytes(data)
+    assert listed(run)["epoch_3"].is_complete
+
+
+def test_a_dcp_without_metadata_did_not_finish(checkpoint: Any, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / "run" / "step-7")
+    (tmp_path / "run" / "step-7" / ".metadata").unlink()
+    assert listed(tmp_path / "run")["step-7"].problem == "no .metadata: the save did not finish"
+
+
+def test_a_tag_that_latest_does_not_name_yet(checkpoint: Any, tmp_path: Path) -> None:
+    made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
+    tag = (made / "latest").read_text()
+    for number in (9, 10):
+        shutil.copytree(made / tag, tmp_path / "run" / f"global_step{number}")
+    assert all(each.is_complete for each in listed(tmp_path / "run").values())
+    (tmp_path / "run" / "latest").write_text("global_step9")
+    found = listed(tmp_path / "run")
+    assert found["global_step9"].is_complete
+    assert "the file latest names global_step9" in (found["global_step10"].problem or "")
+
+
+def test_megatron_writes_its_own_metadata_last(checkpoint: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, run / "iter_0000010")
+    zipped(run / "iter_0000010" / "common.pt")
+    assert "no metadata.json" in (listed(run)["iter_0000010"].problem or "")
+    (run / "iter_0000010" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    found = listed(run)["iter_0000010"]
+    assert (found.problem, found.format, found.step) == (None, "torch_dist", 10)
+
+
+def test_ray_names_a_checkpoint_when_all_workers_have_uploaded(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for number in (0, 1):
+        zipped(run / f"checkpoint_00000{number}" / "model.pt", {"w": torch.ones(3)})
+    record = {"checkpoint_results": [{"checkpoint_dir_name": "checkpoint_000000", "metrics": {}}]}
+    (run / "checkpoint_manager_snapshot.json").write_text(json.dumps(record))
+    found = listed(run)
+    assert found["checkpoint_000000"].is_complete
+    assert "does not name it" in (found["checkpoint_000001"].problem or "")
+
+
+def test_lightning_folders_end_with_meta(checkpoint: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "epoch=0-step=3.ckpt"
+    shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, folder)
+    assert "no meta.pt" in (listed(tmp_path / "run")[folder.name].problem or "")
+    zipped(folder / "meta.pt", {"global_step": 3})
+    assert listed(tmp_path / "run")[folder.name].is_complete
+
+
+def test_a_universal_checkpoint_has_every_parameter(checkpoint: Any, tmp_path: Path) -> None:
+    made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
+    run = tmp_path / "run"
+    ckpt_tools.convert(made, run, to="universal")
+    (found,) = listed(run).values()
+    assert found.is_complete and found.format == "universal"
+    next((run / found.name / "zero").rglob("fp32.pt")).unlink()
+    assert "has no fp32.pt" in (listed(run)[found.name].problem or "")
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["checkpoint-5/model.safetensors", "checkpoint-10/model.safetensors"], ["checkpoint-10", "checkpoint-5"]),
+        (["global_step_5/actor/huggingface/model.safetensors", "global_step_5/critic/a.pt"], ["global_step_5"]),
+        (["checkpoint-5/global_step5/mp_rank_00_model_states.pt", "checkpoint-5/a.bin"], ["checkpoint-5"]),
+        (
+            ["s_step5/checkpoint-1/a.pt", "s_step5/checkpoint-2/a.pt"],
+            ["s_step5/checkpoint-2", "s_step5/checkpoint-1"],
+        ),
+        (["epoch_0_step_9/model/s.safetensors", "epoch_0_step_9/optim/.metadata"], ["epoch_0_step_9"]),
+        (["iter_0000010/mp_rank_00/model_optim_rng.pt"], ["iter_0000010"]),
+        (["c/epoch=1-step=7.ckpt", "c/last.ckpt", "c/hparams.yaml"], ["c/epoch=1-step=7.ckpt", "c/last.ckpt"]),
+        (["epoch_9.pt", "epoch_10.pt", "best.pt", "scheduler.pt"], ["epoch_10.pt", "epoch_9.pt", "best.pt"]),
+        (["10/_CHECKPOINT_METADATA", "10/default/manifest.ocdbt", "10/default/d/0f.pt"], ["10"]),
+        (["2024/06/a.txt", "2024/06/checkpoint-1/model.pt"], ["2024/06/checkpoint-1"]),
+        (["ep0-ba10/.metadata", "ep1-ba20/.metadata", "logs/a.txt"], ["ep1-ba20", "ep0-ba10"]),
+        (["step-5/model_0.pt", "step-5/model_1.pt", "tmp_step-6/model_0.pt"], ["tmp_step-6", "step-5"]),
+        ([".git/checkpoint-5/a.pt", ".checkpoint-5/a.pt", ".epoch_6.partial/a.pt"], [".epoch_6.partial"]),
+        (["run1/model.safetensors", "run1/checkpoint-5/model.safetensors"], ["run1/checkpoint-5"]),
+        (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),
+    ],
+)
+def test_which_folders_and_files_are_checkpoints(files: list[str], found: list[str]) -> None:
+    assert [member.name for member in members(dict.fromkeys(files, 1))] == found
+
+
+def test_a_zip_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    """Only what begins as a torch file and has no end is called cut off."""
+    folder = laid(tmp_path / "run", "checkpoint-5", hf)
+    with zipfile.ZipFile(folder / "extra.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a", b"x" * 100)
+    (folder / "tokenizer.bin").write_bytes(b"words")
+    assert listed(tmp_path / "run")["checkpoint-5"].is_complete
