@@ -62,6 +62,7 @@ def inspect(
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Summary:
     """Summarize the checkpoint at ``src`` from its headers; no tensor is read.
@@ -72,6 +73,9 @@ def inspect(
         tag: Which checkpoint of a DeepSpeed folder. Default: the tag that its file ``latest`` names.
         model_key: Where the model is in a tree, such as ``"app.model"``. Default: found by its content.
         optim_key: Where the optimizer is in a tree. Default: found by its content.
+        param_order: A file of parameter names, for an optimizer that knows its parameters by number and whose shapes do
+            not identify them: in the optimizer's order, or all of the model's in the model's order. A name on each
+            line, a JSON list, or a JSON list with one list for each parameter group.
         storage_options: How the store is reached (credentials, ``endpoint_url``), as ``docs/stores.md`` lists them.
             Only for URLs. Default: the environment's.
 
@@ -110,12 +114,13 @@ def open(
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open the checkpoint at ``src`` as a mapping from names to tensors, which are read when they are indexed.
 
     Args:
-        src, from_, tag, model_key, optim_key, storage_options: As for ``inspect``.
+        src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
 
     Returns:
         A ``Checkpoint``. Indexing one of its tensors reads those elements and no others.
@@ -160,6 +165,8 @@ def plan(
     key_map: str | Path | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
+    buffers: Sequence[str] = (),
     tag: str | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
@@ -217,6 +224,8 @@ def convert(
     key_map: str | Path | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
+    buffers: Sequence[str] = (),
     tag: str | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
@@ -256,6 +265,9 @@ def convert(
         key_map: A file with a JSON object of old names to new names, applied before ``rename``.
         model_key: Where the model is in the tree that is read, or written to dcp: ``"app.model"``.
         optim_key: Where the optimizer is in the tree that is read, or written to dcp.
+        param_order: A file of parameter names, as for ``inspect``.
+        buffers: Globs; tensors with matching names are buffers. They are not cast, and zero3 keeps them whole. Default:
+            found by what the source says of its tensors.
         tag: Which checkpoint of a DeepSpeed folder is read, or the name of the one that is written.
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
             index needs.
@@ -318,6 +330,8 @@ def consolidate(
     key_map: str | Path | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
+    buffers: Sequence[str] = (),
     tag: str | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
@@ -374,6 +388,8 @@ def reshard(
     key_map: str | Path | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
+    buffers: Sequence[str] = (),
     tag: str | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
@@ -476,6 +492,8 @@ def verify(
     key_map: str | Path | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
+    buffers: Sequence[str] = (),
     tag: str | None = None,
     digests: str | Path | None = None,
     public_key: str | Path | None = None,
@@ -493,8 +511,8 @@ def verify(
         src: The checkpoint that was converted, or the one that is checked alone.
         dst: What ``src`` was converted to.
         from_: The format of ``src``. Default: detected.
-        state, dtype, weights, include, exclude, rename, key_map, model_key, optim_key, tag: As they were for
-            ``convert``.
+        state, dtype, weights, include, exclude, rename, key_map, model_key, optim_key, param_order, buffers, tag: As
+            they were for ``convert``.
         digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``.
             Default: the list that lies with ``src``, if there is one.
         public_key: Without ``dst``: a PEM file. The signature of ``digests``, else of ``src``, is checked first.
@@ -553,6 +571,7 @@ def diff(
     key_map: str | Path | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
     tag: str | None = None,
     workers: int | None = None,
     on_progress: Progress | None = None,
@@ -562,7 +581,7 @@ def diff(
 
     Args:
         a, b: The checkpoints: paths, or URLs of stores.
-        from_, tag, model_key, optim_key: How ``a`` is read, as for ``inspect``.
+        from_, tag, model_key, optim_key, param_order: How ``a`` is read, as for ``inspect``.
         state: ``"model"`` compares weights alone. Default: everything, optimizer state too.
         weights: Which copy of a weight is compared if one checkpoint alone keeps fp32 masters: ``"master"`` or
             ``"model"``. Default: ``"master"``.
@@ -610,6 +629,7 @@ def checksum(
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     on_progress: Progress | None = None,
@@ -618,7 +638,7 @@ def checksum(
     """Write the digest of every tensor of ``src`` to a list, for ``verify``.
 
     Args:
-        src, from_, tag, model_key, optim_key, storage_options: As for ``inspect``.
+        src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
         output: The file to write; ``"-"`` writes no file. Default: in the folder of ``src``, or beside its file,
             where ``verify`` looks for it.
         workers: The number of threads. Default: one for each processor, and at least 8 for stores.

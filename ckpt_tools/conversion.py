@@ -13,7 +13,7 @@ from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import Note, Outcome, settled
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, WriteOptions
 from ckpt_tools.core.progress import Meter, Progress
@@ -167,7 +167,7 @@ def prepare(
     made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters, kept=kept_entries(writer))
     manifest, notes = made.manifest, made.notes
     layout = writer.layout(manifest, writing)
-    notes += layout.notes
+    notes = settled(notes + layout.notes)
     if strict:
         _refuse_losses(notes)
     plan = make_plan(

@@ -40,7 +40,7 @@ ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "dry_run", "top", "list_a
 """Options of commands about how a result is printed; ``convert --dry-run`` is ``plan``."""
 
 ONLY_IN_PYTHON = {
-    "reshard": {"state", "dtype", "weights", "max_shard_size", "include", "exclude", "rename", "key_map"},
+    "reshard": {"state", "dtype", "weights", "max_shard_size", "include", "exclude", "rename", "key_map", "buffers"},
     "consolidate": {"world_size"},
     "plan": {"runner", "address", "resume", "fsync"},
 }

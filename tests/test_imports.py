@@ -45,7 +45,7 @@ LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wor
 
 FORMATS_SHARED = {"base", "flat_names", "foreign", "state_dict", "hf_index", "run_folders", "trainer_files"}
 """What several formats have in common. ``registry`` knows every format, ``reading``, ``runs``, ``run_folders`` and
-``trainer_files`` none."""
+``trainer_files`` none, but ``reading`` hands the files of torch to what joins them with others."""
 
 FRAMEWORKS = {
     "torch",

@@ -58,6 +58,12 @@ reading = _all(
     click.option("--tag", help="The checkpoint of a DeepSpeed folder. Default: the tag named in the file latest."),
     click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
     click.option("--optim-key", help="The key of the optimizer in a DCP tree. Default: detected."),
+    click.option(
+        "--param-order",
+        type=click.Path(),
+        metavar="FILE",
+        help="Parameter names in the optimizer's order or in the model's, if it numbers its parameters.",
+    ),
 )
 
 
@@ -87,6 +93,7 @@ naming = _all(
 choosing = _all(
     click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Cast the weights to this type, and nothing else."),
     weights,
+    click.option("--buffers", multiple=True, metavar="GLOB", help="Tensors that are buffers of the model. Repeatable."),
     naming,
 )
 

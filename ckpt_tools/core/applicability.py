@@ -118,6 +118,12 @@ _OPTIM_KEY = Rule(
     f"checkpoints that are trees ({_listed(TREES)} with whole state), and for writing optimizer state to dcp",
     _formats,
 )
+_PARAM_ORDER = Rule(
+    ("param_order",),
+    lambda case: case.reads_keys,
+    f"optimizers that number their parameters, in checkpoints that are trees ({_listed(TREES)} with whole state)",
+    _formats,
+)
 _WEIGHTS = Rule(
     ("weights",),
     lambda case: not (case.has_masters and case.keeps_both),
@@ -126,7 +132,7 @@ _WEIGHTS = Rule(
     value="model",
 )
 
-READING = (_TAGS, _MODEL_KEY, _OPTIM_KEY)
+READING = (_TAGS, _MODEL_KEY, _OPTIM_KEY, _PARAM_ORDER)
 """Of every command that reads one checkpoint, once its format is known."""
 
 WRITING = (
@@ -192,7 +198,7 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
             lambda case: "a checkpoint alone is checked whole, as it is stored",
         ),
         Rule(
-            ("dtype",),
+            ("dtype", "buffers"),
             lambda case: case.has_destination,
             "verify with {dst}",
             lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",

@@ -56,6 +56,8 @@ def _steps(
         steps.append(transforms.without_wrappers)
     elif not holds_masters:
         steps.append(lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy))
+    if options.buffers:
+        steps.append(lambda manifest: transforms.with_buffers(manifest, options.buffers))
     if options.rename or options.names:
         # Before names are chosen, so that a map of a whole model fits a part of it.
         steps.append(lambda manifest: transforms.check_renaming(manifest, options.rename, options.names))

@@ -19,6 +19,17 @@ def check_globs(names: Collection[str], *, include: Iterable[str], exclude: Iter
                 raise _matches_nothing(name, glob, _letters(glob), names)
 
 
+def check_buffers(names: Collection[str], globs: Iterable[str], trained: Collection[str]) -> None:
+    """Raises UsageError for a glob that matches none of ``names``, or one that is ``trained``."""
+    for glob in globs:
+        matches = [name for name in names if fnmatchcase(name, glob)]
+        if not matches:
+            raise _matches_nothing("buffers", glob, _letters(glob), names)
+        wrong = next((name for name in matches if name in trained), None)
+        if wrong is not None:
+            raise UsageError(f"{option('buffers', glob)} matches {wrong}, a parameter that the optimizer trains")
+
+
 def check_renaming(
     names: Collection[str], *, rules: Sequence[tuple[str, re.Pattern[str], str]], key_map: Mapping[str, str]
 ) -> None:

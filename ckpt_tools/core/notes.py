@@ -45,3 +45,9 @@ class Note(Shown):
 
     def to_json(self) -> dict[str, Any]:
         return json_of(self)
+
+
+def settled(notes: tuple[Note, ...]) -> tuple[Note, ...]:
+    """``notes`` without those that say of an entry that it was kept, where a later one says that it was dropped."""
+    dropped = {note.what for note in notes if note.outcome is Outcome.DROPPED}
+    return tuple(note for note in notes if note.outcome is not Outcome.KEPT or note.what not in dropped)

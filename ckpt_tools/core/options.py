@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, DTYPE_NAMES, STATES, WEIGHTS, option
+from ckpt_tools.core.param_order import ParamOrder, read_param_order
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 
 _UNITS = {"": 1, "B": 1}
@@ -53,13 +54,16 @@ class ConvertOptions:
     key_map: str | Path | None = None
     model_key: str | None = None
     optim_key: str | None = None
+    param_order: str | Path | None = None
+    buffers: Sequence[str] = ()
     tag: str | None = None
     world_size: int | None = None
     names: Mapping[str, str] = field(default_factory=dict, init=False)
+    order: ParamOrder | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        for name in ("include", "exclude", "rename"):
+        for name in ("include", "exclude", "rename", "buffers"):
             object.__setattr__(self, name, _several(getattr(self, name)))
         _one_of("state", self.state, STATES)
         _one_of("dtype", self.dtype, DTYPE_NAMES)
@@ -68,6 +72,8 @@ class ConvertOptions:
             raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
         if self.key_map is not None:
             object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
+        if self.param_order is not None:
+            object.__setattr__(self, "order", read_param_order(Path(self.param_order)))
 
     @property
     def weight_copy(self) -> str:
@@ -93,6 +99,7 @@ class ConvertOptions:
             tag=self.tag,
             model_key=self.model_key,
             optim_key=self.optim_key,
+            param_order=self.order,
             include=tuple(self.include),
             exclude=tuple(self.exclude),
         )
@@ -134,12 +141,14 @@ def read_key_map(path: Path) -> Mapping[str, str]:
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
     """What a user may have to tell a reader. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
-    keys say where model and optimizer live in a DCP tree (``app.model``). ``include`` and ``exclude`` matter to a
-    reader that cannot read every tensor: one that is not chosen is not refused."""
+    keys say where model and optimizer live in a DCP tree (``app.model``), ``param_order`` which parameters the numbers
+    of an optimizer mean. ``include`` and ``exclude`` matter to a reader that cannot read every tensor: one that is not
+    chosen is not refused."""
 
     tag: str | None = None
     model_key: str | None = None
     optim_key: str | None = None
+    param_order: ParamOrder | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 

@@ -131,6 +131,19 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     return replace(manifest, tensors=kept, aliases=aliases, groups=groups), notes
 
 
+def with_buffers(manifest: Manifest, globs: Sequence[str]) -> Transformed:
+    """The weights whose names match a glob, as buffers: they are not cast, and DeepSpeed keeps them with the module.
+
+    Raises:
+        UsageError: a glob matches nothing, or a parameter that the optimizer trains.
+    """
+    weights = {key: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
+    trained = {name for group in manifest.groups for name in group.params}
+    matching.check_buffers([key.fqn for key in weights], globs, trained)
+    buffers = {key: replace(e, kind=Kind.BUFFER) for key, e in weights.items() if is_chosen(key.fqn, globs, ())}
+    return replace(manifest, tensors={**manifest.tensors, **buffers}), ()
+
+
 def model_names(manifest: Manifest) -> frozenset[str]:
     """Every name of the model's; tensors of the user's own entries are no part of it, and keep the keys by which their
     entries refer to them."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import SeveralCheckpointsError
-from ckpt_tools.formats.base import Serving
+from ckpt_tools.formats.base import Reader, Serving
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
-from ckpt_tools.formats.trainer_files import with_trainer_files
+from ckpt_tools.formats.trainer_files import OPTIMIZERS, with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_source
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.state_dict.parse import Leaves
 
 
 def read_checkpoint(
@@ -48,17 +53,34 @@ def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
     """As ``read_checkpoint``, of a source that is open."""
     reader = reader_for(source, format_name)
+    own: frozenset[str] = frozenset()
+    optimizer = next((name for name in OPTIMIZERS if name in source.files and len(source.files) > 1), None)
     try:
-        manifest = reader.read_manifest(source, options)
+        if optimizer is None:
+            manifest = reader.read_manifest(source, options)
+        else:
+            manifest, is_joined = _read_both(reader, source, optimizer, options)
+            own = frozenset([optimizer] if is_joined else [])
     except SeveralCheckpointsError as error:
         from ckpt_tools.formats.runs import proposal
 
         raise SeveralCheckpointsError(error.message + proposal(source)) from error
-    own = reader.own_files(source, manifest)
+    own = own | reader.own_files(source, manifest)
     if isinstance(reader, Serving):
         source = reader.served(source, manifest)
     manifest = with_trainer_files(manifest, source, own)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+
+
+def _read_both(reader: Reader, source: Source, optimizer: str, options: ReadOptions) -> tuple[Manifest, bool]:
+    from ckpt_tools.formats.huggingface.optimizer_file import read_both
+    from ckpt_tools.formats.torch_save import read_tree
+
+    def read_file(source: Source, file: str) -> tuple[Leaves, Mapping[str, str]]:
+        tree = read_tree(source, file)
+        return tree.leaves, tree.ties
+
+    return read_both(reader, source, optimizer, read_file, options)
 
 
 def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:

@@ -17,13 +17,14 @@ from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, Tens
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.value_refs import extracted, replaced
-from ckpt_tools.core.values import PARAMETER, OrderedDict, StorageRef, StoredTensor
+from ckpt_tools.core.values import PARAMETER, GlobalRef, OrderedDict, StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
+from ckpt_tools.formats.trainer_files import is_beside, with_scheduler
 from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 
@@ -42,6 +43,9 @@ _WRAPPERS = (None, PARAMETER)
 """Classes around a tensor whose elements are the tensor's own; others (DTensor, quantized ones) mean more than they
 hold."""
 
+_TENSOR = GlobalRef("torch", "Tensor")
+"""The class of a tensor that has attributes: FSDP1 sets ``_has_been_cloned`` on every parameter that it gathers."""
+
 
 @dataclass(frozen=True, slots=True)
 class TorchReader:
@@ -54,16 +58,20 @@ class TorchReader:
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         weight_map, files = _files(source)
-        trees = {file: _read_file(source, file) for file in files}
+        trees = {file: read_tree(source, file) for file in files}
         for file, tree in trees.items():
+            if not tree.leaves.tensors:
+                raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
             check_promises(weight_map, INDEX_NAME, file, tree.names)
-        return manifest_of(
+        manifest = manifest_of(
             _merged(trees),
             format_name="torch",
             model_key=options.model_key,
             optim_key=options.optim_key,
+            param_order=options.param_order,
             ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
         )
+        return with_scheduler(manifest)
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return frozenset([*_files(source)[1], *_index(source)])
@@ -78,10 +86,27 @@ def _files(source: Source) -> tuple[Mapping[str, str], list[str]]:
     for index in _index(source):
         weight_map = read_weight_map(source, index)
         return weight_map, list(dict.fromkeys(weight_map.values()))
-    files = [path for path in source.files if _is_ours(path)] or list(source.files)
+    files = _model_files(source)
     if len(files) > 1:
         _check_shards(source, files)
     return {}, files
+
+
+def _model_files(source: Source) -> list[str]:
+    """Files of the format without those that trainers lay beside a model; a file that the user named is meant.
+
+    Raises UnsupportedError where nothing is left.
+    """
+    found = [path for path in source.files if _is_ours(path)]
+    if len(found) < 2:
+        return found or list(source.files)
+    files = [path for path in found if not is_beside(path)]
+    if not files:
+        raise UnsupportedError(
+            f"there is no model here, only what a trainer lays beside it ({listed(found)}); name the folder of both, "
+            "or the model's file"
+        )
+    return files
 
 
 def _index(source: Source) -> list[str]:
@@ -110,7 +135,7 @@ def _rank_of(source: Source, file: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tree:
+class FileTree:
     """One file's leaves; ``ties`` maps leaves that show the same view as an earlier one to that one."""
 
     leaves: Leaves
@@ -121,7 +146,8 @@ class _Tree:
         return frozenset(self.leaves.paths)
 
 
-def _read_file(source: Source, file: str) -> _Tree:
+def read_tree(source: Source, file: str) -> FileTree:
+    """The leaves of a file. Raises FormatError."""
     archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
     refuse_pieces(archive.value, file)
     refuse_deepspeed(archive.value, file)
@@ -147,9 +173,7 @@ def _read_file(source: Source, file: str) -> _Tree:
         else:
             views[view] = name
             tensors[name] = _leaf(archive, value, file, name)
-    if not tensors:
-        raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
-    return _Tree(Leaves(paths, tensors, objects, inner), ties)
+    return FileTree(Leaves(paths, tensors, objects, inner), ties)
 
 
 def _with_references(value: Any, archive: TorchArchive, file: str, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
@@ -182,13 +206,25 @@ def _leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, A
 def _leaf(archive: TorchArchive, tensor: StoredTensor, file: str, name: str) -> TensorLeaf:
     if tensor.storage is None:
         raise UnsupportedError("this tensor is on the meta device and has no elements", path=file, key=name)
-    if tensor.wrapper not in _WRAPPERS:
+    if tensor.wrapper not in _WRAPPERS and not _has_plain_attributes(tensor):
         raise UnsupportedError(f"a {tensor.wrapper} cannot be read; save plain tensors", path=file, key=name)
     start, _ = archive.storage_range(tensor.storage.key)
     return TensorLeaf.of(tensor, file, start)
 
 
-def _merged(trees: Mapping[str, _Tree]) -> Leaves:
+def _has_plain_attributes(tensor: StoredTensor) -> bool:
+    """Whether it is a torch.Tensor whose attributes cannot change what its elements mean; they are left behind."""
+    state = tensor.state if isinstance(tensor.state, tuple) else (tensor.state,)
+    return tensor.wrapper == _TENSOR and all(part is None or _is_plain_dict(part) for part in state)
+
+
+def _is_plain_dict(attributes: Any) -> bool:
+    return isinstance(attributes, dict) and all(
+        value is None or type(value) in (bool, int, float, str) for value in attributes.values()
+    )
+
+
+def _merged(trees: Mapping[str, FileTree]) -> Leaves:
     paths: dict[str, TreePath] = {}
     tensors: dict[str, TensorLeaf] = {}
     objects: dict[str, Any] = {}
@@ -201,7 +237,8 @@ def _merged(trees: Mapping[str, _Tree]) -> Leaves:
         tensors |= tree.leaves.tensors
         objects |= tree.leaves.objects
         inner |= tree.leaves.inner
-    return Leaves(paths, tensors, objects, inner)
+    # Shards are filled by size, and a tensor that is larger than one comes first.
+    return Leaves(paths, tensors, objects, inner, is_ordered=len(trees) == 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,28 @@ from typing import Any
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import FormatError, IncompleteError
+from ckpt_tools.formats.foreign import rank_in_name
 from ckpt_tools.stores.source import Source
 
 MAX_COMPANION_BYTES = 64 << 20
 """A trainer's log of a million steps; what is larger is none of these files."""
 
-UNREAD = ("random_states_*.pkl", "rng_state*.pth", "sampler*.bin", "dl_state_dict*.bin", "scaler.pt", "optimizer.pt",
-          "optimizer.bin", "*_rank_[0-9]*.pt", "*_rank[0-9]*.bin")  # fmt: skip
-"""Of accelerate, transformers and verl: each rank's own generators, samplers, optimizers that are not sharded, and the
+OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
+"""Of accelerate and transformers: the optimizer of a model that lies beside it (``formats.huggingface``)."""
+
+UNREAD = ("random_states_*.pkl", "rng_state*.pth", "sampler*.bin", "dl_state_dict*.bin", "scaler.pt", *OPTIMIZERS,
+          "optimizer_[0-9]*.bin", "scheduler_[0-9]*.bin", "custom_checkpoint_*.pkl", "training_args.bin",
+          "*_rank_[0-9]*.pt", "*_rank[0-9]*.bin")  # fmt: skip
+"""Of accelerate, transformers and verl: each rank's own generators, samplers, further optimizers, arguments, and the
 parts of ranks."""
 
 _UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinished)(?:[._-]|$)")
 """Markers that savers lay down first and take away last."""
+
+
+ADAPTER = "adapter_config.json"
+
+_WEIGHTS_IN_TORCH = re.compile(r"pytorch_model[\w.-]*\.(?:bin|pt)|(?:tf_model|flax_model)[\w.-]*")
 
 
 def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] = ()) -> Manifest:
@@ -49,6 +59,8 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
             found, note = _read(source, path, _READ[name])
             extra = {**found, **extra}
             notes += note
+        elif path == ADAPTER and manifest.format in ("safetensors", "torch"):
+            notes.append(_adapter(source, path))
         elif any(fnmatchcase(name, pattern) for pattern in UNREAD) or _is_foreign_part(name, manifest):
             notes.append(Note(Outcome.DROPPED, path, "it is beside the checkpoint and is not read"))
     if step is None and type(extra.get("global_step")) is int:
@@ -61,6 +73,23 @@ def marks_unfinished(name: str) -> bool:
     return _UNFINISHED.search(name) is not None
 
 
+def is_beside(path: str) -> bool:
+    """Whether a file in the form of ``torch.save`` is one that lies beside a model, by its name."""
+    name = path.rpartition("/")[2]
+    is_rank = rank_in_name(name) is not None
+    return not is_rank and (name in _READ or any(fnmatchcase(name, pattern) for pattern in UNREAD))
+
+
+def with_scheduler(manifest: Manifest) -> Manifest:
+    """``manifest`` with the scheduler of Lightning, which keeps a list of them, under the name that others give it."""
+    schedulers = manifest.extra.get("lr_schedulers")
+    is_lightning = "pytorch-lightning_version" in manifest.extra and "lr_scheduler" not in manifest.extra
+    if not is_lightning or not isinstance(schedulers, list) or len(schedulers) != 1:
+        return manifest
+    extra = {name: value for name, value in manifest.extra.items() if name != "lr_schedulers"}
+    return replace(manifest, extra={**extra, "lr_scheduler": schedulers[0]})
+
+
 def _folders(files: Iterable[str]) -> set[str]:
     """The folders that hold ``files``, and those above."""
     found = {""}
@@ -70,9 +99,23 @@ def _folders(files: Iterable[str]) -> set[str]:
     return found
 
 
+def _adapter(source: Source, path: str) -> Note:
+    """About a folder of PEFT (0.21), whose tensors are no model."""
+    try:
+        kind = _content(source, path).get("peft_type")
+    except (FormatError, ValueError, RecursionError, AttributeError):
+        kind = None
+    known = f" ({kind})" if isinstance(kind, str) and kind.isidentifier() else ""
+    why = f"the tensors are those of an adapter{known}, not a whole model; copy this file beside them to use them"
+    return Note(Outcome.DROPPED, path, why)
+
+
 def _is_foreign_part(name: str, manifest: Manifest) -> bool:
-    """Whether it is the index of a DCP that a reader of another format left alone."""
-    return name == ".metadata" and manifest.format != "dcp"
+    """Whether it is a part that a reader of another format left alone: the index of a DCP, or the same model once more,
+    as Trainer and accelerate write it with FSDP."""
+    if name == ".metadata":
+        return manifest.format != "dcp"
+    return manifest.format == "safetensors" and _WEIGHTS_IN_TORCH.fullmatch(name) is not None
 
 
 def _read(

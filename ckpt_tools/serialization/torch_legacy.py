@@ -1,126 +1,184 @@
-"""Files of torch before 1.6, read strictly: five pickles, then each storage's number of elements and its bytes.
+"""What ``torch.save`` wrote before torch 1.6, and still writes with ``_use_new_zipfile_serialization=False``.
 
-Facts from torch/serialization.py ``_legacy_save``. Storages that are pickled outside of torch.save are such files too.
+Five pickles follow each other: a magic number, a version, facts of the machine, what was saved, and the keys of the
+storages in the order in which they lie behind the pickles. A storage is its number of elements in eight bytes, and the
+elements (torch 2.15.0, torch/serialization.py ``_legacy_save`` and ``_legacy_load``). Where a storage begins follows
+from the sizes of those before it, so opening reads the pickles alone; no tensor byte is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
 
 from ckpt_tools.core.values import StorageRef, Value
-from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.serialization.pickle.machine import PersistentLoad
-from ckpt_tools.serialization.pickle.proof import Proof, UnfinishedError, prove
-from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_storage
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.serialization.pickle.load import PersistentLoad, loads, recorded
+from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, TorchArchive, described_storage
 from ckpt_tools.serialization.zip_archive import ReadRange
 
-MAGIC_NUMBER, PROTOCOL_VERSION = 0x1950A86A20F9469CFC6C, 1001
-"""torch/serialization.py MAGIC_NUMBER: the first of the five pickles."""
+MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
+VERSION: Final = 1001
 
-_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_MAGIC_ENDS = 32
+FIRST_READ_BYTES: Final = 1 << 16
+"""Most pickles are smaller. A larger one takes a read of eight times as much until it fits."""
 
-FIRST_READ_BYTES = 1 << 16
-"""Most pickles are smaller: one read. Others take a read of eight times as much until they fit."""
+COUNT_BYTES: Final = 8
+
+HEAD_BYTES: Final = 32
+
+_MAGIC = re.compile(rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
+"""The magic number as a pickle of any protocol that torch can write."""
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file that starts so starts with the magic number, in whatever protocol."""
-    return _MAGIC in head[:_MAGIC_ENDS]
+    """Whether a file that begins with ``head`` is of this format; 32 bytes suffice."""
+    return _MAGIC.match(head) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class LegacyFile:
-    """What was saved, and the proofs of the five pickles."""
-
-    value: Value
-    proofs: tuple[Proof, ...]
-
-
-def read_legacy(read: ReadRange, size: int, path: str, *, allowed: Collection[str] = ()) -> LegacyFile:
-    """The legacy file of ``size`` bytes, of which every byte is accounted for.
+def open_legacy(read: ReadRange, size: int, path: str) -> TorchArchive:
+    """Open the file of ``size`` bytes that ``read(start, stop)`` reads and that ``is_legacy``.
 
     Raises:
-        FormatError: it is none, damaged, or not as torch writes it.
+        MalformedError: it is damaged. IncompleteError: it ends too early. UnsupportedError: it is of a big-endian
+        machine, or holds a tensor of a kind that is not handled.
     """
-    storages: dict[str, StorageRef] = {}
+    pickles = _Pickles(read, size, path)
+    _check_head(pickles.take(), pickles.take(), pickles.take(), path)
+    known = _Storages()
+    value = pickles.take(known.resolve)
+    starts = known.starts(pickles.take(), pickles.position, size, path)
 
-    def resolve(pid: Value) -> StorageRef:
-        if type(pid) is not tuple or len(pid) != 6 or pid[5] is not None:
-            raise UnsupportedError("a storage is a view of another, as torch before 0.4 wrote them")
-        storage = described_storage(pid)
-        if storages.setdefault(storage.key, storage) != storage:
-            raise MalformedError(f"storage {storage.key!r} is described in two ways")
-        return storage
+    def locate() -> Mapping[str, tuple[int, int]]:
+        return {**known.ranges(starts, read, path), **known.view_ranges(starts)}
 
-    at, proofs = 0, list[Proof]()
-    for number in range(5):
-        proof = first_pickle(read, at, size, path, resolve if number == 3 else None, allowed)
-        at += proof.stop
-        proofs.append(proof)
-    magic, protocol, system, value, keys = (proof.value for proof in proofs)
-    _check_head(magic, protocol, system, path)
-    _check_storages(read, at, size, keys, storages, path)
-    return LegacyFile(value, tuple(proofs))
+    return TorchArchive(path, value, MappingProxyType({}), MappingProxyType(known.all), locate)
 
 
-def first_pickle(
-    read: ReadRange,
-    at: int,
-    size: int,
-    path: str,
-    persistent_load: PersistentLoad | None = None,
-    allowed: Collection[str] = (),
-) -> Proof:
-    """The pickle at byte ``at`` of several. Raises FormatError."""
-    num_bytes = FIRST_READ_BYTES
-    while True:
-        data = read(at, min(at + num_bytes, size))
-        try:
-            return prove(data, path=path, persistent_load=persistent_load, allowed=allowed, is_prefix=True)
-        except MalformedError as error:
-            if at + num_bytes >= size or num_bytes > MAX_PICKLE_BYTES or not _may_be_cut(error):
-                raise
-        num_bytes *= 8
+class _Pickles:
+    """The pickles at the start of a file, one after the other."""
+
+    def __init__(self, read: ReadRange, size: int, path: str) -> None:
+        self._read, self._size, self._path = read, size, path
+        self._known_start, self._known = 0, b""
+        self.position = 0
+
+    def take(self, persistent_load: PersistentLoad | None = None) -> Value:
+        data = self._next()
+        self.position += len(data)
+        return loads(data, path=self._path, persistent_load=persistent_load)
+
+    def _next(self) -> bytes:
+        """The bytes of the next pickle. Where it ends is known once it was followed."""
+        num_bytes = 1
+        while True:
+            data = self._ahead(num_bytes)
+            found = recorded(data, path=self._path)
+            if found.failure is None:
+                return data[: found.stop]
+            if not found.is_cut:
+                raise MalformedError(found.failure, path=self._path)
+            if self.position + len(data) >= self._size:
+                raise IncompleteError("it ends within a pickle; it is truncated", path=self._path)
+            if len(data) >= MAX_PICKLE_BYTES:
+                raise MalformedError(f"one of its pickles has more than {MAX_PICKLE_BYTES:,} bytes", path=self._path)
+            num_bytes = min(len(data) * 8, MAX_PICKLE_BYTES)
+
+    def _ahead(self, num_bytes: int) -> bytes:
+        """What follows: as much as was read already, if that is ``num_bytes`` at least."""
+        known = self._known[self.position - self._known_start :]
+        if len(known) < num_bytes:
+            stop = min(self.position + max(num_bytes, FIRST_READ_BYTES), self._size)
+            self._known_start, self._known = self.position, self._read(self.position, stop)
+            known = self._known
+        return known
 
 
-def _may_be_cut(error: MalformedError) -> bool:
-    return isinstance(error, UnfinishedError) or error.message.endswith(
-        ("ends early", "longer than the data", "not end")
-    )
+def _check_head(magic: Value, version: Value, machine: Value, path: str) -> None:
+    if magic != MAGIC_NUMBER or type(version) is not int or version != VERSION:
+        raise MalformedError("its magic number or its version is not torch's", path=path)
+    little = machine.get("little_endian") if isinstance(machine, dict) else None
+    if little is False:
+        raise UnsupportedError(
+            "it was written on a big-endian machine; open it there with torch.load and save it again with torch.save",
+            path=path,
+        )
+    if little is not True:
+        raise MalformedError("it does not say on what machine it was written", path=path)
 
 
-def _check_head(magic: Value, protocol: Value, system: Value, path: str) -> None:
-    if magic != MAGIC_NUMBER or protocol != PROTOCOL_VERSION or type(system) is not dict:
-        raise MalformedError("it is not a file of torch.save", path=path)
-    if system.get("little_endian") is False:
-        raise UnsupportedError("it was written on a big-endian machine", path=path)
-    if system.get("little_endian") is not True or system.get("protocol_version") != PROTOCOL_VERSION:
-        raise MalformedError("it is not a file of torch.save", path=path)
+class _Storages:
+    """The storages that the pickle describes: ``all`` by key, views of them included."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, StorageRef] = {}
+        self._roots: dict[str, StorageRef] = {}
+        self._views: dict[str, tuple[str, int]] = {}
+
+    def resolve(self, pid: Value) -> Value:
+        """``("storage", class, key, location, numel, view)``, where a view (torch before 0.4) is ``(key, offset,
+        numel)``; or ``("module", class, file, source)``, which stands for the class."""
+        if type(pid) is tuple and len(pid) == 4 and pid[0] == "module":
+            return pid[1]
+        root = described_storage(pid)
+        _note(self._roots, root)
+        view = pid[5] if len(pid) > 5 else None
+        if view is None:
+            return _note(self.all, root)
+        return self._view(root, view)
+
+    def _view(self, root: StorageRef, view: Value) -> StorageRef:
+        if type(view) is not tuple or len(view) != 3 or type(view[1]) is not int:
+            raise MalformedError("a view of a storage is not described in torch's way", key=root.key)
+        key, offset, numel = view
+        found = StorageRef(key, root.dtype, numel, root.location)
+        if not 0 <= offset <= root.numel - numel or self._views.setdefault(key, (root.key, offset)) != (
+            root.key,
+            offset,
+        ):
+            raise MalformedError("a view of a storage leaves it, or is described in two ways", key=root.key)
+        return _note(self.all, found)
+
+    def starts(self, keys: Value, at: int, size: int, path: str) -> dict[str, int]:
+        """Where the elements of each storage begin: they lie in the order of ``keys`` from byte ``at`` to ``size``."""
+        starts: dict[str, int] = {}
+        for key in keys if isinstance(keys, list) else ():
+            if type(key) is not str or key not in self._roots or key in starts:
+                raise MalformedError(f"storage {key!s:.40} is listed, and no tensor is a view of it", path=path)
+            starts[key] = at + COUNT_BYTES
+            at = starts[key] + self._roots[key].num_bytes
+        absent = next((key for key in self._roots if key not in starts), None)
+        if absent is not None or not isinstance(keys, list):
+            raise IncompleteError(f"storage {absent!r} is not in the list of storages", path=path)
+        if at > size:
+            raise IncompleteError(f"it has {size:,} bytes instead of {at:,}; it is truncated", path=path)
+        if at < size:
+            raise MalformedError(f"{size - at:,} bytes follow the last storage", path=path)
+        return starts
+
+    def ranges(self, starts: Mapping[str, int], read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
+        """The bytes of each storage, after a look at the count before them."""
+        found = {}
+        for key, start in starts.items():
+            ref = self._roots[key]
+            count = int.from_bytes(read(start - COUNT_BYTES, start), "little")
+            if count != ref.numel:
+                raise MalformedError(f"storage {key!r} has {count:,} elements instead of {ref.numel:,}", path=path)
+            found[key] = start, start + ref.num_bytes
+        return found
+
+    def view_ranges(self, starts: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        found = {}
+        for key, (root, offset) in self._views.items():
+            item = self._roots[root].dtype.item_bytes if self._roots[root].dtype else 1  # type: ignore[union-attr]
+            start = starts[root] + offset * item
+            found[key] = start, start + self.all[key].num_bytes
+        return found
 
 
-def _check_storages(
-    read: ReadRange, at: int, size: int, keys: Value, storages: dict[str, StorageRef], path: str
-) -> None:
-    if type(keys) is not list or sorted(map(str, keys)) != sorted(storages):
-        raise MalformedError("its list of storages is not that of its tensors", path=path)
-    for key in keys:
-        storage = storages[key]
-        item_bytes = storage.dtype.item_bytes if storage.dtype else 1
-        stated = int.from_bytes(read(at, min(at + 8, size)), "little")
-        at += 8 + storage.num_bytes
-        if stated * item_bytes != storage.num_bytes or at > size:
-            raise MalformedError(f"storage {key!r} does not have the size that its tensors state", path=path)
-    if at != size:
-        raise MalformedError(f"{size - at:,} bytes follow its last storage", path=path)
-
-
-def inner_storage(data: bytes, path: str) -> StorageRef:
-    """The storage that ``torch.storage._load_from_bytes`` would make of ``data``. Raises FormatError."""
-    found = read_legacy(lambda start, stop: data[start:stop], len(data), path)
-    refusals = [refusal for proof in found.proofs for refusal in proof.refusals]
-    if refusals or type(found.value) is not StorageRef:
-        raise MalformedError(f"bytes that should hold a storage hold something else: {refusals[0].what}" if refusals
-                             else "bytes that should hold a storage hold something else", path=path)  # fmt: skip
-    return found.value
+def _note(known: dict[str, StorageRef], ref: StorageRef) -> StorageRef:
+    if known.setdefault(ref.key, ref) != ref:
+        raise MalformedError(f"storage {ref.key!r} is described in two ways")
+    return known[ref.key]

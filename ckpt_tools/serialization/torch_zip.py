@@ -17,7 +17,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, from_torch_storage
 from ckpt_tools.core.layout import Literal, Segment
 from ckpt_tools.core.values import GlobalRef, StorageRef, StoredTensor, Value
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.serialization.zip_archive import (
@@ -42,8 +42,6 @@ ITEM_TAIL_BYTES: Final = 2048
 MAX_PICKLE_BYTES: Final = 1 << 32
 """The pickle of a model of a million tensors takes 200 MB."""
 
-# torch/serialization.py MAGIC_NUMBER, pickled by itself in protocol 2: how files began before torch 1.6.
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _ASK_TORCH = "open it with torch.load and save it again with torch.save"
 
 
@@ -52,22 +50,20 @@ class TorchArchive:
     """An opened torch file.
 
     ``value`` is what was saved, ``records`` are the zip's records by their name below the root folder, ``storages``
-    what the pickle says of each storage that it uses.
+    what the pickle says of each storage that it uses. A file before torch 1.6 is no zip, and has no records.
     """
 
     path: str
     value: Value = field(repr=False)
     records: Mapping[str, Record] = field(repr=False)
     storages: Mapping[str, StorageRef] = field(repr=False)
-    _directory: Directory = field(repr=False)
-    _read: ReadRange = field(repr=False)
-    _root: str = field(repr=False)
+    _locate: Locate = field(repr=False)
     _ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def storage_range(self, key: str) -> tuple[int, int]:
         """The bytes ``[start, stop)`` of the file that hold storage ``key``.
 
-        The first call reads the local headers of all storages. Raises MalformedError.
+        The first call reads what stands before each storage. Raises MalformedError.
         """
         if not self._ranges:
             self._ranges.update(self._locate())
@@ -75,20 +71,32 @@ class TorchArchive:
             raise MalformedError(f"storage {key!r} has no record", path=self.path)
         return self._ranges[key]
 
-    def _locate(self) -> dict[str, tuple[int, int]]:
-        names = {key: f"{self._root}/data/{key}" for key in self.storages if f"data/{key}" in self.records}
-        ranges = self._directory.payload_ranges(self._read, names.values())
-        return {key: ranges[name] for key, name in names.items()}
+
+Locate = Callable[[], Mapping[str, tuple[int, int]]]
+"""Finds the bytes of every storage."""
 
 
 def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
-    """Open the torch file of ``size`` bytes that ``read(start, stop)`` reads.
+    """Open the torch file of ``size`` bytes that ``read(start, stop)`` reads, of any torch from 0.1.10 on.
 
     Raises:
-        MalformedError: it is no torch file, or damaged. IncompleteError: a storage has no record.
-        UnsupportedError: TorchScript, a legacy file, big-endian, compressed or encrypted.
+        MalformedError: it is no torch file, or damaged. IncompleteError: a storage is absent.
+        UnsupportedError: TorchScript, the tar of torch before 0.1.10, big-endian, compressed or encrypted.
     """
-    return _open(read, size, path, TAIL_BYTES, _interpret)
+    from ckpt_tools.serialization.torch_legacy import HEAD_BYTES, is_legacy, open_legacy
+
+    def begins_as_legacy() -> bool:
+        return is_legacy(read(0, min(size, HEAD_BYTES)))
+
+    try:
+        archive = _open(read, size, path, TAIL_BYTES, _interpret)
+    except (FormatError, UnsafeError):
+        if not begins_as_legacy():
+            raise
+        return open_legacy(read, size, path)
+    # torch goes by the first bytes, whatever the last ones look like.
+    starts_later = min(record.header_offset for record in archive.records.values()) > 0
+    return open_legacy(read, size, path) if starts_later and begins_as_legacy() else archive
 
 
 Interpret = Callable[[bytes, str], tuple[Value, Mapping[str, StorageRef]]]
@@ -111,15 +119,17 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
         raise MalformedError(f"its pickle has {records['data.pkl'].size:,} bytes", path=path)
     value, storages = interpret(directory.read_record(read, f"{root}/data.pkl"), path)
     _check_storages(storages, records, path)
-    return TorchArchive(path, value, MappingProxyType(records), storages, directory, read, root)
+
+    def locate() -> Mapping[str, tuple[int, int]]:
+        names = {key: f"{root}/data/{key}" for key in storages if f"data/{key}" in records}
+        ranges = directory.payload_ranges(read, names.values())
+        return {key: ranges[name] for key, name in names.items()}
+
+    return TorchArchive(path, value, MappingProxyType(records), storages, locate)
 
 
 def _no_archive(read: ReadRange, size: int, path: str) -> CkptError:
     head = read(0, min(size, 512))
-    if head.startswith(_LEGACY_MAGIC):
-        return UnsupportedError(
-            f"it has the format of torch before 1.6, which is not supported; {_ASK_TORCH}", path=path
-        )
     if head[257:262] == b"ustar":
         return UnsupportedError(
             f"it has the tar format of torch before 0.1.10, which is not supported; {_ASK_TORCH}", path=path

@@ -49,6 +49,7 @@ def load_into(
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
     weights: Weights = DEFAULT_WEIGHTS,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -64,6 +65,7 @@ def load_into(
         tag: Which checkpoint of a DeepSpeed folder. Default: the tag that its file ``latest`` names.
         model_key: Where the model is in a tree, such as ``"app.model"``. Default: found by its content.
         optim_key: Where the optimizer is in a tree. Default: found by its content.
+        param_order: A file of parameter names, as for ``inspect``.
         weights: Which copy of a weight, if the checkpoint has both: the fp32 ``"master"``, or the ``"model"``'s own.
             Default: ``"master"``.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
@@ -84,7 +86,7 @@ def load_into(
         [8.0, 9.0, 10.0]
     """
     check_storage_options(storage_options, url)
-    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, weights=weights)
+    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, param_order=param_order, weights=weights)
     options = chosen.reading
     source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options)

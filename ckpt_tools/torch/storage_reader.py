@@ -44,6 +44,7 @@ def storage_reader(
     tag: str | None = None,
     model_key: str | None = None,
     optim_key: str | None = None,
+    param_order: str | Path | None = None,
     weights: Weights = DEFAULT_WEIGHTS,
     job_model_key: str | None = None,
     job_optim_key: str | None = None,
@@ -53,7 +54,8 @@ def storage_reader(
 
     Args:
         url: A path, or a URL of a store, of a checkpoint of any format.
-        from_, tag, model_key, optim_key, storage_options: How the checkpoint is read, as for ``load_into``.
+        from_, tag, model_key, optim_key, param_order, storage_options: How the checkpoint is read, as for
+            ``load_into``.
         weights: Which copy of a weight, if the checkpoint has both: the fp32 ``"master"``, or the ``"model"``'s own.
             Default: ``"master"``.
         job_model_key: Where the model is in the state dict to load, such as ``"app.model"``. Default: found by names.
@@ -74,7 +76,7 @@ def storage_reader(
         [0.0, 1.0, 2.0, 3.0]
     """
     check_storage_options(storage_options, url)
-    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, weights=weights)
+    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, param_order=param_order, weights=weights)
     options = chosen.reading
     source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options)

@@ -16,7 +16,6 @@ from ckpt_tools.testing.formats import FormatTests
 class TestSafetensors(FormatTests):
     reader, writer = SafetensorsReader(), SafetensorsWriter()
     unsupported_dtypes = (DType.COMPLEX32, DType.COMPLEX128)
-    keeps_user_tensors = False
 
 
 class TestTorch(FormatTests):

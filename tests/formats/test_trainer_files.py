@@ -48,7 +48,7 @@ def test_a_checkpoints_own_files_are_not_noted(kind: str, checkpoint: Callable[[
     assert [note for note in read(checkpoint(kind, "awkward", 2).checkpoint).notes if "not read" in note.why] == []
 
 
-@pytest.mark.parametrize("name", ["rng_state_0.pth", "random_states_1.pkl", "optimizer.pt"])
+@pytest.mark.parametrize("name", ["rng_state_0.pth", "random_states_1.pkl", "optimizer_1.bin"])
 def test_what_is_not_read_is_noted(name: str, beside: Path, tmp_path: Path) -> None:
     (beside / name).write_bytes(b"anything")
     report = ckpt_tools.plan(beside, tmp_path / "out", to="dcp")
@@ -56,9 +56,9 @@ def test_what_is_not_read_is_noted(name: str, beside: Path, tmp_path: Path) -> N
 
 
 def test_who_asks_for_weights_alone_loses_nothing(beside: Path, tmp_path: Path) -> None:
-    (beside / "optimizer.pt").write_bytes(b"anything")
+    (beside / "scaler.pt").write_bytes(b"anything")
     ckpt_tools.consolidate(beside, tmp_path / "m.safetensors", strict=True)
-    with pytest.raises(ckpt_tools.CkptError, match=r"optimizer\.pt"):
+    with pytest.raises(ckpt_tools.CkptError, match=r"scaler\.pt"):
         ckpt_tools.convert(beside, tmp_path / "out", to="dcp", strict=True)
 
 
@@ -78,4 +78,4 @@ def test_what_the_tools_themselves_wrote(kind: str, checkpoint: Any) -> None:
 def test_the_trainer_of_transformers(checkpoint: Any) -> None:
     manifest = read(checkpoint("trainer-zero2", "plain", 2).checkpoint)
     assert manifest.extra["epoch"] == 0.4
-    assert {note.what for note in manifest.notes} == {"rng_state_0.pth", "rng_state_1.pth"}
+    assert {note.what for note in manifest.notes} == {"rng_state_0.pth", "rng_state_1.pth", "training_args.bin"}

@@ -380,12 +380,6 @@ def test_a_cut_item_is_refused() -> None:
 # What is refused
 
 
-def test_legacy_files_say_what_to_do() -> None:
-    data = saved({"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedError, match=r"before 1\.6.*torch\.load"):
-        opened(data)
-
-
 def test_torchscript_archives_say_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "script.pt"
     with warnings.catch_warnings():

@@ -48,6 +48,7 @@ class DcpReader:
             format_name="dcp",
             model_key=options.model_key,
             optim_key=options.optim_key,
+            param_order=options.param_order,
             world_size=index.num_ranks,
             ties=ties,
         )

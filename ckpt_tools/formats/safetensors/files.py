@@ -257,9 +257,10 @@ class SafetensorsWriter:
         from ckpt_tools.formats.state_dict.packed import packed
 
         entries = entries_of(manifest, StateTree((), ("optim",)))
-        text, notes = ("", ()) if is_model_only(manifest) else packed(entries)
-        state = {STATE_KEY: text} if text else {}
-        contents = {name: (key, manifest.tensors[key]) for name, key in entries.tensors.items()}
+        whole = None if is_model_only(manifest) else packed(manifest, entries)
+        state = {STATE_KEY: whole.text} if whole else {}
+        tensors = {**entries.tensors, **(whole.tensors if whole else {})}
+        contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
         parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
         if len(parts) > 1 and options.file_name is not None:
             raise UnsupportedError(
@@ -272,7 +273,7 @@ class SafetensorsWriter:
         ]
         listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
         index = [index_layout(f"model{INDEX_SUFFIX}", listed, {})] if len(parts) > 1 else []
-        return Layout((*files, *index), (*entries.notes, *notes))
+        return Layout((*files, *index), entries.notes)
 
 
 def _shard_names(count: int) -> list[str]:

@@ -1,32 +1,58 @@
 """A tree of state for a format that can store tensors by name and a text, and nothing else.
 
 The text is base64 of a pickle of inert values: where each entry stood in the tree, and the entries that are not
-tensors. Reading it runs nothing.
+tensors. Reading it runs nothing. A tensor inside an entry is a tensor of the file, which the pickle names as torch's
+names a storage.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
-from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.boxes import contiguous_strides
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorRef
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.value_refs import extracted, replaced
+from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Leaves, TensorLeaf, manifest_of
-from ckpt_tools.serialization.pickle.load import dumps, loads
+from ckpt_tools.serialization.pickle.dump import dumps_with_storages
+from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.serialization.torch_zip import storage_of
 
 
-def packed(entries: Entries) -> tuple[str, tuple[Note, ...]]:
-    """All of ``entries`` but their tensors as a text. Objects that hold tensors inside have no form here."""
-    lost = [name for name, value in entries.objects.items() if next(references(value), None) is not None]
-    objects = {name: value for name, value in entries.objects.items() if name not in lost}
-    data = dumps({"paths": dict(entries.paths), "objects": objects})
-    notes = (Note(Outcome.DROPPED, ", ".join(lost), "it contains tensors; torch and dcp keep it", len(lost)),)
-    return base64.b64encode(data).decode(), notes if lost else ()
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tree of state: its ``text``, and by name in the file the ``tensors`` that objects hold inside."""
+
+    text: str
+    tensors: Mapping[str, StateKey]
+
+
+def packed(manifest: Manifest, entries: Entries) -> Packed:
+    """All of ``entries`` but their tensors as a text, which says which tensors are the user's own."""
+    names: dict[StateKey, str] = {}
+
+    def stored(ref: TensorRef) -> StoredTensor:
+        if ref.key not in names:
+            names[ref.key] = _unused(str(ref.key), {*entries.paths, *names.values()})
+        entry = manifest.tensors[ref.key]
+        storage = StorageRef.holding(names[ref.key], entry.dtype, entry.numel)
+        return StoredTensor(storage, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
+
+    objects = {name: replaced(value, stored) for name, value in entries.objects.items()}
+    own = [name for name, key in entries.tensors.items() if manifest.tensors[key].kind is Kind.EXTRA]
+    data, _ = dumps_with_storages({"paths": dict(entries.paths), "objects": objects, "own": own})
+    return Packed(base64.b64encode(data).decode(), {name: key for key, name in names.items()})
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    return next(each for each in chain([name], (f"{name}'{n}" for n in count(1))) if each not in taken)
 
 
 def unpacked(
@@ -45,25 +71,44 @@ def unpacked(
         FormatError: ``packed`` did not make this text, or it does not fit the tensors. UsageError: a key of ``options``
         leads nowhere.
     """
-    paths, objects = _parts(text, where)
+    paths, objects, own = _parts(text, where)
     for alias, owner in ties.items():
         if owner not in tensors or alias in tensors or alias in objects:
             raise MalformedError(f"it is tied to {owner!r}, which cannot be", key=alias)
-    names = dict.fromkeys((*tensors, *ties))
+    inside: dict[StateKey, TensorLeaf] = {}
+    objects = {name: extracted(value, lambda found: _refer(found, tensors, inside)) for name, value in objects.items()}
+    outside = {name: leaf for name, leaf in tensors.items() if _inside_key(name) not in inside}
+    names = dict.fromkeys((*outside, *ties))
     paths = {name: path for name, path in paths.items() if name in names or name in objects}
     paths |= {name: (name,) for name in names if name not in paths}
     return manifest_of(
-        Leaves(paths, tensors, objects),
+        Leaves(paths, outside, objects, inside, own=frozenset(own) & paths.keys(), is_ordered=False),
         format_name=format_name,
         model_key=options.model_key,
         optim_key=options.optim_key,
         ties=ties,
+        param_order=options.param_order,
     )
 
 
-def _parts(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _refer(found: StoredTensor, tensors: Mapping[str, TensorLeaf], inside: dict[StateKey, TensorLeaf]) -> TensorRef:
+    """The tensor of the file that stands for one inside an object."""
+    leaf = tensors.get(found.storage.key) if found.storage is not None else None
+    if leaf is None or found.storage is None or (leaf.shape, leaf.dtype) != (found.shape, found.dtype):
+        raise MalformedError("an object refers to a tensor that is not in the file, or is another one")
+    key = _inside_key(found.storage.key)
+    inside[key] = leaf
+    return TensorRef(key)
+
+
+def _inside_key(name: str) -> StateKey:
+    return StateKey(name, "extra")
+
+
+def _parts(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Paths, objects and the names of the user's own tensors, which files of older versions do not list."""
     try:
-        found = loads(base64.b64decode(text, validate=True), path=where)
+        found = loads(base64.b64decode(text, validate=True), path=where, persistent_load=storage_of)
     except ValueError as error:
         raise MalformedError(f"its {where} is not valid base64") from error
     paths, objects = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]
@@ -71,7 +116,10 @@ def _parts(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         raise MalformedError(f"its {where} does not contain a state tree")
     if not all(type(name) is str for name in paths) or not all(map(_is_path, paths.values())):
         raise MalformedError(f"its {where} contains names or paths of the wrong type")
-    return paths, objects
+    own = found.get("own", [])
+    if not isinstance(own, list) or not all(type(name) is str for name in own):
+        raise MalformedError(f"its {where} does not list the names of the user's own tensors")
+    return paths, objects, own
 
 
 def _is_path(path: Any) -> bool:

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.param_order import ParamOrder
+from ckpt_tools.core.wording import nearest
+from ckpt_tools.errors import UsageError
 
 BUFFER_NAMES = ("running_mean", "running_var")
 """torch's own floating-point buffers, of every normalization by batch: as many of one shape as there are layers."""
@@ -27,14 +31,21 @@ class NumberedGroup:
 
 
 def match_numbers(
-    groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
+    groups: Sequence[NumberedGroup],
+    shapes: Mapping[int, Shape],
+    parameters: Mapping[str, Shape],
+    *,
+    is_ordered: bool = True,
 ) -> dict[int, str] | None:
     """The parameter that each number means, or None where that cannot be proven.
 
     ``shapes`` are those of the states by number, without the numbers that have none; ``parameters`` are the model's
-    tensors in its order, the buffers that could be taken for parameters included.
+    tensors, the buffers that could be taken for parameters included: in the model's order if ``is_ordered``. In any
+    other order, only a shape that no other parameter has proves anything.
     """
     choices = [name for name in parameters if name.rpartition(".")[2] not in BUFFER_NAMES]
+    if not is_ordered:
+        return _by_shape_alone(groups, shapes, parameters)
     found: dict[int, str] = {}
     for group in groups:
         names = group.names or _only_choice(
@@ -44,6 +55,88 @@ def match_numbers(
             return None
         found.update(zip(group.numbers, names, strict=True))
     return found if _is_sound(found, groups, shapes, parameters) else None
+
+
+def _by_shape_alone(
+    groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
+) -> dict[int, str] | None:
+    """What is found without an order: names that the optimizer says, and parameters whose shape is unique."""
+    owners: dict[Shape, list[str]] = {}
+    for name, shape in parameters.items():
+        owners.setdefault(shape, []).append(name)
+    found: dict[int, str] = {}
+    for group in groups:
+        for position, number in enumerate(group.numbers):
+            names = owners.get(shapes[number], []) if number in shapes else []
+            if group.names is not None:
+                names = list(group.names[position : position + 1])
+            if len(names) != 1:
+                return None
+            found[number] = names[0]
+    return found if _is_sound(found, groups, shapes, parameters) else None
+
+
+def follow_order(
+    order: ParamOrder, groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
+) -> dict[int, str]:
+    """The parameter that each number means, as the user says it; ``parameters`` has tied names too.
+
+    The names are the optimizer's in its order if they are as many as its numbers and have the shapes of its states.
+    They are the model's in the model's order if that identifies each number. Both can be so if both mean the same.
+
+    Raises:
+        UsageError: a name is unknown, the shapes do not fit, or it can be read in two ways.
+    """
+    unknown = next((name for name in order.names if name not in parameters), None)
+    if unknown is not None:
+        near = ", ".join(nearest(unknown, list(parameters)))
+        raise UsageError(
+            f"{option('param_order')} names {unknown!r}, which the checkpoint does not hold; nearest are {near}"
+        )
+    numbers = [number for group in groups for number in group.numbers]
+    if order.groups is not None:
+        _check_groups(order.groups, groups)
+        return _checked(dict(zip(numbers, order.names, strict=True)), groups, shapes, parameters)
+    in_model = match_numbers(groups, shapes, {name: parameters[name] for name in order.names})
+    if len(numbers) != len(order.names):
+        if in_model is None:
+            raise UsageError(
+                f"{option('param_order')} has {len(order.names)} names, and they do not identify the {len(numbers)} "
+                "parameters of the optimizer; list exactly these, in the optimizer's order"
+            )
+        return in_model
+    direct = dict(zip(numbers, order.names, strict=True))
+    fits = _is_sound(direct, groups, shapes, parameters)
+    if in_model is not None and fits and in_model != direct:
+        raise UsageError(
+            f"{option('param_order')} fits both as the optimizer's order and as the model's, which differ; write it as "
+            "a JSON list with one list of names for each parameter group of the optimizer"
+        )
+    return in_model if in_model is not None and not fits else _checked(direct, groups, shapes, parameters)
+
+
+def _check_groups(names: Sequence[Sequence[str]], groups: Sequence[NumberedGroup]) -> None:
+    said, are = [len(group) for group in names], [len(group.numbers) for group in groups]
+    if said != are:
+        raise UsageError(f"{option('param_order')} has groups of {said} names; those of the optimizer have {are}")
+
+
+def _checked(
+    found: dict[int, str],
+    groups: Sequence[NumberedGroup],
+    shapes: Mapping[int, Shape],
+    parameters: Mapping[str, Shape],
+) -> dict[int, str]:
+    for number, shape in shapes.items():
+        name = found.get(number)
+        if name is not None and parameters[name] != shape:
+            raise UsageError(
+                f"{option('param_order')} does not fit: state {number} of the optimizer has the shape {list(shape)}, "
+                f"but {name} has {list(parameters[name])}"
+            )
+    if not _is_sound(found, groups, shapes, parameters):
+        raise UsageError(f"{option('param_order')} does not fit: the optimizer has states of parameters in no group")
+    return found
 
 
 def _only_choice(

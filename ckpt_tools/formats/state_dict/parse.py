@@ -21,12 +21,13 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, State
 from ckpt_tools.core.manifest import TreePath as TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
+from ckpt_tools.core.param_order import ParamOrder
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import Distinct, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.formats.foreign import refuse_tensor_object, refuse_weights
-from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
+from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, follow_order, match_numbers
 
 MODEL_NAMES = ("model", "module", "state_dict")
 """What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
@@ -191,13 +192,16 @@ class TensorLeaf:
 class Leaves:
     """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object.
 
-    ``inner`` are tensors to which objects refer.
+    ``inner`` are tensors to which objects refer, ``own`` the names of tensors that are the user's, wherever they lie.
+    ``is_ordered`` says that the tensors are in the order in which the model has them.
     """
 
     paths: Mapping[str, TreePath]
     tensors: Mapping[str, TensorLeaf]
     objects: Mapping[str, Any]
     inner: Mapping[StateKey, TensorLeaf] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+    is_ordered: bool = True
 
     @staticmethod
     def inner_key(name: str, number: int) -> StateKey:
@@ -213,16 +217,17 @@ def manifest_of(
     optim_key: str | None,
     world_size: int | None = None,
     ties: Mapping[str, str] | None = None,
+    param_order: ParamOrder | None = None,
 ) -> Manifest:
     """The tree as a manifest. ``ties`` maps names of leaves that are no tensors of their own to the leaf they are.
 
     Raises:
         FormatError: a tensor's pieces do not cover it, or there are several optimizers. UsageError: a key leads
-        nowhere.
+        nowhere, or the order of parameters does not fit.
     """
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
     tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
-    leaves, tree, notes = _by_name(leaves, tree)
+    leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order)
     roles = {name: _role(name, leaves, tree) for name in leaves.paths}
     refuse_weights(dotted(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
     aliases, twins = _aliases(ties or {}, roles)
@@ -247,16 +252,44 @@ def manifest_of(
     )
 
 
-def _by_name(leaves: Leaves, tree: Tree) -> tuple[Leaves, Tree, tuple[Note, ...]]:
+def _by_name(
+    leaves: Leaves, tree: Tree, ties: Mapping[str, str], order: ParamOrder | None
+) -> tuple[Leaves, Tree, tuple[Note, ...]]:
     """The tree with its optimizer's numbers as names; as the user's own entry, where they could mean several."""
     groups = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
     if tree.optim is None or not groups:
+        if order is not None:
+            raise UsageError(f"{option('param_order')} is for optimizers that number their parameters; here is none")
         return leaves, tree, ()
-    names = match_numbers(list(groups.values()), _state_shapes(leaves, tree.optim), _parameter_shapes(leaves, tree))
+    names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), ties, order)
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
-        why = "it numbers its parameters, and their order and shapes do not identify them; it is copied unchanged"
-        return leaves, replace(tree, optim=None), (Note(Outcome.KEPT, dotted(tree.optim) or "the optimizer", why),)
+        return leaves, replace(tree, optim=None), (unplaced(dotted(tree.optim) or "the optimizer"),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
+
+
+def unplaced(optimizer: str) -> Note:
+    """About an optimizer whose numbers could mean several parameters."""
+    why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"
+    return Note(Outcome.KEPT, optimizer, f"{why} {option('param_order')}")
+
+
+def _names_of_numbers(
+    leaves: Leaves,
+    tree: Tree,
+    optim: TreePath,
+    groups: list[NumberedGroup],
+    ties: Mapping[str, str],
+    order: ParamOrder | None,
+) -> dict[int, str] | None:
+    shapes, parameters = _state_shapes(leaves, optim), _parameter_shapes(leaves, tree)
+    if order is None:
+        return match_numbers(groups, shapes, parameters, is_ordered=leaves.is_ordered)
+    depth = len(tree.model)
+    fqns = {name: dotted(path[depth:]) for name, path in leaves.paths.items()}
+    owners = {fqns[alias]: fqns[owner] for alias, owner in ties.items()}
+    tied = {alias: parameters[owner] for alias, owner in owners.items() if owner in parameters}
+    found = follow_order(order, groups, shapes, {**tied, **parameters})
+    return {number: owners.get(name, name) for number, name in found.items()}
 
 
 def _numbered_groups(leaves: Leaves, optim: TreePath) -> dict[str, NumberedGroup]:
@@ -331,6 +364,8 @@ def _role(name: str, leaves: Leaves, tree: Tree) -> LeafRole:
     """
     if name in leaves.objects and isinstance(role_of(leaves.paths[name], tree, is_tensor=True), Weight | State):
         refuse_tensor_object(leaves.objects[name], name)
+    if name in leaves.own:
+        return Extra(leaves.paths[name])
     where = role_of(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
     is_value = isinstance(where, State) and name in leaves.objects and not is_number(leaves.objects[name])
     return Extra(leaves.paths[name]) if is_value else where

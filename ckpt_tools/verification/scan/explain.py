@@ -15,9 +15,9 @@ from dataclasses import replace
 from ckpt_tools.core.dtypes import from_torch_storage
 from ckpt_tools.core.values import GlobalRef, Value
 from ckpt_tools.errors import FormatError, UnsafeError
+from ckpt_tools.serialization.legacy_proof import MAGIC_NUMBER
 from ckpt_tools.serialization.pickle.load import recorded
 from ckpt_tools.serialization.pickle.trace.recorder import Recording
-from ckpt_tools.serialization.torch_legacy import MAGIC_NUMBER
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.verification.scan.archives import (
     MAX_INFLATED_BYTES,

@@ -2,13 +2,15 @@
 
 DeepSpeed refuses, in stage 3, a frozen parameter that is stored as a buffer and the other way round: the module of a
 rank has the one cut and the other whole. A DCP, a torch file and safetensors call every floating-point tensor a
-parameter. What the optimizer knows is one; the rest is decided by evidence, the best first:
+parameter. What the optimizer knows is one, and what the user calls a buffer is one; the rest is decided by evidence,
+the best first:
 
-1. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer;
-2. a model computes in one type, so that a tensor of another type is a buffer;
-3. a module's parameters are saved before its buffers, so that what precedes a parameter of its module is one, and what
+1. a tensor without dims is a buffer: neither FSDP2 nor DeepSpeed trains with a 0-d parameter;
+2. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer;
+3. a model computes in one type, so that a tensor of another type is a buffer;
+4. a module's parameters are saved before its buffers, so that what precedes a parameter of its module is one, and what
    follows a buffer is another;
-4. parameters are named ``weight`` or ``bias``, and layers are frozen as a whole: what else lies beside a parameter is
+5. parameters are named ``weight`` or ``bias``, and layers are frozen as a whole: what else lies beside a parameter is
    a buffer, and what lies alone is frozen.
 """
 
@@ -33,7 +35,7 @@ def is_deepspeed(manifest: Manifest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Untrained:
-    """What no optimizer knows, in the model's order. ``guessed`` are the names of which only rules 3 and 4 decided."""
+    """What no optimizer knows, in the model's order. ``guessed`` are the names of which only rules 4 and 5 decided."""
 
     frozen: Mapping[str, TensorEntry]
     buffers: Mapping[str, TensorEntry]
@@ -85,14 +87,16 @@ class _Evidence:
         return cls(any(len(entry.shards) > 1 for entry in trained), frozenset(e.shards.dtype for e in trained))
 
     def kind(self, entry: TensorEntry) -> Kind | None:
-        """Rules 1 and 2; None where they are silent."""
+        """Rules 1 to 3; None where they are silent."""
+        if not entry.shape:
+            return Kind.BUFFER
         if self.is_cut:
             return Kind.PARAMETER if len(entry.shards) > 1 else Kind.BUFFER
         return None if entry.shards.dtype in self.dtypes else Kind.BUFFER
 
 
 def _guesses(kinds: Mapping[str, Kind], trained: Collection[str], guessed: Collection[str]) -> dict[str, Kind]:
-    """Rules 3 and 4 for the names in ``guessed``."""
+    """Rules 4 and 5 for the names in ``guessed``."""
     modules: defaultdict[str, list[str]] = defaultdict(list)
     for name in kinds:
         modules[name.rpartition(".")[0]].append(name)

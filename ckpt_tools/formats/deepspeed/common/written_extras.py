@@ -64,7 +64,7 @@ class Extras:
             notes=(
                 *_notes(manifest, steps),
                 *_scaler_notes(scaler, dtype),
-                *(Note(Outcome.DROPPED, name, "DeepSpeed uses this name for something else") for name in shadowing),
+                *(Note(Outcome.DROPPED, name, _why_not(manifest, name)) for name in shadowing),
             ),
         )
 
@@ -108,6 +108,12 @@ def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
         why = "it belongs to the partitions of each rank and cannot be partitioned again"
         notes.append(Note(Outcome.DROPPED, "optimizer state of each rank's own kind", why, len(partitions)))
     return notes
+
+
+def _why_not(manifest: Manifest, name: str) -> str:
+    """Why an entry has no place: what is not understood says it better than its name."""
+    known = {note.what: note.why for note in manifest.notes if note.outcome is Outcome.KEPT}
+    return known.get(name, "DeepSpeed uses this name for something else")
 
 
 def _scaler_notes(found: Any, dtype: DType) -> list[Note]:

@@ -1,0 +1,94 @@
+"""The optimizer of a folder whose model is in another file: ``optimizer.bin`` and ``optimizer.pt``.
+
+accelerate (1.15, checkpointing.py ``save_accelerator_state``, utils/fsdp_utils.py ``save_fsdp_optimizer``) and the
+Trainer of transformers (5.x, trainer.py ``_save_optimizer_and_scheduler``) write it beside ``model.safetensors`` or
+``pytorch_model*.bin``. With FSDP the parameters are known by name, without it by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ckpt_tools.core.manifest import Kind, Manifest
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import FormatError, UnsupportedError
+from ckpt_tools.formats.base import Reader
+from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.stores.source import Source
+
+READERS = ("safetensors", "torch")
+"""Formats of the files beside which an optimizer's can lie."""
+
+LeavesAndTies = tuple[Leaves, Mapping[str, str]]
+"""Of a file of ``torch.save``; ties are leaves that show the same view as an earlier one."""
+
+ReadFile = Callable[[Source, str], LeavesAndTies]
+
+MODEL, OPTIM = "model", "optimizer"
+"""Where both lie in the tree that they make."""
+
+
+def read_both(
+    reader: Reader, source: Source, file: str, read_file: ReadFile, options: ReadOptions
+) -> tuple[Manifest, bool]:
+    """What ``reader`` reads of ``source``, with the optimizer of ``file``, and whether that is part of it.
+
+    ``read_file`` reads the leaves and ties of a file of ``torch.save``. An optimizer in the checkpoint itself is the
+    one that counts.
+
+    Raises:
+        CkptError: as the reader says; the file cannot be read, or is of another model.
+    """
+    alone = reader.read_manifest(source, replace(options, model_key=None, optim_key=None, param_order=None))
+    if _is_model_alone(alone):
+        return _with_optimizer(alone, lambda: read_file(source, file), file, options), True
+    return reader.read_manifest(source, options), False
+
+
+def _is_model_alone(manifest: Manifest) -> bool:
+    kinds = {entry.kind for entry in manifest.tensors.values()}
+    is_model = bool(kinds) and kinds <= {Kind.PARAMETER, Kind.BUFFER}
+    return manifest.format in READERS and is_model and not manifest.groups and not manifest.extra
+
+
+def _with_optimizer(manifest: Manifest, read: Callable[[], LeavesAndTies], file: str, options: ReadOptions) -> Manifest:
+    try:
+        return _joined(manifest, *read(), options)
+    except FormatError as error:
+        raise type(error)(
+            f"{error.message}; it lies beside the model, whose file can be named to read the weights alone",
+            path=error.path or file,
+            key=error.key,
+        ) from error
+
+
+def _joined(manifest: Manifest, own: Leaves, own_ties: Mapping[str, str], options: ReadOptions) -> Manifest:
+    if not any(path[:1] == ("param_groups",) for path in own.paths.values()):
+        raise UnsupportedError("it does not hold the state of one optimizer of torch")
+    model = {_name(MODEL, name): (MODEL, name) for name in (*(key.fqn for key in manifest.tensors), *manifest.aliases)}
+    optim = {_name(OPTIM, name): (OPTIM, *path) for name, path in own.paths.items() if path != ("state",)}
+    weights = {
+        _name(MODEL, key.fqn): TensorLeaf(entry.shape, entry.dtype, entry.shards)
+        for key, entry in manifest.tensors.items()
+    }
+    ties = {_name(MODEL, alias): _name(MODEL, owner) for alias, owner in manifest.aliases.items()}
+    joined = manifest_of(
+        Leaves(
+            {**model, **optim},
+            {**weights, **{_name(OPTIM, name): leaf for name, leaf in own.tensors.items()}},
+            {name: value for each, value in own.objects.items() if (name := _name(OPTIM, each)) in optim},
+            own.inner,
+            is_ordered=manifest.format == "torch" and len(manifest.files) == 1,
+        ),
+        format_name=manifest.format,
+        model_key=options.model_key or MODEL,
+        optim_key=options.optim_key or OPTIM,
+        ties=ties | {_name(OPTIM, alias): _name(OPTIM, owner) for alias, owner in own_ties.items()},
+        param_order=options.param_order,
+    )
+    return replace(joined, world_size=manifest.world_size, notes=(*manifest.notes, *joined.notes))
+
+
+def _name(part: str, name: str) -> str:
+    return f"{part}.{name}"

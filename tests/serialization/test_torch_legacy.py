@@ -1,0 +1,189 @@
+"""Files of torch before 1.6: torch itself writes them, and says what is in them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.serialization.torch_zip import TorchArchive
+from tests.serialization.archives import opened, saved, zipped
+
+MAGIC = 0x1950A86A20F9469CFC6C
+
+
+def legacy(value: Any, **options: Any) -> bytes:
+    return saved(value, _use_new_zipfile_serialization=False, **options)
+
+
+def elements(data: bytes, archive: TorchArchive, tensor: StoredTensor) -> torch.Tensor:
+    assert tensor.storage is not None
+    start, stop = archive.storage_range(tensor.storage.key)
+    dtype = getattr(torch, tensor.dtype.value)
+    if start == stop:
+        return torch.empty(tensor.shape, dtype=dtype)
+    storage = torch.frombuffer(bytearray(data[start:stop]), dtype=dtype)
+    return storage.as_strided(tensor.shape, tensor.strides, tensor.storage_offset)
+
+
+def state() -> dict[str, Any]:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    return {
+        "whole": base,
+        "view": base[1:3, ::2],
+        "turned": base.t(),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "flag": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "count": torch.tensor(2**60),
+        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_tensor_is_where_torch_finds_it(protocol: int) -> None:
+    data = legacy(state(), pickle_protocol=protocol)
+    archive = opened(data)
+    truth = torch.load(io.BytesIO(data), weights_only=False)
+    assert list(archive.value) == list(truth)
+    for name, tensor in archive.value.items():
+        assert torch.equal(elements(data, archive, tensor), truth[name]), name
+        assert tensor.dtype.value == str(truth[name].dtype).removeprefix("torch.")
+
+
+def test_opening_reads_the_pickles_alone() -> None:
+    data = legacy({"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)})
+    reads: list[tuple[int, int]] = []
+    archive = opened(data, reads)
+    archive.storage_range(archive.value["b"].storage.key)
+    assert sum(stop - start for start, stop in reads) < 1 << 18
+
+
+def test_a_pickle_of_many_reads_is_followed_to_its_end() -> None:
+    many = {f"{'long' * 30}.{number}": torch.tensor(number) for number in range(3000)}
+    data = legacy(many)
+    archive = opened(data)
+    assert len(data) > 8 << 16
+    assert all(elements(data, archive, archive.value[name]).item() == many[name].item() for name in many)
+
+
+def test_a_file_whose_end_looks_like_a_zip_is_still_what_torch_takes_it_for() -> None:
+    tail = zipped({"a/data.pkl": b"\x80\x02N."})
+    padded = tail + bytes(-len(tail) % 4)
+    for disguise in (tail, padded):
+        bytes_tensor = torch.frombuffer(bytearray(disguise), dtype=torch.uint8)
+        data = legacy({"a": bytes_tensor})
+        archive = opened(data)
+        assert torch.equal(elements(data, archive, archive.value["a"]), bytes_tensor)
+
+
+def test_a_module_is_an_object_of_which_nothing_is_imported() -> None:
+    data = legacy(torch.nn.Linear(2, 3))
+    value = opened(data).value
+    assert isinstance(value, Opaque)
+    assert value.ref == GlobalRef("torch.nn.modules.linear", "Linear")
+
+
+class _Storage:
+    """A storage in a pickle by hand, as torch before 0.4 described views of storages."""
+
+    def __init__(self, *pid: Any) -> None:
+        self.pid = pid
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.pid if isinstance(value, _Storage) else None
+
+
+class _Tensor:
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor, self.args
+
+
+def by_hand(value: Any, keys: list[str], storages: bytes, **changed: Any) -> bytes:
+    head = {"magic": MAGIC, "version": 1001, "machine": {"little_endian": True}, **changed}
+    stream = io.BytesIO()
+    for part in head.values():
+        pickle.dump(part, stream, protocol=2)
+    _Pickler(stream, protocol=2).dump(value)
+    pickle.dump(keys, stream, protocol=2)
+    return stream.getvalue() + storages
+
+
+def storage(*numbers: float) -> bytes:
+    return struct.pack(f"<q{len(numbers)}f", len(numbers), *numbers)
+
+
+def one(key: str = "k", numel: int = 3, view: Any = None) -> dict[str, Any]:
+    of = _Storage("storage", torch.FloatStorage, key, "cpu", numel, view)
+    size = view[2] if isinstance(view, tuple) and len(view) == 3 else numel
+    return {"a": _Tensor(of, 0, (size,), (1,))}
+
+
+def test_a_view_of_a_storage_is_read_as_torch_reads_it() -> None:
+    data = by_hand(one(view=("v", 1, 2)), ["k"], storage(1, 2, 3))
+    archive = opened(data)
+    truth = torch.load(io.BytesIO(data), weights_only=False)["a"]
+    assert truth.tolist() == [2, 3]
+    assert torch.equal(elements(data, archive, archive.value["a"]), truth)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "reason"),
+    [
+        (by_hand(one(), ["k"], storage(1, 2)), IncompleteError, "truncated"),
+        (by_hand(one(), ["k"], storage(1, 2, 3, 4)), MalformedError, "follow the last storage"),
+        (by_hand(one(), [], b""), IncompleteError, "not in the list"),
+        (by_hand(one(), ["k", "other"], storage(1, 2, 3) * 2), MalformedError, "no tensor is a view"),
+        (by_hand(one(), ["k", "k"], storage(1, 2, 3) * 2), MalformedError, "no tensor is a view"),
+        (by_hand(one(), "k", storage(1, 2, 3)), IncompleteError, "list of storages"),  # type: ignore[arg-type]
+        (by_hand(one(), [["k"]], storage(1, 2, 3)), MalformedError, "listed"),  # type: ignore[list-item]
+        (by_hand(one(), ["k"], storage(1, 2, 3), version=1002), MalformedError, "version"),
+        (by_hand(one(), ["k"], storage(1, 2, 3), machine={}), MalformedError, "machine"),
+        (by_hand(one(), ["k"], storage(1, 2, 3), machine={"little_endian": False}), UnsupportedError, "big-endian"),
+        (by_hand(one(view=("v", 2, 2)), ["k"], storage(1, 2, 3)), MalformedError, "leaves it"),
+        (by_hand(one(view=("v", -1, 2)), ["k"], storage(1, 2, 3)), MalformedError, "leaves it"),
+        (by_hand(one(view=("v", "1", 2)), ["k"], storage(1, 2, 3)), MalformedError, "not described"),
+        (by_hand(one(view=(7, 0, 2)), ["k"], storage(1, 2, 3)), MalformedError, "described"),
+        (by_hand(one(numel=-3), ["k"], b""), MalformedError, "storage"),
+    ],
+)
+def test_what_is_damaged_is_named(data: bytes, error: type[CkptError], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        opened(data)
+
+
+def test_a_storage_of_another_count_is_named() -> None:
+    data = by_hand(one(), ["k"], struct.pack("<q3f", 2, 1, 2, 3))
+    archive = opened(data)
+    with pytest.raises(MalformedError, match="2 elements instead of 3"):
+        archive.storage_range("k")
+
+
+def test_a_file_cut_anywhere_is_an_error() -> None:
+    data = legacy(state())
+    for stop in [*range(120), *range(120, len(data), 37), len(data) - 1]:
+        with pytest.raises(CkptError):
+            opened(data[:stop])
+
+
+def test_a_call_in_the_object_is_not_executed(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    call = b"cposix\nsystem\n(X" + struct.pack("<I", len(f"touch {ran}")) + f"touch {ran}".encode() + b"tR."
+    data = by_hand({}, [], b"")
+    at = data.index(pickle.dumps({}, protocol=2), 40)
+    archive = opened(data[:at] + call + data[at + len(pickle.dumps({}, protocol=2)) :])
+    assert isinstance(archive.value, Opaque)
+    assert not ran.exists()
