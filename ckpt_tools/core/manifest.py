@@ -24,6 +24,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.shards import ShardTable, check_cover
+from ckpt_tools.core.trainer_folder import TrainerFolder
 from ckpt_tools.errors import MalformedError
 
 WEIGHT = "weight"
@@ -147,7 +148,7 @@ class Manifest:
     ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is no tensor:
     global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
     itself. ``tree`` is None where the source is no tree of the user's making. ``notes`` say what reading it could not
-    settle.
+    settle. ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is no text.
@@ -163,6 +164,7 @@ class Manifest:
     world_size: int | None = None
     tree: StateTree | None = None
     notes: tuple[Note, ...] = ()
+    trainer: TrainerFolder | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -44,7 +44,7 @@ def model_only(manifest: Manifest, *, weights: str, asked: bool) -> Transformed:
             "it holds no weights, only optimizer state or other entries; name the file or folder of the model"
         )
     notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept))
-    return replace(manifest, tensors=kept, groups=(), extra={}), notes
+    return replace(manifest, tensors=kept, groups=(), extra={}, trainer=None), notes
 
 
 def one_copy(manifest: Manifest, *, weights: str) -> Transformed:

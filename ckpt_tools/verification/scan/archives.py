@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.zip_archive import (
     END,
     END64,
@@ -26,6 +26,7 @@ from ckpt_tools.serialization.zip_archive import (
     MAX32,
     ReadRange,
 )
+from ckpt_tools.serialization.zstd import inflating
 
 MAX_BROKEN_ZIP_BYTES = 1 << 26
 """Size of an archive that is read so: zipfile holds its whole directory."""
@@ -173,20 +174,10 @@ def _tar_header(header: bytes) -> tuple[str, int | None, str]:
     return name, length, chr(header[156])
 
 
-MAX_ZSTD_WINDOW_BYTES = 1 << 23
-"""The window that a frame may ask for; the one of the level that torch uses is 2 MiB."""
-
-
 def inflated_zstd(read: ReadRange, size: int) -> tuple[bytes, str | None]:
     """An item of a DCP that torch's ZStandard extension wrote, and why not all of it."""
     try:
-        import zstandard
-    except ImportError:
-        return b"", "it is compressed with zstd, which needs the package zstandard"
-    stream = io.BufferedReader(_Stream(read, size))
-    reader = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).stream_reader(stream)
-    try:
-        data = reader.read(MAX_INFLATED_BYTES)
-    except zstandard.ZstdError as error:
-        return b"", f"it is compressed with zstd, and damaged: {error}"
+        data = inflating(read, size, "").read(MAX_INFLATED_BYTES)
+    except (UnsupportedError, MalformedError) as error:
+        return b"", error.message
     return data, "it decompresses to more than the limit of the scan" if len(data) == MAX_INFLATED_BYTES else None
