@@ -9,6 +9,7 @@ from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import SeveralCheckpointsError
+from ckpt_tools.formats.halves import halves_prefix, read_halves
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
@@ -46,9 +47,13 @@ def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path
 
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
     """As ``read_checkpoint``, of a source that is open."""
-    reader = reader_for(source, format_name)
+    prefix = halves_prefix(source) if format_name in (None, "dcp") else None
     try:
-        manifest = reader.read_manifest(source, options)
+        if prefix is not None:
+            manifest, reader = read_halves(source, prefix, options)
+        else:
+            reader = reader_for(source, format_name)
+            manifest = reader.read_manifest(source, options)
     except SeveralCheckpointsError as error:
         from ckpt_tools.formats.runs import proposal
 

@@ -39,11 +39,12 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
     extra, notes, step = dict(manifest.extra), [], manifest.step
     used = manifest.files
     folders = _folders(used)
+    noted = {note.what for note in manifest.notes}
     copied = frozenset() if manifest.trainer is None else manifest.trainer.sources
     entries: set[str] = set()
     for path in source.files:
         name = path.rpartition("/")[2]
-        if path in used or path in own:
+        if path in used or path in own or path in noted:
             continue
         if _UNFINISHED.search(name) is not None and path.rpartition("/")[0] in folders:
             raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
@@ -53,7 +54,7 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
                 entries |= found.keys() - extra.keys()
             extra = {**found, **extra}
             notes += note
-        elif any(fnmatchcase(name, pattern) for pattern in UNREAD) or _is_foreign_part(name, manifest):
+        elif path in copied or any(fnmatchcase(name, each) for each in UNREAD) or _is_foreign_part(name, manifest):
             notes.append(Note(Outcome.DROPPED, path, "it is beside the checkpoint and is not read"))
         elif manifest.trainer is not None and path in manifest.trainer.unknown:
             why = f"it is beside the checkpoint, and {manifest.trainer.trainer} is not known to write it"

@@ -14,7 +14,7 @@ from isal import isal_zlib
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.progress import Progress
 from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
-from ckpt_tools.errors import MalformedError
+from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, Inflating, inflated_name
@@ -118,8 +118,8 @@ class _Check:
         try:
             whole = ByteRange(name, 0, inflating.size(at, limit_bytes=limit_bytes))
             broken = inside._broken_records(whole)
-        except MalformedError as error:
-            return [str(error)]
+        except (FormatError, UnsafeError) as error:
+            broken = [str(error)]
         return [what.replace(name, at.file) for what in broken]
 
     def _read_through(self, at: ByteRange) -> list[str]:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
-from ckpt_tools.errors import LossError
+from ckpt_tools.errors import CkptError, LossError, UsageError
 from fixtures import launch
-from fixtures.corpus import make
-from fixtures.corpus.trainers import ON_RANKS
+from fixtures.corpus import layouts, make
+from fixtures.corpus.trainers import FAMILY, ON_RANKS
+from tests.layouts.contents import contents
+from tests.support.ranks import for_ranks
 
 SMALL = {
     "accelerate-fsdp2": {"scheduler.bin", "custom_checkpoint_0.pkl"},
@@ -103,3 +105,49 @@ def test_such_a_folder_is_replaced_by_another(kind: str, tmp_path: Path) -> None
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(ckpt_tools.CkptError, match=r"mine\.txt"):
         ckpt_tools.reshard(made.source, tmp_path / "out", world_size=2, overwrite=True)
+
+
+FOREIGN = [name for name, layout in layouts().items() if layout.family == FAMILY and layout.opens_as is not None]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("to", ["dcp", "zero3", "universal"])
+def test_it_is_written_as_anything_else(name: str, to: str, tmp_path: Path) -> None:
+    """Names that a writer has no place for are noted, so that what is compared is what the model has."""
+    source = make(name).source
+    ckpt_tools.convert(source, tmp_path / "out", to=to, **for_ranks(to, 3))
+    assert ckpt_tools.verify(source, tmp_path / "out", weights="model" if to == "dcp" else None).equal
+
+
+def test_olmo_core_takes_the_state_of_rank_0_where_a_rank_has_none(tmp_path: Path) -> None:
+    report = ckpt_tools.reshard(make("olmo-core").source, tmp_path / "out", world_size=3)
+    small = {name for name in names(tmp_path / "out") if not name.startswith("model_and_optim")}
+    assert small == {"config.json", ".metadata.json", "train/rank0.pt"}
+    assert [note.what for note in report.plan.notes] == ["train/rank1.pt"]
+
+
+def test_the_halves_of_automodel_are_written_as_one(tmp_path: Path) -> None:
+    source = make("automodel").source
+    ckpt_tools.convert(source, tmp_path / "out", to="dcp", world_size=3)
+    assert names(tmp_path / "out") == {".metadata", *(f"__{rank}_0.distcp" for rank in range(3))}
+    _, wanted = contents(source)
+    assert contents(tmp_path / "out")[1] == wanted
+    with pytest.raises(UsageError, match="has no world size to change"):
+        ckpt_tools.reshard(source, tmp_path / "again", world_size=3)
+
+
+@pytest.mark.parametrize("lost", ["model/shard-00001*", "optim/__1_0.distcp", "optim/.metadata"])
+def test_a_lost_half_is_missed(lost: str, tmp_path: Path) -> None:
+    shutil.copytree(make("automodel").folder, tmp_path / "in")
+    (path,) = (tmp_path / "in").glob(f"*/{lost}")
+    path.unlink()
+    with pytest.raises(CkptError):
+        contents(tmp_path / "in")
+
+
+def test_a_damaged_file_of_a_half_is_named(tmp_path: Path) -> None:
+    shutil.copytree(make("automodel").folder, tmp_path / "in")
+    (path,) = (tmp_path / "in").glob("*/model/shard-00001*")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CkptError, match="epoch_0_step_3/model/shard-00001"):
+        contents(tmp_path / "in")
