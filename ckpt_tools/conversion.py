@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, WriteOptions
 from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer, kept_entries
@@ -167,6 +168,7 @@ def prepare(
     made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters, kept=kept_entries(writer))
     manifest, notes = made.manifest, made.notes
     layout = writer.layout(manifest, writing)
+    manifest, notes = _with_copied(manifest, layout, notes)
     notes = settled(notes + layout.notes)
     if strict:
         _refuse_losses(notes)
@@ -198,6 +200,15 @@ def prepare(
         made.renamed,
         storage_options,
     )
+
+
+def _with_copied(manifest: Manifest, layout: Layout, notes: tuple[Note, ...]) -> tuple[Manifest, tuple[Note, ...]]:
+    """The manifest with the files that the layout copies as they are, and the notes without those on what a reader made
+    of them: the layout says what becomes of each."""
+    if layout.copied is None or manifest.trainer is None:
+        return manifest, notes
+    notes = tuple(note for note in notes if note.what not in manifest.trainer.sources)
+    return replace(manifest, tensors={**manifest.tensors, **layout.copied}), notes
 
 
 def _wanted_bytes(place: Place, layout: Layout) -> int:
@@ -258,12 +269,13 @@ def _refuse_losses(notes: tuple[Note, ...]) -> None:
 def plan_report(prepared: Prepared) -> PlanReport:
     """The plan in figures."""
     plan, figures = prepared.plan, prepared.plan.figures()
+    tensors = [entry for key, entry in plan.manifest.tensors.items() if key.slot != FILE]
     return PlanReport(
         source_format=prepared.source_format,
         target_format=prepared.target_format,
         files=figures.files,
-        num_tensors=len(plan.manifest.tensors),
-        num_bytes=sum(entry.num_bytes for entry in plan.manifest.tensors.values()),
+        num_tensors=len(tensors),
+        num_bytes=sum(entry.num_bytes for entry in tensors),
         num_tasks=figures.num_tasks,
         bytes_read=figures.bytes_read,
         bytes_written=figures.bytes_written,

@@ -8,7 +8,7 @@ covers was written. Offsets follow from the order, so a layout cannot contradict
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from threading import Lock
@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.core.manifest import StateKey, TensorEntry
 from ckpt_tools.core.notes import Note
 
 
@@ -176,11 +176,13 @@ class Layout:
     """The files of an output, in the order in which they become visible.
 
     The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``). ``notes`` say what the
-    writer could not carry or had to make up.
+    writer could not carry or had to make up. ``copied`` are the small files of a trainer's folder, as tensors of bytes
+    to which payloads refer; None where no such folder is written.
     """
 
     files: Sequence[FileSpec]
     notes: tuple[Note, ...] = ()
+    copied: Mapping[StateKey, TensorEntry] | None = None
 
     def __post_init__(self) -> None:
         assert len({file.path for file in self.files}) == len(self.files), "two files have the same name"

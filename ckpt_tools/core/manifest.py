@@ -24,6 +24,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.shards import ShardTable, check_cover
+from ckpt_tools.core.trainer_folder import TrainerFolder
 from ckpt_tools.errors import MalformedError
 
 WEIGHT = "weight"
@@ -148,6 +149,7 @@ class Manifest:
     global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
     itself. ``tree`` is None where the source is no tree of the user's making. ``notes`` say what reading it could not
     settle. ``decoding_bytes`` is the memory that reading elements takes besides buffers, where they are compressed.
+    ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is no text.
@@ -164,6 +166,7 @@ class Manifest:
     tree: StateTree | None = None
     notes: tuple[Note, ...] = ()
     decoding_bytes: int = 0
+    trainer: TrainerFolder | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -27,6 +27,8 @@ class Framing(Enum):
     """The elements, and nothing else."""
     TORCH_ITEM = "torch_item"
     """A whole torch zip of one tensor (a DCP item); where its elements start is found when it is read."""
+    ZSTD_ITEM = "zstd_item"
+    """The same, compressed with zstd as one stream."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def model_only(manifest: Manifest, *, weights: str, asked: bool, entries: Collec
         )
     extra = {name: value for name, value in manifest.extra.items() if name in entries}
     notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept, extra))
-    return replace(manifest, tensors=kept, groups=(), extra=extra), notes
+    return replace(manifest, tensors=kept, groups=(), extra=extra, trainer=None), notes
 
 
 def one_copy(manifest: Manifest, *, weights: str) -> Transformed:

@@ -12,6 +12,7 @@ from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import SeveralCheckpointsError
 from ckpt_tools.formats.base import Reader, Serving
+from ckpt_tools.formats.halves import halves_prefix, read_halves
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
 from ckpt_tools.formats.trainer_files import OPTIMIZERS, with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
@@ -52,15 +53,19 @@ def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path
 
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
     """As ``read_checkpoint``, of a source that is open."""
-    reader = reader_for(source, format_name)
+    prefix = halves_prefix(source) if format_name in (None, "dcp") else None
     own: frozenset[str] = frozenset()
     optimizer = next((name for name in OPTIMIZERS if name in source.files and len(source.files) > 1), None)
     try:
-        if optimizer is None:
-            manifest = reader.read_manifest(source, options)
+        if prefix is not None:
+            manifest, reader = read_halves(source, prefix, options)
         else:
-            manifest, is_joined = _read_both(reader, source, optimizer, options)
-            own = frozenset([optimizer] if is_joined else [])
+            reader = reader_for(source, format_name)
+            if optimizer is None:
+                manifest = reader.read_manifest(source, options)
+            else:
+                manifest, is_joined = _read_both(reader, source, optimizer, options)
+                own = frozenset([optimizer] if is_joined else [])
     except SeveralCheckpointsError as error:
         from ckpt_tools.formats.runs import proposal
 

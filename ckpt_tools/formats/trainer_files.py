@@ -49,23 +49,34 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
     extra, notes, step = dict(manifest.extra), [], manifest.step
     used = manifest.files
     folders = _folders(used)
+    noted = {note.what for note in manifest.notes}
+    copied = frozenset() if manifest.trainer is None else manifest.trainer.sources
+    entries: set[str] = set()
     for path in source.files:
         name = path.rpartition("/")[2]
-        if path in used or path in own:
+        if path in used or path in own or path in noted:
             continue
         if marks_unfinished(name) and path.rpartition("/")[0] in folders:
             raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
         if name in _READ:
             found, note = _read(source, path, _READ[name])
+            if path in copied:
+                entries |= found.keys() - extra.keys()
             extra = {**found, **extra}
             notes += note
         elif path == ADAPTER and manifest.format in ("safetensors", "torch"):
             notes.append(_adapter(source, path))
-        elif any(fnmatchcase(name, pattern) for pattern in UNREAD) or _is_foreign_part(name, manifest):
+        elif (
+            path in copied or any(fnmatchcase(name, pattern) for pattern in UNREAD) or _is_foreign_part(name, manifest)
+        ):
             notes.append(Note(Outcome.DROPPED, path, "it is beside the checkpoint and is not read"))
+        elif manifest.trainer is not None and path in manifest.trainer.unknown:
+            why = f"it is beside the checkpoint, and {manifest.trainer.trainer} is not known to write it"
+            notes.append(Note(Outcome.DROPPED, path, why))
     if step is None and type(extra.get("global_step")) is int:
         step = extra["global_step"]
-    return replace(manifest, extra=extra, notes=(*manifest.notes, *notes), step=step)
+    trainer = None if manifest.trainer is None else replace(manifest.trainer, entries=frozenset(entries))
+    return replace(manifest, extra=extra, notes=(*manifest.notes, *notes), step=step, trainer=trainer)
 
 
 def marks_unfinished(name: str) -> bool:

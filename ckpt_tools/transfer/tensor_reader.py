@@ -26,6 +26,7 @@ from ckpt_tools.errors import MalformedError
 from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, hits
 from ckpt_tools.stores.source import ServiceFile, Store
 from ckpt_tools.transfer.buffers import page_aligned
+from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, Inflating, inflated_name, is_inflated
 
 if TYPE_CHECKING:
     from ckpt_tools.serialization.torch_zip import ItemLocation
@@ -56,11 +57,16 @@ class TensorReader:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _items: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
+    _inflating: Inflating = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._inflating = Inflating(lambda file, start, stop: self._reader(file)(start, stop))
 
     def release(self, store: Store) -> None:
         """Let go of the store and of all that was kept of it; ``store`` answers from now on."""
         self.store = store
         self._items.clear()
+        self.__post_init__()
 
     @property
     def bytes_read(self) -> int:
@@ -99,6 +105,8 @@ class TensorReader:
         if len(found) != 1:
             return None
         hit, item = found[0], entry.dtype.item_bytes
+        if hit.framing is Framing.ZSTD_ITEM:
+            return None
         if hit.framing is Framing.RAW:
             first, strides = hit.at.start, None if isinstance(hit, FlatHit) else hit.strides
         else:
@@ -126,7 +134,7 @@ class TensorReader:
             if hit.framing is Framing.RAW:
                 self._place(hit, hit.at.start, out)
             else:
-                self._place_from_item(hit, self._location(hit), out)
+                self._place_from_item(_inflated(hit), self._location(hit), out)
 
     def _place_from_item(self, hit: Hit, location: ItemLocation, out: memoryview) -> None:
         first_byte = location.start + location.storage_offset * hit.dtype.item_bytes
@@ -148,8 +156,13 @@ class TensorReader:
     def _locate(self, hit: Hit) -> ItemLocation:
         from ckpt_tools.serialization.torch_zip import locate_item
 
-        self.store.prefetch(hit.at.file, hit.at.start, hit.at.stop)
-        location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
+        if hit.framing is Framing.ZSTD_ITEM:
+            limit = hit.numel * hit.dtype.item_bytes + MAX_OVERHEAD_BYTES
+            size = self._inflating.size(hit.at, limit_bytes=limit)
+            location = locate_item(self._reader(inflated_name(hit.at)), 0, size, hit.at.file)
+        else:
+            self.store.prefetch(hit.at.file, hit.at.start, hit.at.stop)
+            location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
         if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:
             raise MalformedError(
                 f"the item at byte {hit.at.start:,} holds {list(location.shape)} of {location.dtype.value} "
@@ -167,6 +180,9 @@ class TensorReader:
         return read
 
     def _read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        if is_inflated(file):
+            self._inflating.read_into(file, start, buffer)
+            return
         self.store.read_into(file, start, buffer)
         self._buffers.bytes_read = self.bytes_read_here + len(buffer)
         with self._lock:
@@ -246,6 +262,13 @@ def _run_length(shape: Shape, strides: Shape) -> int:
 def _opaque(item_bytes: int) -> np.dtype[Any]:
     """A numpy type of that width which copies bits and never looks at them."""
     return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item_bytes, f"V{item_bytes}"))
+
+
+def _inflated(hit: Hit) -> Hit:
+    """A hit in a compressed item as one in what it holds."""
+    if hit.framing is not Framing.ZSTD_ITEM:
+        return hit
+    return replace(hit, at=ByteRange(inflated_name(hit.at), 0, 0))
 
 
 def _strided(hit: Hit, location: ItemLocation) -> list[BoxHit]:

@@ -87,6 +87,8 @@ def _own_files(present: Present, url: str) -> frozenset[str]:
         reader = reader_for(source, None)
         manifest = reader.read_manifest(source, ReadOptions())
         own = reader.own_files(source, manifest)
+        if own and manifest.trainer is not None:
+            own |= manifest.trainer.sources
         return own | _beside(source, place_in(manifest)) if own else own
     except StoreError:
         raise

@@ -17,8 +17,7 @@ import fixtures
 from fixtures.store import Fixture
 from tests.support.truth import Truth, assert_same_bits, dtype_of
 
-REFUSED = ("fsdp2-zstd", "fsdp2-alone")
-TRAINED = [f for f in fixtures.CORE if f.kind.startswith(("fsdp2", "zero")) and f.kind not in REFUSED]
+TRAINED = [f for f in fixtures.CORE if f.kind.startswith(("fsdp2", "zero"))]
 
 
 def name_of(fixture: Fixture) -> str:

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable
 
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import SeveralCheckpointsError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, SeveralCheckpointsError
 
 METADATA = ".metadata"
 
-_ALONE = re.compile(r"__\d+\.metadata")
+_ALONE = re.compile(r"__(\d{1,9})\.metadata")
 _DATA = re.compile(r"__\d+_\d+\.distcp")
 _MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
 _OPTIM = re.compile(r"optimizer_(\d+)")
@@ -30,33 +30,70 @@ def is_of_one_rank(path: str) -> bool:
     return _ALONE.fullmatch(path.rpartition("/")[2]) is not None
 
 
-def own_files(paths: Iterable[str]) -> frozenset[str]:
-    """Those that torch writes into the folder of a checkpoint; none where it lies in another folder."""
-    found = frozenset(path for path in paths if _is_own(path))
-    return found if METADATA in found else frozenset()
+def own_files(paths: Iterable[str], parts: Iterable[str] = ()) -> frozenset[str]:
+    """Those that torch writes into the folder of a checkpoint, or into the ``parts`` of a trainer's folder; none where
+    it lies in another folder."""
+    folders = {f"{part}/" if part else "" for part in parts} or {""}
+    found = frozenset(path for path in paths if _is_own(path, folders))
+    described = {path.rpartition("/")[0] for path in found if is_metadata(path) or is_of_one_rank(path)}
+    return found if all(folder.rstrip("/") in described for folder in folders) else frozenset()
 
 
-def _is_own(path: str) -> bool:
-    return path == METADATA or _ALONE.fullmatch(path) is not None or _DATA.fullmatch(path) is not None
+def _is_own(path: str, folders: set[str]) -> bool:
+    folder, separator, name = path.rpartition("/")
+    return f"{folder}{separator}" in folders and is_of_dcp(name)
+
+
+def is_of_dcp(name: str) -> bool:
+    """Whether torch names the files of a DCP so."""
+    return name == METADATA or _ALONE.fullmatch(name) is not None or _DATA.fullmatch(name) is not None
 
 
 def metadata_files(paths: Iterable[str]) -> list[str]:
-    """The ``.metadata`` files that describe one checkpoint together.
+    """The ``.metadata`` files that describe one checkpoint together, or those of the ranks in order.
 
     Raises:
-        UnsupportedError: there are several checkpoints, or every rank saved by itself.
+        SeveralCheckpointsError: there are several checkpoints. IncompleteError: a rank's file is missing.
     """
-    found = [path for path in paths if is_metadata(path)]
+    paths = list(paths)
+    found, alone = [path for path in paths if is_metadata(path)], [path for path in paths if is_of_one_rank(path)]
     if METADATA in found:
+        _refuse_both(alone, "")
         return [METADATA]
     if not found:
-        raise UnsupportedError(
-            "each rank saved separately (use_collectives=False), which is not supported; save with use_collectives=True"
-        )
+        return _of_all_ranks(alone)
     folders = [path.rpartition("/")[0] for path in found]
     if len(found) == 1 or _is_one_of_accelerates(folders):
+        for folder in folders:
+            _refuse_both(alone, folder)
         return found
     raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(folders)}); name the folder of one")
+
+
+def _refuse_both(alone: list[str], folder: str) -> None:
+    """Raises SeveralCheckpointsError where ranks saved by themselves into the folder of another DCP."""
+    of_ranks = [path for path in alone if path.rpartition("/")[0] == folder]
+    if of_ranks:
+        raise SeveralCheckpointsError(
+            f"two checkpoints were saved into this folder, one with .metadata and one with {of_ranks[0]} "
+            "(use_collectives=False); their data files have the same names; save them into folders of their own"
+        )
+
+
+def _of_all_ranks(alone: list[str]) -> list[str]:
+    """The files of ranks that saved without collectives, from rank 0 on."""
+    folders = sorted({path.rpartition("/")[0] for path in alone})
+    if len(folders) > 1:
+        raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(folders)}); name the folder of one")
+    by_rank = {int(match[1]): path for path in alone if (match := _ALONE.fullmatch(path.rpartition("/")[2]))}
+    missing = [rank for rank in range(max(by_rank) + 1) if rank not in by_rank]
+    if missing:
+        raise IncompleteError(
+            f"each rank saved by itself (use_collectives=False), and __{missing[0]}.metadata of rank {missing[0]} "
+            "is missing",
+            path=by_rank[max(by_rank)],
+        )
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _is_one_of_accelerates(folders: list[str]) -> bool:

@@ -41,6 +41,8 @@ class Index:
     tensors: Mapping[str, TensorLeaf]
     objects: Mapping[str, ByteRange]
     paths: Mapping[str, TreePath]
+    compressed: frozenset[str] = frozenset()
+    """The names of those objects whose items are compressed with zstd."""
     is_megatrons: bool = False
     """Whether Megatron-Core left its own data in it."""
 
@@ -63,13 +65,17 @@ def read_index(source: Source, path: str) -> Index:
         raise MalformedError("it does not contain DCP metadata", path=path)
     files = _Files(source, path.rpartition("/")[0])
     items = metadata.storage_data
-    tensors, objects = {}, {}
+    tensors: dict[str, TensorLeaf] = {}
+    objects: dict[str, ByteRange] = {}
+    compressed: set[str] = set()
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             tensors[fqn] = _stored(fqn, entry, items, files)
         else:
             objects[fqn] = _object(fqn, items, files)
-    return Index(tensors, objects, _paths(metadata), "mcore_data" in metadata.extra)
+            if _is_compressed([_info(fqn, None, items)]):
+                compressed.add(fqn)
+    return Index(tensors, objects, _paths(metadata), frozenset(compressed), "mcore_data" in metadata.extra)
 
 
 class _Files:
@@ -85,14 +91,8 @@ class _Files:
     def places(self, infos: Sequence[StorageInfo]) -> tuple[Ints, Ints, Ints]:
         """File number, start and stop of each item: a microsecond an item, since a checkpoint may have a million.
 
-        Raises UnsupportedError, IncompleteError.
+        Raises IncompleteError.
         """
-        for info in filter(attrgetter("transform_descriptors"), infos):
-            names = listed(info.transform_descriptors or ())
-            raise UnsupportedError(
-                f"its items are compressed or transformed by {names}, which is not supported; save without them",
-                path=info.relative_path,
-            )
         numbers = self._column(map(self._number, map(attrgetter("relative_path"), infos)), len(infos))
         starts = self._column(map(attrgetter("offset"), infos), len(infos))
         lengths = self._column(map(attrgetter("length"), infos), len(infos))
@@ -129,6 +129,32 @@ class _Files:
 
 Items = Mapping[MetadataIndex, StorageInfo]
 
+ZSTD = re.compile(r"stream\.zstd/1(?:\..*)?")
+"""What torch's ``ZStandard`` calls itself, with its version (checkpoint/_extension.py)."""
+
+
+def _is_compressed(infos: Sequence[StorageInfo]) -> bool:
+    """Whether the items of an entry are compressed with zstd.
+
+    Raises:
+        UnsupportedError: they went through anything else, or some are compressed and some are not.
+    """
+    transformed = list(filter(attrgetter("transform_descriptors"), infos))
+    for info in transformed:
+        found = info.transform_descriptors or ()
+        if len(found) != 1 or ZSTD.fullmatch(found[0]) is None:
+            raise UnsupportedError(
+                f"its items were written through the stream extensions {listed(found)}, of which only stream.zstd/1 "
+                "is supported; save without the others",
+                path=info.relative_path,
+            )
+    if transformed and len(transformed) < len(infos):
+        raise UnsupportedError(
+            "some pieces of a tensor are compressed and others are not, which torch never writes",
+            path=transformed[0].relative_path,
+        )
+    return bool(transformed)
+
 
 def _object(fqn: str, items: Items, files: _Files) -> ByteRange:
     numbers, starts, stops = files.places([_info(fqn, None, items)])
@@ -152,7 +178,9 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files)
     chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
     if any(len(chunk.sizes) != len(shape) for chunk in chunks):
         raise MalformedError("a chunk has a different number of dims than its tensor", key=fqn)
-    numbers, byte_starts, byte_stops = files.places([_info(fqn, chunk.offsets, items) for chunk in chunks])
+    infos = [_info(fqn, chunk.offsets, items) for chunk in chunks]
+    is_compressed = _is_compressed(infos)
+    numbers, byte_starts, byte_stops = files.places(infos)
     starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
     extents = _extents(map(attrgetter("sizes"), chunks), len(chunks), len(shape))
     dtype = entry.properties.element_type
@@ -165,10 +193,11 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files)
         file_ids=numbers,
         byte_starts=byte_starts,
         byte_stops=byte_stops,
-        framing=Framing.TORCH_ITEM,
+        framing=Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM,
     )
-    _check_room(fqn, table)
-    _refuse_safetensors(table)
+    if not is_compressed:
+        _check_room(fqn, table)
+        _refuse_safetensors(table)
     return TensorLeaf(shape, dtype, table)
 
 

@@ -7,7 +7,7 @@ kilobyte each, and are read and interpreted here, since they are the checkpoint'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,11 @@ from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.dcp.folders import is_metadata, is_of_one_rank, metadata_files, own_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, read_index
+from ckpt_tools.formats.dcp.rank_indexes import merged
+from ckpt_tools.formats.dcp.trainers import trainer_folder
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.serialization.zstd import ReadRange, inflated
 from ckpt_tools.stores.source import Source
 
 
@@ -37,12 +40,17 @@ class DcpReader:
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         paths = metadata_files(source.files)
-        index = _joined({path: read_index(source, path) for path in paths})
+        indexes = {path: read_index(source, path) for path in paths}
+        index, of_ranks = merged(source, indexes) if is_of_one_rank(paths[0]) else (_joined(indexes), ())
         refuse_megatron(source, paths, index)
         ties = _ties(index.tensors)
         tensors = {fqn: tensor for fqn, tensor in index.tensors.items() if fqn not in ties}
         inner: dict[StateKey, TensorLeaf] = {}
-        objects = {fqn: _read_object(source, fqn, at, inner) for fqn, at in index.objects.items()}
+        literals: dict[str, bytes] = {}
+        objects = {
+            fqn: _read_object(fqn, *_item(source, at, literals, is_compressed=fqn in index.compressed), inner)
+            for fqn, at in index.objects.items()
+        }
         manifest = manifest_of(
             Leaves(index.paths, tensors, objects, inner),
             format_name="dcp",
@@ -52,10 +60,19 @@ class DcpReader:
             world_size=index.num_ranks,
             ties=ties,
         )
+        tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
+        trainer = trainer_folder(source.files, paths, tops)
+        used = {file: data for file, data in literals.items() if file in manifest.files}
+        manifest = replace(
+            manifest,
+            trainer=trainer,
+            notes=(*manifest.notes, *of_ranks),
+            literals={**manifest.literals, **used},
+        )
         return with_other_half(manifest, source, paths)
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        found = own_files(source.files)
+        found = own_files(source.files, () if manifest.trainer is None else manifest.trainer.parts)
         return found | (manifest.files & source.files.keys()) if found else found
 
 
@@ -69,7 +86,10 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
                 "another folder of the checkpoint also has an entry with this name", path=path, key=min(twice)
             )
         first = Index(
-            {**first.tensors, **other.tensors}, {**first.objects, **other.objects}, {**first.paths, **other.paths}
+            {**first.tensors, **other.tensors},
+            {**first.objects, **other.objects},
+            {**first.paths, **other.paths},
+            first.compressed | other.compressed,
         )
     return first
 
@@ -94,11 +114,28 @@ def _same_pieces(one: ShardTable, other: ShardTable) -> bool:
     return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files
 
 
-def _read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
-    """The value of an item; tensors inside it are added to ``inner``, and leave references."""
+MAX_OBJECT_BYTES = 256 << 20
+"""Of an object that is compressed; a data loader's state may have some megabytes."""
+
+
+def _item(
+    source: Source, at: ByteRange, literals: dict[str, bytes], *, is_compressed: bool
+) -> tuple[ReadRange, ByteRange]:
+    """How an object's item is read, and where it is: what a compressed one holds is a file of ``literals``."""
 
     def read(start: int, stop: int) -> bytes:
         return source.read(at.file, at.start + start, at.start + stop)
+
+    if not is_compressed:
+        return read, at
+    data = inflated(read, at.stop - at.start, at.file, limit_bytes=MAX_OBJECT_BYTES)
+    file = f"{at.file}@{at.start}"
+    literals[file] = data
+    return lambda start, stop: data[start:stop], ByteRange(file, 0, len(data))
+
+
+def _read_object(fqn: str, read: ReadRange, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
+    """The value of an item; tensors inside it are added to ``inner``, and leave references."""
 
     def refer(tensor: StoredTensor) -> Any:
         if tensor.storage is None:

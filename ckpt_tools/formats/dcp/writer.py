@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileCache, FileLayout, Layout, LazyFile, Literal, Payload, Segment
+from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import Ints
@@ -57,10 +57,20 @@ class DcpWriter:
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         tree = chosen_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
+        if manifest.trainer is not None:
+            from ckpt_tools.formats.dcp.trainer_writer import trainer_layout
+
+            return trainer_layout(manifest, manifest.trainer, tree, options.world_size)
         entries = entries_of(manifest, tree)
-        placed = place(manifest, entries, options.world_size)
-        metadata = FileLayout(METADATA, (Literal(dumps(metadata_of(entries, placed))),))
-        return Layout((*_RankFiles(placed).files(), metadata), entries.notes)
+        return Layout(dcp_files(manifest, entries, options.world_size), entries.notes)
+
+
+def dcp_files(manifest: Manifest, entries: Entries, world_size: int, folder: str = "") -> list[FileSpec]:
+    """The files of one DCP, which lies in ``folder`` of the output: ``.metadata`` is the last one."""
+    placed = place(manifest, entries, world_size)
+    prefix = f"{folder}/" if folder else ""
+    metadata = FileLayout(f"{prefix}{METADATA}", (Literal(dumps(metadata_of(entries, placed))),))
+    return [*_RankFiles(placed, prefix).files(), metadata]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +187,9 @@ def file_name(rank: int) -> str:
 class _RankFiles:
     """The segments of the ranks' files, made when they are asked for."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, prefix: str = "") -> None:
         self._placed = placed
+        self._prefix = prefix
         self._whole: list[list[Whole]] = [[] for _ in placed.sizes]
         for piece in placed.whole.values():
             self._whole[piece.rank].append(piece)
@@ -186,10 +197,10 @@ class _RankFiles:
     def files(self) -> list[LazyFile]:
         cache = FileCache(self.file)
         sizes = enumerate(self._placed.sizes.tolist())
-        return [LazyFile(file_name(rank), size, rank, cache) for rank, size in sizes if size]
+        return [LazyFile(self._prefix + file_name(rank), size, rank, cache) for rank, size in sizes if size]
 
     def file(self, rank: int) -> FileLayout:
-        return FileLayout(file_name(rank), tuple(chain.from_iterable(self._items(rank))))
+        return FileLayout(self._prefix + file_name(rank), tuple(chain.from_iterable(self._items(rank))))
 
     def _items(self, rank: int) -> Iterator[list[Segment]]:
         for piece in self._whole[rank]:

@@ -23,7 +23,7 @@ from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.serialization.torch_zip import storage_of
+from ckpt_tools.serialization.torch_zip import described_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _inside_key(name: str) -> StateKey:
 def _parts(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Paths, objects and the names of the user's own tensors, which files of older versions do not list."""
     try:
-        found = loads(base64.b64decode(text, validate=True), path=where, persistent_load=storage_of)
+        found = loads(base64.b64decode(text, validate=True), path=where, persistent_load=described_storage)
     except ValueError as error:
         raise MalformedError(f"its {where} is not valid base64") from error
     paths, objects = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]

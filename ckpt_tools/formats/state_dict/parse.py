@@ -135,7 +135,39 @@ def _model_prefix(
             hits[path[:-1]] += path[-1] in known
     if not sizes:
         return ()
+    best = max(hits.values())
+    rivals = [prefix for prefix in sizes if best and hits[prefix] == best]
+    if len(rivals) > 1:
+        return _chosen(_fitting(rivals, paths, numels, optim))
     return max(sizes, key=lambda prefix: (hits[prefix], bool(prefix) and prefix[-1] in MODEL_NAMES, sizes[prefix]))
+
+
+def _fitting(
+    rivals: list[TreePath], paths: Mapping[str, TreePath], numels: Mapping[str, int], optim: TreePath | None
+) -> list[TreePath]:
+    """Those models whose tensors have as many elements as the optimizer's state of the same name."""
+    by_path = {paths[name]: numel for name, numel in numels.items()}
+    wrong: Counter[TreePath] = Counter()
+    for path, numel in by_path.items():
+        place = _in_optim(path, optim)
+        if isinstance(place, State) and place.slot.startswith("exp_avg"):
+            for rival in rivals:
+                wrong[rival] += by_path.get((*rival, place.fqn)) != numel
+    least = min(wrong[rival] for rival in rivals)
+    return [rival for rival in rivals if wrong[rival] == least]
+
+
+def _chosen(rivals: list[TreePath]) -> TreePath:
+    """The one of several models that all fit the optimizer. Raises UnsupportedError where no name says which."""
+    named = [rival for rival in rivals if rival and rival[-1] in MODEL_NAMES]
+    found = named if len(rivals) > 1 and named else rivals
+    if len(found) > 1:
+        names = listed([dotted(rival) for rival in found])
+        raise UnsupportedError(
+            f"there are several models whose tensors have the names and shapes that the optimizer knows ({names}); "
+            f"choose one with {option('model_key')}"
+        )
+    return found[0]
 
 
 def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> LeafRole:

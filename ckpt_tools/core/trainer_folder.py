@@ -1,0 +1,79 @@
+"""The folder that a trainer makes around a checkpoint, so that it can be written as the trainer resumes from it.
+
+A trainer's folder has one or several checkpoints in folders of their own, and small files beside them: a scheduler,
+counts, a tokenizer. Those files mean nothing to us. A writer that gives the folder back copies their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+
+FILE = "file"
+"""Slot of the bytes of a file that is copied as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class BesideFile:
+    """A small file of a trainer's folder: its name in the source, its size, and the rank that it belongs to."""
+
+    source: str
+    num_bytes: int
+    rank: int | None = None
+
+    def table(self) -> ShardTable:
+        """Its bytes as a tensor."""
+        shape = (self.num_bytes,)
+        return ShardTable.build(
+            shape, DType.UINT8, [Shard(Box.whole(shape), ByteRange(self.source, 0, self.num_bytes))]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFolder:
+    """What lies where in the folder of ``trainer``.
+
+    ``parts`` maps the folder of each checkpoint in it to the names at the top of the tree that lies there; an empty
+    folder is the trainer's own. ``files`` are copied as they are, by their names in the folder. ``entries`` names what
+    of a manifest's ``extra`` was read from them, which is therefore not written a second time. ``unknown`` are files of
+    the source that lie in the folder itself, and that the trainer is not known to write. ``without_ranks`` says
+    how the trainer goes on without the files that belong to ranks; if ``first_is_enough``, it takes those of rank 0.
+    """
+
+    trainer: str
+    parts: Mapping[str, Collection[str]]
+    files: Mapping[str, BesideFile]
+    without_ranks: str = ""
+    first_is_enough: bool = False
+    unknown: frozenset[str] = frozenset()
+    entries: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", MappingProxyType(dict(self.parts)))
+        object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """The names of the files in the source."""
+        return frozenset(file.source for file in self.files.values())
+
+    def part_of(self, top: str) -> str:
+        """The folder in which an entry of the tree lies, by the name at the top of its path; the first one, where none
+        has that name."""
+        return next((folder for folder, tops in self.parts.items() if top in tops), next(iter(self.parts)))
+
+    def files_for(self, world_size: int) -> tuple[dict[str, BesideFile], dict[str, BesideFile]]:
+        """The files of the folder for that many ranks, and those that are left out."""
+        ranks = {file.rank for file in self.files.values() if file.rank is not None}
+        fits = ranks == set(range(world_size))
+
+        def stays(file: BesideFile) -> bool:
+            return file.rank is None or fits or (self.first_is_enough and file.rank == 0)
+
+        kept = {name: file for name, file in self.files.items() if stays(file)}
+        return kept, {name: file for name, file in self.files.items() if name not in kept}

@@ -1,0 +1,127 @@
+"""A folder whose model and optimizer are checkpoints of two formats, joined by the names of the parameters.
+
+NeMo Automodel writes ``model/`` through ``HuggingFaceStorageWriter`` and ``optim/`` as a DCP ``{"optim", "sched"}``
+whose optimizer is flattened by name (components/checkpoint/checkpointing.py, stateful_wrappers.py). The model's names
+may be those of Hugging Face, which differ from the optimizer's for some architectures: then nothing says which is
+which, and the two are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.shards import ShardTable
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import CkptError, UnsupportedError
+from ckpt_tools.formats.base import Reader
+from ckpt_tools.formats.registry import readers
+from ckpt_tools.stores.source import Source, Store, StoreWrapper
+
+_OPTIM = "optim/.metadata"
+
+_FILES = ("dcp", "safetensors")
+"""The formats of the optimizer and of the model."""
+
+
+def halves_prefix(source: Source) -> str | None:
+    """Where the folders ``model`` and ``optim`` of the one such checkpoint lie, if there is one."""
+    found = [path.removesuffix(_OPTIM) for path in source.files if path == _OPTIM or path.endswith(f"/{_OPTIM}")]
+    if len(found) != 1 or sum(path.rpartition("/")[2] == ".metadata" for path in source.files) != 1:
+        return None
+    folder = f"{found[0]}model/"
+    files = [path[len(folder) :] for path in source.files if path.startswith(folder)]
+    return found[0] if any("/" not in path and path.endswith(".safetensors") for path in files) else None
+
+
+def read_halves(source: Source, prefix: str, options: ReadOptions) -> tuple[Manifest, Reader]:
+    """The whole checkpoint, and the reader of its optimizer.
+
+    Raises:
+        UnsupportedError: the optimizer knows parameters that the model does not have. FormatError: as the readers say.
+    """
+    reader, models = (readers()[name] for name in _FILES)
+    optim = reader.read_manifest(_part(source, f"{prefix}optim/"), options)
+    model = _model(models, source, f"{prefix}model/")
+    _check_names(optim, model, prefix)
+    state = optim.tree or StateTree((), None)
+    tree = StateTree(("model",), state.optim or ("optim",), state.is_flattened, state.extras)
+    joined = replace(
+        optim,
+        tensors={**model.tensors, **optim.tensors},
+        aliases=model.aliases,
+        world_size=None,
+        tree=tree,
+        notes=(*optim.notes, *model.notes),
+    )
+    return replace(joined, notes=(*joined.notes, *_beside(source, prefix, joined))), reader
+
+
+def _model(reader: Reader, source: Source, folder: str) -> Manifest:
+    """The manifest of the model, with the names that its files have in the whole source."""
+    try:
+        manifest = reader.read_manifest(_inside(source, folder), ReadOptions())
+    except CkptError as error:
+        path = folder if error.path is None else f"{folder}{error.path}"
+        raise type(error)(error.message, path=path, key=error.key) from error
+    return replace(manifest, tensors={key: _moved(entry, folder) for key, entry in manifest.tensors.items()})
+
+
+def _part(source: Source, prefix: str) -> Source:
+    return replace(source, files={path: size for path, size in source.files.items() if path.startswith(prefix)})
+
+
+def _inside(source: Source, prefix: str) -> Source:
+    """The source whose root is the folder ``prefix``."""
+    files = {path[len(prefix) :]: size for path, size in _part(source, prefix).files.items()}
+    return Source(_Below(source.store, prefix), files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Below(StoreWrapper):
+    """A store whose root is a folder of another."""
+
+    store: Store
+    prefix: str
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self.store.read_into(self.prefix + path, start, buffer)
+
+
+def _moved(entry: TensorEntry, prefix: str) -> TensorEntry:
+    table: ShardTable = replace(entry.shards, files=[f"{prefix}{file}" for file in entry.shards.files])
+    return replace(entry, shards=table)
+
+
+def _check_names(optim: Manifest, model: Manifest, prefix: str) -> None:
+    """Raises UnsupportedError unless every parameter that the optimizer knows is a weight of the same shape."""
+    if any(key.slot == WEIGHT for key in optim.of_kind(Kind.PARAMETER, Kind.BUFFER)):
+        raise UnsupportedError("there are weights here and in the folder of the model", path=f"{prefix}optim/.metadata")
+    state = optim.of_kind(Kind.STATE)
+    unknown = sorted({key.fqn for key, entry in state.items() if not _fits(key, entry, model.tensors)})
+    if unknown:
+        raise UnsupportedError(
+            f"the optimizer's parameters {listed(unknown)} are not in {prefix}model under these names and shapes (the "
+            f"model was saved under other names, such as those of Hugging Face); name {prefix}model for the weights "
+            "alone",
+            path=f"{prefix}optim/.metadata",
+        )
+
+
+def _fits(key: StateKey, entry: TensorEntry, weights: Mapping[StateKey, Any]) -> bool:
+    weight = weights.get(StateKey(key.fqn))
+    return weight is not None and entry.shape in ((), (1,), weight.shape)
+
+
+def _beside(source: Source, prefix: str, manifest: Manifest) -> list[Note]:
+    """Notes on the files that are part of neither half."""
+    used = manifest.files | {f"{prefix}{_OPTIM}"}
+    left = [path for path in source.files if path.startswith(prefix) and path not in used]
+    return [
+        Note(Outcome.DROPPED, path, "it is beside the model's and the optimizer's files and is not read")
+        for path in left
+    ]

@@ -1,0 +1,83 @@
+"""Streams that were compressed with zstd, through the package zstandard, which is asked for only when one is read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Protocol
+
+from ckpt_tools.errors import MalformedError, UnsupportedError
+
+MAX_WINDOW_BYTES = 1 << 23
+"""The window that a frame may ask for, which the reader keeps; the one of the level that torch uses is 2 MiB."""
+
+READ_BYTES = 256 << 10
+"""Of the compressed bytes at a time."""
+
+ReadRange = Callable[[int, int], bytes]
+
+
+class Inflated(Protocol):
+    """What was compressed, from its start on."""
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, at most ``size``; none at the end. Raises MalformedError for a damaged frame."""
+
+
+class ZstandardMissingError(UnsupportedError):
+    """The package that decompresses is not installed."""
+
+
+def inflating(read: ReadRange, size: int, path: str) -> Inflated:
+    """The ``size`` compressed bytes that ``read`` gives. Raises ZstandardMissingError."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ZstandardMissingError(
+            "its items are compressed with zstd, which needs the package zstandard: pip install zstandard", path=path
+        ) from error
+    stream = io.BufferedReader(_Compressed(read, size), READ_BYTES)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    return _Checked(decompressor.stream_reader(stream, read_across_frames=True), zstandard.ZstdError, path)
+
+
+def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
+    """All of it. Raises MalformedError where it is damaged or has more than ``limit_bytes``."""
+    stream = inflating(read, size, path)
+    found = bytearray()
+    while part := stream.read(min(1 << 20, limit_bytes + 1 - len(found))):
+        found += part
+        if len(found) > limit_bytes:
+            raise MalformedError(f"an item decompresses to more than {limit_bytes:,} bytes", path=path)
+    return bytes(found)
+
+
+class _Checked:
+    def __init__(self, stream: Inflated, error: type[Exception], path: str) -> None:
+        self._stream = stream
+        self._error = error
+        self._path = path
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._stream.read(size)
+        except self._error as error:
+            raise MalformedError(f"an item is compressed with zstd, and damaged: {error}", path=self._path) from error
+
+
+class _Compressed(io.RawIOBase):
+    """A range of a store as a stream."""
+
+    def __init__(self, read: ReadRange, size: int) -> None:
+        self._read = read
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._read(self._at, min(self._at + len(buffer), self._size))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

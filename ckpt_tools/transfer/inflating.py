@@ -1,0 +1,142 @@
+"""Ranges of items that are stored compressed, in bounded memory.
+
+A compressed item can be read from its start alone. A stream for each of the few items in use goes forward as far as it
+is asked to, and keeps the last part of what came out, because workers do not ask in order. What lies before that part
+is decompressed again. An item is read once more before, to learn how long it is: its zip directory is at its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckpt_tools.core.shards import ByteRange
+from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.serialization.zstd import Inflated, inflating
+
+BLOCK_BYTES = 1 << 20
+"""Of what comes out at a time."""
+
+WINDOW_BYTES = 12 << 20
+"""Of what came out last that a stream keeps: three tasks of full size."""
+
+MAX_STREAMS = 4
+"""Streams that are kept. Together they take what ``planning.plan.INFLATING_BYTES`` states."""
+
+MAX_OVERHEAD_BYTES = 1 << 20
+"""Of an item beside its elements: a zip directory and a small pickle."""
+
+_MARK = "\0inflated:"
+
+
+def inflated_name(at: ByteRange) -> str:
+    """The name of what a compressed range holds, as if it were a file. No store has a file of such a name."""
+    return f"{_MARK}{at.start}:{at.stop}:{at.file}"
+
+
+def is_inflated(file: str) -> bool:
+    return file.startswith(_MARK)
+
+
+def _range_of(name: str) -> ByteRange:
+    start, stop, file = name.removeprefix(_MARK).split(":", 2)
+    return ByteRange(file, int(start), int(stop))
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One item; what came out last is in ``window``, and ends at ``position``."""
+
+    open: Callable[[], Inflated]
+    source: Inflated
+    window: deque[bytes] = field(default_factory=deque)
+    kept: int = 0
+    position: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def advance(self) -> int:
+        """Bytes that came out; none at the end."""
+        data = self.source.read(BLOCK_BYTES)
+        self.window.append(data)
+        self.kept += len(data)
+        self.position += len(data)
+        while self.kept - len(self.window[0]) >= WINDOW_BYTES:
+            self.kept -= len(self.window.popleft())
+        return len(data)
+
+    def rewind(self) -> None:
+        self.source = self.open()
+        self.window.clear()
+        self.kept = self.position = 0
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        if start < self.position - self.kept:
+            self.rewind()
+        done = 0
+        while done < len(buffer):
+            if start + done >= self.position:
+                if not self.advance():
+                    raise IncompleteError(f"a compressed item ends at byte {self.position:,}")
+                continue
+            done += self._copied(start + done, buffer[done:])
+
+    def _copied(self, start: int, buffer: memoryview) -> int:
+        """Bytes of one part of the window from ``start`` on."""
+        at = self.position - self.kept
+        for part in self.window:
+            if start < at + len(part):
+                found = part[start - at : start - at + len(buffer)]
+                buffer[: len(found)] = found
+                return len(found)
+            at += len(part)
+        raise AssertionError("the window holds what lies between its ends")
+
+
+@dataclass(slots=True)
+class Inflating:
+    """What compressed ranges hold; ``read`` gives bytes ``[start, stop)`` of a file. Safe to share between threads."""
+
+    read: Callable[[str, int, int], bytes]
+    _streams: OrderedDict[str, _Stream] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def size(self, at: ByteRange, *, limit_bytes: int) -> int:
+        """The bytes that a range holds.
+
+        Raises:
+            MalformedError: it is damaged, or holds more than ``limit_bytes``.
+        """
+        stream = self._stream(inflated_name(at))
+        with stream.lock:
+            while stream.advance():
+                if stream.position > limit_bytes:
+                    raise MalformedError(
+                        f"the item at byte {at.start:,} decompresses to more than the {limit_bytes:,} bytes that its "
+                        "index allows",
+                        path=at.file,
+                    )
+            return stream.position
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from byte ``start`` of what the range of that name holds. Raises as ``size``."""
+        stream = self._stream(name)
+        with stream.lock:
+            stream.read_into(start, buffer)
+
+    def _stream(self, name: str) -> _Stream:
+        with self._lock:
+            found = self._streams.pop(name, None) or self._opened(_range_of(name))
+            self._streams[name] = found
+            while len(self._streams) > MAX_STREAMS:
+                self._streams.popitem(last=False)
+            return found
+
+    def _opened(self, at: ByteRange) -> _Stream:
+        def source() -> Inflated:
+            return inflating(
+                lambda start, stop: self.read(at.file, at.start + start, at.start + stop), at.stop - at.start, at.file
+            )
+
+        return _Stream(source, source())

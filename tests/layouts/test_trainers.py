@@ -1,0 +1,153 @@
+"""A trainer's folder is given back: the trainer itself resumes from it at another number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, LossError, UsageError
+from fixtures import launch
+from fixtures.corpus import layouts, make
+from fixtures.corpus.trainers import FAMILY, ON_RANKS
+from tests.layouts.contents import contents
+from tests.support.ranks import for_ranks
+
+SMALL = {
+    "accelerate-fsdp2": {"scheduler.bin", "custom_checkpoint_0.pkl"},
+    "accelerate-fsdp1": {"scheduler.bin", "custom_checkpoint_0.pkl"},
+    "lightning-model-parallel": {"meta.pt"},
+    "lightning-fsdp": {"meta.pt"},
+    "transformers-fsdp2": {"scheduler.pt", "trainer_state.json"},
+}
+"""What each lays beside its tensors for all ranks together."""
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ON_RANKS)
+def test_its_trainer_resumes_from_it(kind: str, tmp_path: Path) -> None:
+    made, (_, resume, args) = make(kind), ON_RANKS[kind]
+    ckpt_tools.reshard(made.source, tmp_path / "out.ckpt", world_size=3)
+    wanted = launch.pool(2).run(resume, str(made.source), *args)[0]
+    found = launch.pool(3).run(resume, str(tmp_path / "out.ckpt"), *args)[0]
+    assert len(set(wanted)) == len(wanted), "losses that do not move show nothing"
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ON_RANKS)
+def test_the_small_files_are_copied_and_those_of_ranks_are_named(kind: str, tmp_path: Path) -> None:
+    made = make(kind)
+    report = ckpt_tools.reshard(made.source, tmp_path / "out", world_size=3)
+    assert {name for name in names(tmp_path / "out") if not name.endswith((".distcp", ".metadata"))} == SMALL[kind]
+    for name in SMALL[kind]:
+        assert (tmp_path / "out" / name).read_bytes() == (made.source / name).read_bytes()
+    told = [note.what for note in report.plan.notes]
+    of_ranks = sorted(name for name in names(made.source) if name.endswith(("_0.pth", "_1.pth", "_0.pkl", "_1.pkl")))
+    of_ranks = [name for name in of_ranks if not name.startswith("custom")]
+    assert told == ([", ".join(of_ranks)] if of_ranks else [])
+    assert report.plan.num_tensors == len(ckpt_tools.inspect(tmp_path / "out").tensors)
+
+
+def test_for_as_many_ranks_nothing_is_left_out(tmp_path: Path) -> None:
+    made = make("accelerate-fsdp2")
+    ckpt_tools.convert(made.source, tmp_path / "out", to="dcp", strict=True)
+    assert names(tmp_path / "out") == names(made.source)
+
+
+def test_generators_of_other_ranks_are_a_loss(tmp_path: Path) -> None:
+    with pytest.raises(LossError, match=r"random_states_0\.pkl"):
+        ckpt_tools.reshard(make("accelerate-fsdp2").source, tmp_path / "out", world_size=3, strict=True)
+
+
+def test_a_checkpoint_below_a_runs_folder_is_written_at_the_top(tmp_path: Path) -> None:
+    shutil.copytree(make("transformers-fsdp2").folder, tmp_path / "run")
+    beside = {"config.json", "training_args.bin", "tokenizer.json", "tokenizer_config.json", "rng_state_2.pth"}
+    for name in beside:
+        (tmp_path / "run" / "checkpoint-3" / name).write_text(name)
+    report = ckpt_tools.reshard(tmp_path / "run", tmp_path / "out", world_size=3)
+    for name in beside:
+        assert (tmp_path / "out" / name).read_text() == name
+    assert (tmp_path / "out" / "trainer_state.json").is_file()
+    assert report.plan.notes == ()
+
+
+def test_a_file_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    shutil.copytree(make("accelerate-fsdp2").source, tmp_path / "in")
+    (tmp_path / "in" / "ema.safetensors.part").write_bytes(b"?")
+    (tmp_path / "in" / "notes.txt").write_bytes(b"?")
+    report = ckpt_tools.reshard(tmp_path / "in", tmp_path / "out", world_size=2)
+    assert [note.what for note in report.plan.notes] == ["ema.safetensors.part", "notes.txt"]
+
+
+def test_an_empty_file_is_copied(tmp_path: Path) -> None:
+    shutil.copytree(make("accelerate-fsdp2").source, tmp_path / "in")
+    (tmp_path / "in" / "sampler.bin").write_bytes(b"")
+    ckpt_tools.reshard(tmp_path / "in", tmp_path / "out", world_size=3)
+    assert (tmp_path / "out" / "sampler.bin").read_bytes() == b""
+
+
+def test_the_weights_alone_are_a_dcp_of_their_own(tmp_path: Path) -> None:
+    ckpt_tools.convert(make("accelerate-fsdp2").source, tmp_path / "out", to="dcp", state="model", world_size=1)
+    assert names(tmp_path / "out") == {".metadata", "__0_0.distcp"}
+
+
+@pytest.mark.parametrize("kind", ["accelerate-fsdp2", "lightning-fsdp"])
+def test_such_a_folder_is_replaced_by_another(kind: str, tmp_path: Path) -> None:
+    made = make(kind)
+    for world_size in (3, 1):
+        ckpt_tools.reshard(made.source, tmp_path / "out", world_size=world_size, overwrite=True)
+        assert ckpt_tools.inspect(tmp_path / "out").world_size == world_size
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(ckpt_tools.CkptError, match=r"mine\.txt"):
+        ckpt_tools.reshard(made.source, tmp_path / "out", world_size=2, overwrite=True)
+
+
+FOREIGN = [name for name, layout in layouts().items() if layout.family == FAMILY and layout.opens_as is not None]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("to", ["dcp", "zero3", "universal"])
+def test_it_is_written_as_anything_else(name: str, to: str, tmp_path: Path) -> None:
+    """Names that a writer has no place for are noted, so that what is compared is what the model has."""
+    source = make(name).source
+    ckpt_tools.convert(source, tmp_path / "out", to=to, **for_ranks(to, 3))
+    assert ckpt_tools.verify(source, tmp_path / "out", weights="model" if to == "dcp" else None).equal
+
+
+def test_olmo_core_takes_the_state_of_rank_0_where_a_rank_has_none(tmp_path: Path) -> None:
+    report = ckpt_tools.reshard(make("olmo-core").source, tmp_path / "out", world_size=3)
+    small = {name for name in names(tmp_path / "out") if not name.startswith("model_and_optim")}
+    assert small == {"config.json", ".metadata.json", "train/rank0.pt"}
+    assert [note.what for note in report.plan.notes] == ["train/rank1.pt"]
+
+
+def test_the_halves_of_automodel_are_written_as_one(tmp_path: Path) -> None:
+    source = make("automodel").source
+    ckpt_tools.convert(source, tmp_path / "out", to="dcp", world_size=3)
+    assert names(tmp_path / "out") == {".metadata", *(f"__{rank}_0.distcp" for rank in range(3))}
+    _, wanted = contents(source)
+    assert contents(tmp_path / "out")[1] == wanted
+    with pytest.raises(UsageError, match="has no world size to change"):
+        ckpt_tools.reshard(source, tmp_path / "again", world_size=3)
+
+
+@pytest.mark.parametrize("lost", ["model/shard-00001*", "optim/__1_0.distcp", "optim/.metadata"])
+def test_a_lost_half_is_missed(lost: str, tmp_path: Path) -> None:
+    shutil.copytree(make("automodel").folder, tmp_path / "in")
+    (path,) = (tmp_path / "in").glob(f"*/{lost}")
+    path.unlink()
+    with pytest.raises(CkptError):
+        contents(tmp_path / "in")
+
+
+def test_a_damaged_file_of_a_half_is_named(tmp_path: Path) -> None:
+    shutil.copytree(make("automodel").folder, tmp_path / "in")
+    (path,) = (tmp_path / "in").glob("*/model/shard-00001*")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CkptError, match="epoch_0_step_3/model/shard-00001"):
+        contents(tmp_path / "in")
