@@ -65,6 +65,7 @@ class _Bounded:
 
 
 _READERS = {
+    "megatron": "megatron.reader:MegatronReader",
     "dcp": "dcp.reader:DcpReader",
     "universal": "deepspeed.universal.reader:UniversalReader",
     "deepspeed": "deepspeed.zero_reader.reader:DeepSpeedReader",
@@ -74,6 +75,7 @@ _READERS = {
 """Where each is, the most telling first: their order is the order of detection."""
 
 _SIGNS = {
+    "megatron": (".metadata", "/metadata.json", "common.pt", "_rng.pt", "distrib_optim.pt"),
     "dcp": (".metadata",),
     "universal": ("/fp32.pt",),
     "deepspeed": ("_states.pt",),
@@ -90,6 +92,7 @@ _WRITERS = {
     "zero2": "deepspeed.zero_writer.writer:ZeroWriter",
     "zero3": "deepspeed.zero_writer.writer:ZeroWriter",
     "universal": "deepspeed.universal.writer:UniversalWriter",
+    "megatron": "megatron.writer:MegatronWriter",
 }
 """By the names that ``--to`` takes."""
 
@@ -126,6 +129,7 @@ def writers() -> Mapping[str, Writer]:
 
 _ABOUT = {
     "dcp": "PyTorch Distributed Checkpoint: a .metadata file and __R_N.distcp files (FSDP2 and others)",
+    "megatron": "Megatron-Core torch_dist: an iter_N folder of .metadata, common.pt and __R_N.distcp files",
     "zero1": "DeepSpeed ZeRO-1: a tag folder of *_model_states.pt and *_optim_states.pt, and the file latest",
     "zero2": "DeepSpeed ZeRO-2",
     "zero3": "DeepSpeed ZeRO-3",
@@ -251,7 +255,6 @@ _FOREIGN = {
     "_CHECKPOINT_METADATA": "Orbax (JAX), which is not supported; export the weights as safetensors",
     "manifest.ocdbt": "Orbax (JAX), which is not supported; export the weights as safetensors",
     ".zarray": "a folder of Zarr arrays, which is not supported; export the weights as safetensors",
-    "model_optim_rng.pt": "Megatron-LM's own format, which is not supported; convert it with Megatron's converter",
 }
 """Formats that are known and not read, by the names of their files, and what a user can do."""
 

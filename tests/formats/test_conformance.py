@@ -5,6 +5,9 @@ from __future__ import annotations
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.formats.dcp.reader import DcpReader
 from ckpt_tools.formats.dcp.writer import DcpWriter
+from ckpt_tools.formats.megatron.folders import TRACKER
+from ckpt_tools.formats.megatron.reader import MegatronReader
+from ckpt_tools.formats.megatron.writer import MegatronWriter
 from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
 from ckpt_tools.formats.torch_save import TorchReader, TorchWriter
 from ckpt_tools.testing.formats import FormatTests
@@ -22,3 +25,8 @@ class TestTorch(FormatTests):
 
 class TestDcp(FormatTests):
     reader, writer = DcpReader(), DcpWriter()
+
+
+class TestMegatron(FormatTests):
+    reader, writer = MegatronReader(), MegatronWriter()
+    optional_files = (TRACKER,)

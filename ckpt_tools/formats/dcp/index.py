@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, ShardTable
-from ckpt_tools.core.values import Size
+from ckpt_tools.core.values import Size, Value
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TensorLeaf, TreePath
@@ -41,8 +41,8 @@ class Index:
     tensors: Mapping[str, TensorLeaf]
     objects: Mapping[str, ByteRange]
     paths: Mapping[str, TreePath]
-    is_megatrons: bool = False
-    """Whether Megatron-Core left its own data in it."""
+    mcore_data: Value = None
+    """What Megatron-Core keeps in it beside torch's own: more about its tensors, by name."""
 
     @property
     def num_ranks(self) -> int | None:
@@ -69,7 +69,7 @@ def read_index(source: Source, path: str) -> Index:
             tensors[fqn] = _stored(fqn, entry, items, files)
         else:
             objects[fqn] = _object(fqn, items, files)
-    return Index(tensors, objects, _paths(metadata), "mcore_data" in metadata.extra)
+    return Index(tensors, objects, _paths(metadata), metadata.extra.get("mcore_data"))
 
 
 class _Files:

@@ -21,6 +21,7 @@ from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.dcp.folders import is_metadata, is_of_one_rank, metadata_files, own_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, read_index
+from ckpt_tools.formats.foreign import megatron_folders
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source
@@ -33,16 +34,17 @@ class DcpReader:
     name: str = "dcp"
 
     def detect(self, source: Source) -> bool:
-        return any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
+        found = any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
+        return found and not megatron_folders(source)
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         paths = metadata_files(source.files)
         index = _joined({path: read_index(source, path) for path in paths})
         refuse_megatron(source, paths, index)
-        ties = _ties(index.tensors)
+        ties = ties_among(index.tensors)
         tensors = {fqn: tensor for fqn, tensor in index.tensors.items() if fqn not in ties}
         inner: dict[StateKey, TensorLeaf] = {}
-        objects = {fqn: _read_object(source, fqn, at, inner) for fqn, at in index.objects.items()}
+        objects = {fqn: read_object(source, fqn, at, inner) for fqn, at in index.objects.items()}
         manifest = manifest_of(
             Leaves(index.paths, tensors, objects, inner),
             format_name="dcp",
@@ -73,7 +75,7 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
     return first
 
 
-def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
     """Names of which every piece is stored in the very item of another name, which torch never does but we do."""
     owners: dict[tuple[str, int], str] = {}
     ties = {}
@@ -93,7 +95,7 @@ def _same_pieces(one: ShardTable, other: ShardTable) -> bool:
     return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files
 
 
-def _read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
+def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
     """The value of an item; tensors inside it are added to ``inner``, and leave references."""
 
     def read(start: int, stop: int) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -60,7 +60,7 @@ class DcpWriter:
         entries = entries_of(manifest, tree)
         placed = place(manifest, entries, options.world_size)
         metadata = FileLayout(METADATA, (Literal(dumps(metadata_of(entries, placed))),))
-        return Layout((*_RankFiles(placed).files(), metadata), entries.notes)
+        return Layout((*RankFiles(placed).files(), metadata), entries.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ class Placed:
     whole: Mapping[str, Whole]
     cut: Mapping[str, Cut]
     sizes: Ints
+    owners: Mapping[StateKey, StateKey] = field(default_factory=dict)
+    """Tensors that another one is read for, such as a weight for the fp32 copy of it that the source lacks."""
 
 
 def place(manifest: Manifest, entries: Entries, world_size: int) -> Placed:
@@ -174,11 +176,12 @@ def file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-class _RankFiles:
+class RankFiles:
     """The segments of the ranks' files, made when they are asked for."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, prefix: str = "") -> None:
         self._placed = placed
+        self._prefix = prefix
         self._whole: list[list[Whole]] = [[] for _ in placed.sizes]
         for piece in placed.whole.values():
             self._whole[piece.rank].append(piece)
@@ -186,10 +189,13 @@ class _RankFiles:
     def files(self) -> list[LazyFile]:
         cache = FileCache(self.file)
         sizes = enumerate(self._placed.sizes.tolist())
-        return [LazyFile(file_name(rank), size, rank, cache) for rank, size in sizes if size]
+        return [LazyFile(self._path(rank), size, rank, cache) for rank, size in sizes if size]
 
     def file(self, rank: int) -> FileLayout:
-        return FileLayout(file_name(rank), tuple(chain.from_iterable(self._items(rank))))
+        return FileLayout(self._path(rank), tuple(chain.from_iterable(self._items(rank))))
+
+    def _path(self, rank: int) -> str:
+        return f"{self._prefix}{file_name(rank)}"
 
     def _items(self, rank: int) -> Iterator[list[Segment]]:
         for piece in self._whole[rank]:
@@ -205,7 +211,7 @@ class _RankFiles:
 
     def _payload(self, key: StateKey, box: Box) -> Payload:
         entry = self._placed.tensors[key]
-        return Payload(key, box, entry.shape, entry.dtype)
+        return Payload(self._placed.owners.get(key, key), box, entry.shape, entry.dtype)
 
 
 def metadata_of(entries: Entries, placed: Placed) -> Metadata:
