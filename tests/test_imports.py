@@ -47,6 +47,9 @@ FORMATS_SHARED = {"base", "flat_names", "foreign", "state_dict", "hf_index", "ru
 """What several formats have in common. ``registry`` knows every format, ``reading``, ``runs``, ``run_folders`` and
 ``trainer_files`` none, but ``reading`` hands the files of torch to what joins them with others."""
 
+FORMATS_BELOW = {"megatron": "dcp"}
+"""A format whose files are those of another with more beside them, and which is built on that one's modules."""
+
 FRAMEWORKS = {
     "torch",
     "torchvision",
@@ -185,7 +188,8 @@ def test_formats_do_not_know_each_other() -> None:
 
     def allowed(found: Import) -> bool:
         here, there = format_of(found.module), format_of(found.target)
-        return here is None or there in {None, here, *FORMATS_SHARED} or here in {"registry", "reading", "runs"}
+        known = {None, here, *FORMATS_SHARED, FORMATS_BELOW.get(here or "")}
+        return here is None or there in known or here in {"registry", "reading", "runs"}
 
     assert not listing([found for found in OURS if not allowed(found)])
 

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools.core.option_names import option, spelled
 from ckpt_tools.errors import UsageError
 
-RANKED = ("dcp", "zero1", "zero2", "zero3")
+RANKED = ("dcp", "zero1", "zero2", "zero3", "megatron")
 """Formats that are written for a number of ranks."""
 SHARDED = ("safetensors", "torch")
 """Formats whose output is cut into shards of at most a given size."""

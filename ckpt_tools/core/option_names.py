@@ -10,10 +10,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias, get_args
 
-WrittenFormat: TypeAlias = Literal["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "gguf", "npz"]
+WrittenFormat: TypeAlias = Literal[
+    "safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "megatron", "gguf", "npz"
+]
 """What ``to`` accepts."""
 ReadFormat: TypeAlias = Literal[
-    "dcp", "universal", "deepspeed", "safetensors", "torch", "zero1", "zero2", "zero3", "gguf", "npz", "orbax"
+    "dcp",
+    "universal",
+    "deepspeed",
+    "safetensors",
+    "torch",
+    "zero1",
+    "zero2",
+    "zero3",
+    "megatron",
+    "gguf",
+    "npz",
+    "orbax",
 ]
 """What ``from_`` accepts; ``deepspeed`` is any ZeRO stage."""
 State: TypeAlias = Literal["model", "all"]

@@ -69,6 +69,7 @@ class _Bounded:
 
 
 _READERS = {
+    "megatron": "megatron.reader:MegatronReader",
     "dcp": "dcp.reader:DcpReader",
     "orbax": "orbax.reader:OrbaxReader",
     "universal": "deepspeed.universal.reader:UniversalReader",
@@ -81,6 +82,7 @@ _READERS = {
 """Where each is, the most telling first: their order is the order of detection."""
 
 _SIGNS = {
+    "megatron": (".metadata", "/metadata.json", "common.pt", "_rng.pt", "distrib_optim.pt"),
     "dcp": (".metadata",),
     "orbax": ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
     "universal": ("/fp32.pt",),
@@ -102,6 +104,7 @@ _WRITERS = {
     "universal": "deepspeed.universal.writer:UniversalWriter",
     "gguf": "gguf.files:GgufWriter",
     "npz": "npz.files:NpzWriter",
+    "megatron": "megatron.writer:MegatronWriter",
 }
 """By the names that ``--to`` takes."""
 
@@ -138,6 +141,7 @@ def writers() -> Mapping[str, Writer]:
 
 _ABOUT = {
     "dcp": "PyTorch Distributed Checkpoint: a .metadata file and __R_N.distcp files (FSDP2 and others)",
+    "megatron": "Megatron-Core torch_dist: an iter_N folder of .metadata, common.pt and __R_N.distcp files",
     "zero1": "DeepSpeed ZeRO-1: a tag folder of *_model_states.pt and *_optim_states.pt, and the file latest",
     "zero2": "DeepSpeed ZeRO-2",
     "zero3": "DeepSpeed ZeRO-3",
@@ -271,7 +275,6 @@ _FOREIGN = {
     "*.nemo": "NeMo's archive, which is not supported; unpack it with tar and name the folder inside",
     ".zarray": "a folder of Zarr arrays, which is not supported; export the weights as safetensors",
     "zarr.json": "a folder of Zarr arrays, which is not supported; export the weights as safetensors",
-    "model_optim_rng.pt": "Megatron-LM's own format, which is not supported; convert it with Megatron's converter",
     "*.npy": "a single array without a name, which is not supported; save it with numpy.savez(FILE, name=array)",
     "*.h5": f"a file of HDF5 (Keras), {_NO_TENSORFLOW}",
     "*.hdf5": f"a file of HDF5 (Keras), {_NO_TENSORFLOW}",

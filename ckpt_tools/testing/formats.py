@@ -41,6 +41,7 @@ FOREIGN: Mapping[str, tuple[str, ...]] = {
     "torch": ("checkpoint.pt",),
     "deepspeed": ("latest", "step1/mp_rank_00_model_states.pt", "step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     "universal": ("latest_universal", "step1/mp_rank_00_model_states.pt", "step1/zero/w/fp32.pt"),
+    "megatron": ("latest_checkpointed_iteration.txt", "iter_0000001/.metadata", "iter_0000001/common.pt"),
     "gguf": ("model.gguf",),
     "npz": ("model.npz",),
     "orbax": ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
@@ -67,6 +68,8 @@ class FormatTests:
     """Whether tied names are told from names of equal tensors."""
     own_entries: ClassVar[tuple[str, ...]] = ()
     """Entries that reading adds, which say something of the files."""
+    optional_files: ClassVar[tuple[str, ...]] = ()
+    """Files that it writes and can be read without."""
 
     def test_what_is_written_is_read(self) -> None:
         """Every tensor bit for bit, and all that is not a tensor."""
@@ -118,7 +121,8 @@ class FormatTests:
             others = {name: each for name, each in files.items() if name != path}
             shortened = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
             # A folder without any file is refused before a reader is asked.
-            for damaged in [*shortened, *filter(None, [others])]:
+            without = [] if path in self.optional_files else [others]
+            for damaged in [*shortened, *filter(None, without)]:
                 with pytest.raises(FormatError):
                     self._elements(damaged)
 

@@ -7,6 +7,9 @@ from ckpt_tools.formats.dcp.reader import DcpReader
 from ckpt_tools.formats.dcp.writer import DcpWriter
 from ckpt_tools.formats.gguf.files import GgufReader, GgufWriter
 from ckpt_tools.formats.gguf.header import DTYPES
+from ckpt_tools.formats.megatron.folders import TRACKER
+from ckpt_tools.formats.megatron.reader import MegatronReader
+from ckpt_tools.formats.megatron.writer import MegatronWriter
 from ckpt_tools.formats.npz.files import NpzReader, NpzWriter
 from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
 from ckpt_tools.formats.torch_save import TorchReader, TorchWriter
@@ -37,3 +40,8 @@ class TestNpz(FormatTests):
     reader, writer = NpzReader(), NpzWriter()
     unsupported_dtypes = (DType.BFLOAT16, DType.COMPLEX32, *(dtype for dtype in DType if "float8" in dtype.value))
     keeps_state, keeps_user_tensors, keeps_ties = False, False, False
+
+
+class TestMegatron(FormatTests):
+    reader, writer = MegatronReader(), MegatronWriter()
+    optional_files = (TRACKER,)

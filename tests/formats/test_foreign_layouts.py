@@ -136,18 +136,22 @@ class TestMegatron:
         torch.save({"iteration": 10}, folder / "common.pt")
 
     @pytest.mark.parametrize("sign", ["metadata", "common"])
-    @pytest.mark.parametrize("from_", [None, "dcp"])
     @pytest.mark.parametrize("inside", ["", "iter_0000010"])
-    def test_it_is_known_by_its_files(self, tmp_path: Path, sign: str, from_: str | None, inside: str) -> None:
+    def test_it_is_known_by_its_files(self, tmp_path: Path, sign: str, inside: str) -> None:
         folder = tmp_path / "run" / inside
         dcp.save({"decoder.weight": torch.ones(2)}, checkpoint_id=str(folder), no_dist=True)
         getattr(self, f"only_{sign}")(folder)
-        assert "megatron-core" in refusal(tmp_path / "run", from_=from_)
+        assert "read it with from_='megatron'" in refusal(tmp_path / "run", from_="dcp")
+        missing = {"metadata": "common.pt", "common": "metadata.json"}[sign]
+        for from_ in (None, "megatron"):
+            with pytest.raises(IncompleteError, match=missing):
+                ckpt_tools.inspect(tmp_path / "run", from_=from_)
 
     def test_it_is_known_by_its_objects(self, tmp_path: Path) -> None:
         state = {"decoder.weight": torch.ones(2), "common_state/shard_0_1": [10]}
         dcp.save(state, checkpoint_id=str(tmp_path / "run"), no_dist=True)
-        assert "megatron-core" in refusal(tmp_path / "run")
+        message = refusal(tmp_path / "run")
+        assert "megatron-core" in message and "metadata.json" in message
 
     def test_it_is_known_by_its_data_in_the_index(self, tmp_path: Path) -> None:
         dcp.save({"decoder.weight": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)

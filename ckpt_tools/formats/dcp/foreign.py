@@ -2,26 +2,23 @@
 
 Megatron-Core's ``torch_dist`` (dist_checkpointing, 0.7 to 0.19) is a DCP whose names carry the optimizer's slots in
 front, ``optimizer.state.exp_avg.<name>``, whose layers are stacked into one tensor, and whose step and parameter groups
-lie in ``common.pt`` beside it, or in an item ``common_state/shard_0_1``. NeMo Automodel keeps Hugging Face shards in
-``model/`` and a DCP of the optimizer in ``optim/``.
+lie in ``common.pt`` beside it, or in an item ``common_state/shard_0_1``; it is a format of its own. NeMo
+Automodel keeps Hugging Face shards in ``model/`` and a DCP of the optimizer in ``optim/``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.index import Index
+from ckpt_tools.formats.foreign import MEGATRON_CONFIG, megatron_folders
 from ckpt_tools.stores.source import Source
-
-MAX_JSON_BYTES = 1 << 20
-"""Megatron's ``metadata.json`` names a backend and two versions."""
 
 _SHARDED_OBJECT = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
 """megatron/core/dist_checkpointing/mapping.py ``ShardedObject.unique_key``."""
@@ -30,37 +27,39 @@ _WEIGHTS = re.compile(r"(?:.*\.safetensors|.*model[^/]*\.(?:bin|pt|pth)|.*_model
 
 _ADVICE = (
     "this checkpoint is written by megatron-core's dist_checkpointing (torch_dist), which stacks layers and puts "
-    "optimizer state beside the weights, and is not read; export it with Megatron-Bridge or megatron's own converter"
+    "optimizer state beside the weights; "
 )
 
 
 def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> None:
     """Raises UnsupportedError where the folders of ``metadata`` are Megatron-Core's."""
-    for path in metadata:
-        folder = path.rpartition("/")[0]
-        sign = _sign(source, f"{folder}/" if folder else "")
-        if sign is not None:
-            raise UnsupportedError(_ADVICE, path=sign)
+    known = [f"{prefix}.metadata" for prefix in megatron_folders(source)]
+    sign = next((path for path in metadata if path in known), None)
+    if sign is not None:
+        raise UnsupportedError(f"{_ADVICE}read it with {option('from_', 'megatron')}", path=sign)
+    _refuse_fsdp(metadata, index)
     name = next((name for name in index.objects if _SHARDED_OBJECT.fullmatch(name)), None)
-    if name is not None or index.is_megatrons:
-        raise UnsupportedError(_ADVICE, path=next(iter(metadata)), key=name)
+    if name is not None or index.mcore_data is not None:
+        raise UnsupportedError(
+            f"{_ADVICE}{MEGATRON_CONFIG}, which it writes last, is missing: the checkpoint was not finished; take an "
+            "earlier one",
+            path=next(iter(metadata)),
+            key=name,
+        )
 
 
-def _sign(source: Source, prefix: str) -> str | None:
-    """The file that says it."""
-    if f"{prefix}common.pt" in source.files:
-        return f"{prefix}common.pt"
-    path = f"{prefix}metadata.json"
-    is_small = path in source.files and source.size(path) <= MAX_JSON_BYTES
-    found = _parsed(source.read_all(path, limit_bytes=MAX_JSON_BYTES)) if is_small else None
-    return path if isinstance(found, dict) and "sharded_backend" in found else None
-
-
-def _parsed(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
+def _refuse_fsdp(metadata: Iterable[str], index: Index) -> None:
+    """Raises UnsupportedError for a checkpoint of Megatron-FSDP: its optimizer keeps the options of each parameter
+    (megatron-core 0.16.1, distrib_optimizer.py, ``sharded_param_state_fsdp_dtensor``)."""
+    name = next((name for name, path in index.paths.items() if "param_to_group_meta" in path), None)
+    if name is not None:
+        raise UnsupportedError(
+            "it is a checkpoint of Megatron-FSDP (fsdp_dtensor), whose optimizer names parameters otherwise than the "
+            "model does, which is not supported; save it with --ckpt-format torch_dist, or without the optimizer "
+            "(--no-save-optim)",
+            path=next(iter(metadata)),
+            key=name,
+        )
 
 
 def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str]) -> Manifest:

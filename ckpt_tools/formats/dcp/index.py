@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, ShardTable
-from ckpt_tools.core.values import Size
+from ckpt_tools.core.values import Size, Value
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TensorLeaf, TreePath
@@ -43,8 +43,8 @@ class Index:
     paths: Mapping[str, TreePath]
     compressed: frozenset[str] = frozenset()
     """The names of those objects whose items are compressed with zstd."""
-    is_megatrons: bool = False
-    """Whether Megatron-Core left its own data in it."""
+    mcore_data: Value = None
+    """What Megatron-Core keeps in it beside torch's own: more about its tensors, by name."""
 
     @property
     def num_ranks(self) -> int | None:
@@ -75,7 +75,7 @@ def read_index(source: Source, path: str) -> Index:
             objects[fqn] = _object(fqn, items, files)
             if _is_compressed([_info(fqn, None, items)]):
                 compressed.add(fqn)
-    return Index(tensors, objects, _paths(metadata), frozenset(compressed), "mcore_data" in metadata.extra)
+    return Index(tensors, objects, _paths(metadata), frozenset(compressed), metadata.extra.get("mcore_data"))
 
 
 class _Files:

@@ -44,7 +44,7 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
         {name: found[0] for name, found in objects.items()},
         paths,
         frozenset(name for index in indexes.values() for name in index.compressed),
-        any(index.is_megatrons for index in indexes.values()),
+        next((index.mcore_data for index in indexes.values() if index.mcore_data is not None), None),
     )
     return index, tuple(note for name, found in objects.items() for note in _differing(source, name, found))
 

@@ -23,6 +23,7 @@ from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, read_index
 from ckpt_tools.formats.dcp.rank_indexes import merged
 from ckpt_tools.formats.dcp.trainers import trainer_folder
+from ckpt_tools.formats.foreign import megatron_folders
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.serialization.zstd import ReadRange, inflated
@@ -36,14 +37,15 @@ class DcpReader:
     name: str = "dcp"
 
     def detect(self, source: Source) -> bool:
-        return any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
+        found = any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
+        return found and not megatron_folders(source)
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         paths = metadata_files(source.files)
         indexes = {path: read_index(source, path) for path in paths}
         index, of_ranks = merged(source, indexes) if is_of_one_rank(paths[0]) else (_joined(indexes), ())
         refuse_megatron(source, paths, index)
-        ties = _ties(index.tensors)
+        ties = ties_among(index.tensors)
         tensors = {fqn: tensor for fqn, tensor in index.tensors.items() if fqn not in ties}
         inner: dict[StateKey, TensorLeaf] = {}
         literals: dict[str, bytes] = {}
@@ -94,7 +96,7 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
     return first
 
 
-def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
     """Names of which every piece is stored in the very item of another name, which torch never does but we do."""
     owners: dict[tuple[str, int], str] = {}
     ties = {}
@@ -116,6 +118,11 @@ def _same_pieces(one: ShardTable, other: ShardTable) -> bool:
 
 MAX_OBJECT_BYTES = 256 << 20
 """Of an object that is compressed; a data loader's state may have some megabytes."""
+
+
+def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
+    """The value of an item that is not compressed; tensors inside it are added to ``inner``, and leave references."""
+    return _read_object(fqn, *_item(source, at, {}, is_compressed=False), inner)
 
 
 def _item(

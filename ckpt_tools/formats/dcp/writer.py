@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -70,7 +70,7 @@ def dcp_files(manifest: Manifest, entries: Entries, world_size: int, folder: str
     placed = place(manifest, entries, world_size)
     prefix = f"{folder}/" if folder else ""
     metadata = FileLayout(f"{prefix}{METADATA}", (Literal(dumps(metadata_of(entries, placed))),))
-    return [*_RankFiles(placed, prefix).files(), metadata]
+    return [*RankFiles(placed, prefix).files(), metadata]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ class Placed:
     whole: Mapping[str, Whole]
     cut: Mapping[str, Cut]
     sizes: Ints
+    owners: Mapping[StateKey, StateKey] = field(default_factory=dict)
+    """Tensors that another one is read for, such as a weight for the fp32 copy of it that the source lacks."""
 
 
 def place(manifest: Manifest, entries: Entries, world_size: int) -> Placed:
@@ -184,7 +186,7 @@ def file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-class _RankFiles:
+class RankFiles:
     """The segments of the ranks' files, made when they are asked for."""
 
     def __init__(self, placed: Placed, prefix: str = "") -> None:
@@ -216,7 +218,7 @@ class _RankFiles:
 
     def _payload(self, key: StateKey, box: Box) -> Payload:
         entry = self._placed.tensors[key]
-        return Payload(key, box, entry.shape, entry.dtype)
+        return Payload(self._placed.owners.get(key, key), box, entry.shape, entry.dtype)
 
 
 def metadata_of(entries: Entries, placed: Placed) -> Metadata:

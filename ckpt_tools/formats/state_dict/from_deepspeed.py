@@ -42,7 +42,7 @@ def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tu
         if missing:
             what = f"{', '.join(missing)} of parameter group {number}"
             notes.append(
-                Note(Outcome.DEFAULTED, what, "torch's Adam keeps them and DeepSpeed's does not", len(missing))
+                Note(Outcome.DEFAULTED, what, "torch's Adam keeps them and the source's does not", len(missing))
             )
         found |= missing
     return found, notes

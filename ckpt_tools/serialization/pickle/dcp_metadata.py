@@ -391,6 +391,8 @@ CLASSES: dict[tuple[str, str], type[Record]] = {
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): TensorProperties,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+    # A subclass with one field more, mcore_data, which megatron-core 0.15 writes.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
 }
 """What each global becomes."""
 

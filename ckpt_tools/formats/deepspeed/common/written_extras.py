@@ -16,7 +16,9 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import is_deepspeed
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER, is_scaling
 
-_NEUTRAL = ("global_step", "lr_scheduler", "loss_scaler", "deepspeed", "client_state")
+_NEUTRAL = ("global_step", "lr_scheduler", "loss_scaler", "deepspeed", "client_state", "megatron")
+"""Entries that are no client's. Those of Megatron hold objects of its classes, which DeepSpeed's loader would import.
+"""
 
 _FROM_SOURCE = frozenset(
     {"data_sampler", "random_ltd", "skipped_steps", "global_samples", "num_experts", "universal_checkpoint_info"}
@@ -103,6 +105,9 @@ def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
     if manifest.extra.get("lr_scheduler") is None and not is_deepspeed(manifest):
         why = "the source has none; if the run has a scheduler, load with load_lr_scheduler_states=False"
         notes.append(Note(Outcome.DEFAULTED, "lr_scheduler", why))
+    if "megatron" in manifest.extra:
+        what = "Megatron's common state (args, scheduler) and sharded objects"
+        notes.append(Note(Outcome.DROPPED, what, "only Megatron uses them; dcp and megatron keep them"))
     partitions = _dict(_dict(manifest.extra.get("deepspeed")).get("partition_state"))
     if partitions:
         why = "it belongs to the partitions of each rank and cannot be partitioned again"

@@ -1,0 +1,120 @@
+"""The common state: what is the same on every rank. Inert values in, what they mean out.
+
+It has ``iteration``, ``args`` (an ``argparse.Namespace``), ``content_metadata`` and ``optimizer``. The optimizer is a
+tree of one of three forms, or a dict or list of such trees by number, where several are chained:
+
+- ``{"param_groups", "state": {"common_step"}}``: parameters in fp32;
+- ``{"optimizer": {"param_groups", "state": {"common_step"}}, "fp32_from_fp16_params"}``: 16-bit parameters;
+- ``{"optimizer": {"param_groups"}, "param_state_sharding_type"}``: the distributed optimizer, whose groups have
+  ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.core.manifest import TensorRef
+from ckpt_tools.core.values import GlobalRef, Opaque, Value, brief
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.formats.megatron.groups import Group
+
+NAMESPACE = GlobalRef("argparse", "Namespace")
+
+FULLY_RESHARDABLE = "fully_reshardable"
+SHARDING = "param_state_sharding_type"
+CONTENT = "content_metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """The value of ``common.pt``, or of the item that took its place. ``where`` names it in messages."""
+
+    values: Mapping[Any, Value]
+    where: str
+
+    @classmethod
+    def of(cls, value: Value, where: str) -> CommonState:
+        """Raises MalformedError."""
+        if not isinstance(value, dict):
+            raise MalformedError("it does not hold the dict of a common state", path=where)
+        return cls(value, where)
+
+    @property
+    def iteration(self) -> int | None:
+        found = self.values.get("iteration")
+        return found if type(found) is int and found >= 0 else None
+
+    @property
+    def args(self) -> Mapping[str, Value]:
+        """The run's arguments by name; none where there are none, or in another form."""
+        found = self.values.get("args")
+        return found.attributes if isinstance(found, Opaque) and found.ref == NAMESPACE else {}
+
+    @property
+    def chains(self) -> list[tuple[int, dict[Any, Value]]]:
+        """The tree of each optimizer, by number. Raises MalformedError."""
+        found = self.values.get("optimizer")
+        if found is None:
+            return []
+        numbered = dict(enumerate(found)) if isinstance(found, list) else found
+        if not isinstance(numbered, dict) or not numbered:
+            raise self._wrong("its optimizer", found)
+        trees = numbered if all(type(key) is int for key in numbered) else {0: numbered}
+        for tree in trees.values():
+            if not isinstance(tree, dict):
+                raise self._wrong("one of its optimizers", tree)
+        return sorted(trees.items())
+
+    @property
+    def groups(self) -> list[Group]:
+        """Every group of every optimizer, in order. Raises MalformedError."""
+        return [Group(number, options) for number, tree in self.chains for options in self._groups(tree)]
+
+    def _groups(self, tree: Mapping[Any, Value]) -> list[dict[Any, Value]]:
+        found = inner_tree(tree).get("param_groups", [])
+        if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
+            raise self._wrong("its param_groups", found)
+        return found
+
+    def step(self, group: Group) -> Value:
+        """The step of a group's parameters: a number, a ``TensorRef``, or None."""
+        inner = inner_tree(dict(self.chains)[group.chain])
+        state = inner.get("state")
+        found = group.options.get("step", state.get("common_step") if isinstance(state, dict) else None)
+        if isinstance(found, TensorRef) or (type(found) in (int, float) and abs(found) < 1 << 53):
+            return found
+        return None
+
+    @property
+    def rest(self) -> dict[Any, Value]:
+        """All but what a manifest has a place for: of the optimizers, their trees with the number of their groups."""
+        known = ("iteration", "checkpoint_version", CONTENT)
+        found = {name: value for name, value in self.values.items() if name not in known}
+        if "optimizer" in found:
+            found["optimizer"] = {number: skeleton(tree) for number, tree in self.chains}
+        if CONTENT in self.values:
+            found[CONTENT] = self.values[CONTENT]
+        return found
+
+    def _wrong(self, what: str, found: Value) -> MalformedError:
+        return MalformedError(f"{what} is {brief(found)}, which is not that of a Megatron optimizer", path=self.where)
+
+
+def inner_tree(tree: Mapping[Any, Value]) -> Mapping[Any, Value]:
+    """The state dict of torch's optimizer inside that of Megatron's."""
+    found = tree.get("optimizer")
+    return found if "param_groups" not in tree and isinstance(found, dict) else tree
+
+
+def skeleton(tree: Mapping[Any, Value]) -> dict[Any, Value]:
+    """``tree`` with the number of its groups in their place."""
+    return with_groups(tree, lambda found: len(found) if isinstance(found, list) else 0)
+
+
+def with_groups(tree: Mapping[Any, Value], make: Callable[[Value], Value]) -> dict[Any, Value]:
+    """``tree`` with what ``make`` gives for what stands under ``param_groups``."""
+    inner = inner_tree(tree)
+    made = {**inner, "param_groups": make(inner.get("param_groups"))}
+    return made if inner is tree else {**tree, "optimizer": made}

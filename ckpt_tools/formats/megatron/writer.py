@@ -1,0 +1,280 @@
+"""A manifest as a ``torch_dist`` checkpoint, which ``dist_checkpointing.load`` of Megatron-Core takes at any sizes of
+its parallel groups.
+
+The files of the tensors are those of a DCP. The index has no tree, names have the optimizer's slots in front, and
+beside it lie the common state and ``metadata.json``. What Megatron has no place for is an object of our own, which its
+loader does not ask for.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
+from ckpt_tools.core.literals import literal_number
+from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.values import Value
+from ckpt_tools.core.wording import count
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.dcp.items import Items
+from ckpt_tools.formats.dcp.writer import RankFiles, metadata_of, place
+from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG
+from ckpt_tools.formats.megatron.common_state import CONTENT, FULLY_RESHARDABLE, SHARDING, inner_tree, with_groups
+from ckpt_tools.formats.megatron.folders import BACKEND, METADATA, TRACKER
+from ckpt_tools.formats.megatron.names import MASTERS, OWN_ITEM, is_expert
+from ckpt_tools.formats.state_dict.build import Entries
+from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.serialization.pickle.dump import dumps
+
+CONFIG = {
+    "sharded_backend": BACKEND,
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""dist_checkpointing/core.py, ``CheckpointingConfig`` of megatron-core 0.16.1."""
+
+VERSION = 3.0
+"""What Megatron-LM calls the version of its checkpoints (training/checkpointing.py)."""
+
+_DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+"""By these Megatron recognises its groups (optimizer/optimizer.py, ``param_group_identifier_keys``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronWriter:
+    """Writes the whole training state, as the distributed optimizer keeps it if it is fully reshardable."""
+
+    name: str = "megatron"
+    holds_optimizer: bool = True
+    holds_masters: bool = True
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        state = _State(manifest)
+        entries = state.entries()
+        placed = place(state.readable, entries, options.world_size)
+        placed = replace(placed, owners=state.owners)
+        index = metadata_of(entries, placed)
+        index.planner_data = None
+        folder = f"iter_{state.iteration:07d}/"
+        common = Items(manifest.tensors).object(state.common())
+        files: tuple[FileSpec, ...] = (
+            *RankFiles(placed, folder).files(),
+            FileLayout(f"{folder}{METADATA}", (Literal(dumps(index)),)),
+            FileLayout(f"{folder}{MEGATRON_COMMON}", tuple(common.at(0))),
+            FileLayout(f"{folder}{MEGATRON_CONFIG}", (Literal(json.dumps(CONFIG).encode()),)),
+            FileLayout(TRACKER, (Literal(str(state.iteration).encode()),)),
+        )
+        return Layout(files, tuple(state.notes))
+
+
+@dataclass
+class _State:
+    """A manifest on its way; ``owners`` maps fp32 copies that the source lacks to the weights that they are made of."""
+
+    manifest: Manifest
+    notes: list[Note] = field(default_factory=list)
+    owners: dict[StateKey, StateKey] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._note_iteration()
+        for name in self.trained:
+            weight, master = self.manifest.tensors.get(StateKey(name)), StateKey(name, MASTER)
+            if master not in self.manifest.tensors and weight is not None and weight.dtype is not DType.FLOAT32:
+                self.owners[master] = StateKey(name)
+        if self.owners:
+            why = "the source has none, so they are made from the weights"
+            what = f"fp32 masters of {count(len(self.owners), 'parameter')}"
+            self.notes.append(Note(Outcome.DEFAULTED, what, why, len(self.owners)))
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """The parameters that have optimizer state."""
+        return list(dict.fromkeys(key.fqn for key in self.manifest.of_kind(Kind.STATE)))
+
+    @cached_property
+    def readable(self) -> Manifest:
+        """The manifest with those masters."""
+        tensors = self.manifest.tensors
+        made = {key: replace(tensors[owner].cast(DType.FLOAT32), kind=Kind.STATE) for key, owner in self.owners.items()}
+        return replace(self.manifest, tensors={**tensors, **made}) if made else self.manifest
+
+    @cached_property
+    def iteration(self) -> int:
+        found = self.manifest.extra.get("global_step")
+        step = found if type(found) is int else self.manifest.step
+        return step if step is not None and step >= 0 else 0
+
+    def _note_iteration(self) -> None:
+        if self.manifest.step is None and type(self.manifest.extra.get("global_step")) is not int:
+            why = "the source does not state it; Megatron starts counting at 0"
+            self.notes.append(Note(Outcome.DEFAULTED, "iteration", why))
+
+    @cached_property
+    def source(self) -> dict[Any, Value] | None:
+        """The common state of a source that was Megatron's, wherever it has been since."""
+        found = self.manifest.extra.get("megatron")
+        match found.get("common") if isinstance(found, dict) else None:
+            case (dict() as common,) if self._is_whole(common):
+                return common
+        return None
+
+    def _is_whole(self, value: Value) -> bool:
+        return all(ref.key in self.manifest.tensors for ref in references(value))
+
+    @cached_property
+    def objects(self) -> dict[str, list[Value]]:
+        """Sharded objects of a source that was Megatron's."""
+        found = self.manifest.extra.get("megatron")
+        pairs = found.get("objects") if isinstance(found, dict) else None
+        pairs = pairs if isinstance(pairs, tuple) else ()
+        return {
+            pair[0]: list(pair[1])
+            for pair in pairs
+            if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], tuple) and self._is_whole(pair[1])
+        }
+
+    def entries(self) -> Entries:
+        tensors: dict[str, StateKey] = {}
+        aliases: dict[str, str] = dict(self.manifest.aliases)
+        for key, entry in self.readable.tensors.items():
+            if entry.kind in (Kind.PARAMETER, Kind.BUFFER):
+                tensors[key.fqn] = key
+            elif entry.kind is Kind.STATE and not (key.slot == "step" and self._is_known(entry)):
+                tensors[self._name(key)] = key
+        for name in self.trained:
+            if StateKey(name, MASTER) not in self.readable.tensors and StateKey(name) in self.readable.tensors:
+                aliases[self._name(StateKey(name, MASTER))] = name
+        objects: dict[str, Value] = {**self.objects, OWN_ITEM: [self._own()]}
+        names = [*tensors, *aliases, *objects]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UnsupportedError("two entries would have this name in a Megatron checkpoint", key=twice)
+        return Entries({name: (name,) for name in names}, tensors, aliases, objects, ())
+
+    def _name(self, key: StateKey) -> str:
+        if "." in key.slot:
+            raise UnsupportedError("optimizer state of this name has no place in a Megatron checkpoint", key=str(key))
+        return f"optimizer.state.{self._master if key.slot == MASTER else key.slot}.{key.fqn}"
+
+    @cached_property
+    def _master(self) -> str:
+        """What the optimizer calls its fp32 copy: one that is not distributed differs."""
+        trees = self._trees.values()
+        return MASTERS[1] if any("fp32_from_fp16_params" in tree for tree in trees) else MASTERS[0]
+
+    @cached_property
+    def _trees(self) -> dict[Any, dict[Any, Value]]:
+        found = self.source.get("optimizer") if self.source is not None else None
+        is_known = isinstance(found, dict) and all(isinstance(tree, dict) for tree in found.values())
+        return found if is_known and found is not None else {}
+
+    def _is_known(self, entry: TensorEntry) -> bool:
+        """Whether it is a step that comes from the groups of a Megatron source, which say it."""
+        return self.source is not None and self._number(entry) is not None
+
+    def _number(self, entry: TensorEntry) -> float | None:
+        """The value of a step, where it is not in a file of the source."""
+        number = literal_number(self.manifest, entry)
+        table = entry.shards
+        data = self.manifest.literals.get(table.files[0]) if len(table) == 1 else None
+        if number is None and data is not None and table.dtype is DType.FLOAT32 and not entry.shape:
+            at = table.byte_range(0)
+            number = struct.unpack("<f", data[at.start : at.stop])[0]
+        return number
+
+    def _own(self) -> dict[str, Value]:
+        extra, notes = user_entries(self.manifest)
+        self.notes += notes
+        extra.pop("megatron", None)
+        whole = {name: value for name, value in extra.items() if self._is_whole(value)}
+        for name in extra.keys() - whole.keys():
+            self.notes.append(Note(Outcome.DROPPED, name, "its tensor is not selected", asked=True))
+        buffers = [key.fqn for key, entry in self.manifest.of_kind(Kind.BUFFER).items() if entry.dtype.is_floating]
+        groups = [{"params": list(group.params), "added": list(_missing(group))} for group in self.manifest.groups]
+        widened = [key.fqn for key in self.owners]
+        return {"made": self.source is None, "groups": groups, "buffers": buffers, "widened": widened, "extra": whole}
+
+    def common(self) -> dict[Any, Value]:
+        """What ``torch.load`` gives Megatron before it reads a tensor."""
+        found = dict(self.source or {})
+        found.pop("optimizer", None)
+        content = found.get(CONTENT)
+        found[CONTENT] = {
+            **(content if isinstance(content, dict) else {}),
+            "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+            "chained_optim_avoid_prefix": True,
+        }
+        found |= {"checkpoint_version": VERSION, "iteration": self.iteration}
+        if self.trained:
+            found["optimizer"] = self._optimizer()
+        if "args" not in found:
+            why = "the source has none; Megatron-LM then does not compare its arguments, and has none to take over"
+            self.notes.append(Note(Outcome.DEFAULTED, "args", why))
+        return found
+
+    def _optimizer(self) -> dict[Any, Value]:
+        groups = [self._group(number, group) for number, group in enumerate(self.manifest.groups)]
+        trees = self._trees
+        counts = [n for tree in trees.values() if type(n := inner_tree(tree).get("param_groups")) is int]
+        if not trees or len(counts) != len(trees) or sum(counts) != len(groups):
+            return {"optimizer": {"param_groups": groups}, SHARDING: FULLY_RESHARDABLE}
+        left = iter(groups)
+        made = {number: self._filled(tree, left) for number, tree in trees.items()}
+        return made if len(made) > 1 else next(iter(made.values()))
+
+    def _filled(self, tree: Mapping[Any, Value], left: Iterator[dict[str, Value]]) -> dict[Any, Value]:
+        found = with_groups(tree, lambda number: [next(left) for _ in range(number)])
+        state = inner_tree(found).get("state")
+        if isinstance(state, dict) and "common_step" in state:
+            inner_tree(found)["state"]["common_step"] = self._step(self.trained)
+        return {**found, SHARDING: FULLY_RESHARDABLE} if SHARDING in found else found
+
+    def _group(self, number: int, group: ParamGroup) -> dict[str, Value]:
+        missing = _missing(group)
+        if missing:
+            what = f"{', '.join(missing)} of parameter group {number}"
+            why = "Megatron recognises its groups by them, and the source has none"
+            self.notes.append(Note(Outcome.DEFAULTED, what, why, len(missing)))
+        return {**group.options, **missing, "step": self._step(group.params or self.trained)}
+
+    def _step(self, names: Sequence[str]) -> int:
+        """The step of these parameters, of which Megatron's groups have one."""
+        found = {self._number(entry) for entry in self._step_entries(names)}
+        known = next(iter(found)) if len(found) == 1 else None
+        if known is not None and known == int(known):
+            return int(known)
+        note = Note(
+            Outcome.DEFAULTED,
+            "step of the optimizer",
+            "the groups of Megatron have one, and those of the parameters lie in tensors: it is the iteration",
+        )
+        if note not in self.notes:
+            self.notes.append(note)
+        return self.iteration
+
+    def _step_entries(self, names: Iterable[str]) -> Iterator[TensorEntry]:
+        for name in names:
+            entry = self.manifest.tensors.get(StateKey(name, "step"))
+            if entry is not None:
+                yield entry
+
+
+def _missing(group: ParamGroup) -> dict[str, Any]:
+    """What Megatron asks of a group and the source's did not have."""
+    options = group.options
+    found = {name: value for name, value in _DEFAULTS.items() if name not in options and f"pre_{name}" not in options}
+    if "wd_mult" in found and options.get("weight_decay") == 0:
+        found["wd_mult"] = 0.0
+    if "is_expert_parallel" in found:
+        found["is_expert_parallel"] = bool(group.params) and all(map(is_expert, group.params))
+    return found
