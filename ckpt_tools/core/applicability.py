@@ -13,13 +13,13 @@ from typing import Any
 from ckpt_tools.core.option_names import option, spelled
 from ckpt_tools.errors import UsageError
 
-RANKED = ("dcp", "zero1", "zero2", "zero3")
+RANKED = ("dcp", "zero1", "zero2", "zero3", "sharded")
 """Formats that are written for a number of ranks."""
 SHARDED = ("safetensors", "torch")
 """Formats whose output is cut into shards of at most a given size."""
 TAGGED = ("zero1", "zero2", "zero3", "universal")
 """Formats whose checkpoints lie in a folder each, named by its tag."""
-TREES = ("dcp", "torch", "safetensors")
+TREES = ("dcp", "sharded", "torch", "safetensors")
 """Formats in which model and optimizer lie in a tree. A safetensors file has one only with whole state."""
 
 

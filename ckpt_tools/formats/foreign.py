@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.sharded.names import ACCELERATE, VERL
 
 _SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "momentum_buffer",
@@ -26,12 +27,6 @@ _FLAT_PARAMETERS = ("_flat_param", "flat_param")
 
 _PIECES = ("DTensor", "ShardedTensor", "LocalShardsWrapper")
 """Classes of ``torch.distributed`` and of Megatron-Core that hold one rank's part of a tensor."""
-
-_RANK_OF = re.compile(r".*_world_size_(\d+)_rank_(\d+)\.pt")
-"""verl, fsdp_checkpoint_manager.py: ``model_world_size_2_rank_0.pt``, also of state that is not cut."""
-
-_RANK = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin")
-"""accelerate, utils/fsdp_utils.py: ``pytorch_model_fsdp_0_rank0.bin``."""
 
 _GATHER = (
     "save the state with torch.distributed.checkpoint.save, or gather it on one rank first "
@@ -81,10 +76,10 @@ def _tensor_class(value: Opaque) -> str:
 def rank_in_name(path: str) -> str | None:
     """``rank 0 of 2`` where the name of a file says that it holds the part of one of several ranks."""
     name = path.rpartition("/")[2]
-    if (of := _RANK_OF.fullmatch(name)) is not None:
-        return f"rank {int(of[2])} of {int(of[1])}" if int(of[1]) > 1 else None
-    alone = _RANK.fullmatch(name)
-    return f"rank {int(alone[1])}" if alone is not None else None
+    if (of := VERL.fullmatch(name)) is not None:
+        return f"rank {int(of['rank'])} of {int(of['world'])}" if int(of["world"]) > 1 else None
+    alone = ACCELERATE.fullmatch(name)
+    return f"rank {int(alone['rank'])}" if alone is not None else None
 
 
 def refuse_pieces(value: Value, path: str) -> None:

@@ -69,6 +69,7 @@ _READERS = {
     "universal": "deepspeed.universal.reader:UniversalReader",
     "deepspeed": "deepspeed.zero_reader.reader:DeepSpeedReader",
     "safetensors": "safetensors.files:SafetensorsReader",
+    "sharded": "sharded.reader:ShardedReader",
     "torch": "torch_save:TorchReader",
 }
 """Where each is, the most telling first: their order is the order of detection."""
@@ -78,6 +79,7 @@ _SIGNS = {
     "universal": ("/fp32.pt",),
     "deepspeed": ("_states.pt",),
     "safetensors": (".safetensors", ".safetensors.index.json"),
+    "sharded": (".pt", ".pth", ".bin", ".ckpt"),
     "torch": (".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"),
 }
 """How the names of files end, of which every source of the format has one: without any, its reader is not imported."""
@@ -90,6 +92,7 @@ _WRITERS = {
     "zero2": "deepspeed.zero_writer.writer:ZeroWriter",
     "zero3": "deepspeed.zero_writer.writer:ZeroWriter",
     "universal": "deepspeed.universal.writer:UniversalWriter",
+    "sharded": "sharded.writer:ShardedWriter",
 }
 """By the names that ``--to`` takes."""
 
@@ -130,6 +133,7 @@ _ABOUT = {
     "zero2": "DeepSpeed ZeRO-2",
     "zero3": "DeepSpeed ZeRO-3",
     "universal": "DeepSpeed universal: a tag folder with zero/<parameter>/fp32.pt, ..., and latest_universal",
+    "sharded": "a torch file a rank with its part of each tensor (DTensor): verl, SkyRL, accelerate, FSDP2",
     "safetensors": "one .safetensors file, or Hugging Face shards with their index",
     "torch": "a full state dict of torch.save: .pt, .pth, .bin, or .bin shards with their index",
 }

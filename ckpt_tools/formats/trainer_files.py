@@ -22,8 +22,12 @@ from ckpt_tools.stores.source import Source
 MAX_COMPANION_BYTES = 64 << 20
 """A trainer's log of a million steps; what is larger is none of these files."""
 
-UNREAD = ("random_states_*.pkl", "rng_state*.pth", "sampler*.bin", "dl_state_dict*.bin", "scaler.pt", "optimizer.pt",
-          "optimizer.bin", "*_rank_[0-9]*.pt", "*_rank[0-9]*.bin")  # fmt: skip
+TRAINERS_OWN = ("random_states_*.pkl", "rng_state*.pth", "sampler*.bin", "dl_state_dict*.bin", "scaler.pt",
+                "optimizer.pt", "optimizer.bin", "scheduler.bin", "scheduler.pt", "meta.pt")  # fmt: skip
+"""Files with names that accelerate, transformers and Lightning give to nothing else."""
+
+UNREAD = (*(name for name in TRAINERS_OWN if not name.startswith(("scheduler", "meta"))),
+          "*_rank_[0-9]*.pt", "*_rank[0-9]*.bin")  # fmt: skip
 """Of accelerate, transformers and verl: each rank's own generators, samplers, optimizers that are not sharded, and the
 parts of ranks."""
 

@@ -91,6 +91,18 @@ def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
     return _open(read, size, path, TAIL_BYTES, _interpret)
 
 
+def pickle_of(read: ReadRange, size: int, path: str) -> bytes:
+    """The pickle of the torch file of ``size`` bytes, which is not interpreted. Raises as ``open_archive``."""
+    found: list[bytes] = []
+
+    def keep(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]:
+        found.append(data)
+        return None, {}
+
+    _open(read, size, path, TAIL_BYTES, keep)
+    return found[0]
+
+
 Interpret = Callable[[bytes, str], tuple[Value, Mapping[str, StorageRef]]]
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.dcp.reader import DcpReader
 from ckpt_tools.formats.dcp.writer import DcpWriter
 from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
+from ckpt_tools.formats.sharded.reader import ShardedReader
+from ckpt_tools.formats.sharded.writer import ShardedWriter
 from ckpt_tools.formats.torch_save import TorchReader, TorchWriter
 from ckpt_tools.testing.formats import FormatTests
 
@@ -22,3 +28,23 @@ class TestTorch(FormatTests):
 
 class TestDcp(FormatTests):
     reader, writer = DcpReader(), DcpWriter()
+
+
+class TestSharded(FormatTests):
+    reader, writer = ShardedReader(), ShardedWriter()
+
+    def test_a_missing_or_short_file_is_a_format_error(self) -> None:
+        """Without the optimizer's files and the small ones it is another whole checkpoint, as verl can be told to save
+        it; the model's is needed."""
+        files = self._written(self._small())
+        for path, data in files.items():
+            others = {name: each for name, each in files.items() if name != path}
+            damaged = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
+            for each in damaged:
+                with pytest.raises(FormatError):
+                    self._read(each)
+            if path.startswith("model_"):
+                with pytest.raises(FormatError):
+                    self._read(others)
+            else:
+                assert StateKey("w") in self._read(others)[1].tensors
