@@ -36,6 +36,7 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
     piece_of,
     read_offsets,
 )
+from ckpt_tools.formats.sharded.manager import is_managed
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
@@ -70,7 +71,7 @@ class SafetensorsReader:
     name: str = "safetensors"
 
     def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files)
+        return any(_is_ours(path) for path in source.files) and not is_managed(source)
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         headers = {path: read_header(source, path) for path in _files(source)}

@@ -13,7 +13,7 @@ from ckpt_tools.errors import (
     SeveralCheckpointsError,
     UnsupportedError,
 )
-from ckpt_tools.formats.sharded.manager import read_items
+from ckpt_tools.formats.sharded.manager import check_index, is_managed
 from ckpt_tools.formats.sharded.names import (
     ACCELERATE,
     MANAGER,
@@ -78,13 +78,19 @@ class Checkpoint:
 
 def looks_sharded(source: Source) -> bool:
     """Whether a file of ``source`` holds a part of a tensor, or names say that the files are those of ranks."""
-    below = folders(source.files)
+    below = _folders(source)
     here = [path for path in source.files if "/" not in path and is_candidate(path)]
-    if MANAGER in source.files and here:
+    if is_managed(source) and here:
         return True
     if are_those_of_ranks(source.files):
         return True
     return any(_holds_parts(source, path) for path in _samples(here)) or bool(below and below != [""])
+
+
+def _folders(source: Source) -> list[str]:
+    """Folders that hold files of ranks, as far as names and indexes say."""
+    indexed = [folder_of(path) for path in source.files if base(path) == MANAGER]
+    return list(dict.fromkeys([*folders(source.files), *(each for each in indexed if is_managed(source, each))]))
 
 
 def _samples(paths: Iterable[str]) -> list[str]:
@@ -109,8 +115,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     """
     folder = _folder(source)
     here = [path for path in source.files if folder_of(path) == folder]
-    if any(base(path) == MANAGER for path in here):
-        return _of_manager(source, folder, here)
+    world = check_index(source, folder, here)
     files = [path for path in here if is_candidate(path)]
     _refuse_mixed(files)
     read = {path: read_rank_file(source, path) for path in _of_ranks(source, files)}
@@ -118,6 +123,8 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     if not parts:
         return _plain(folder, read, files)
     ranks = _ranks(parts)
+    if world not in (None, len(ranks)):
+        raise MalformedError(f"the index says {world} ranks, but the files are of {len(ranks)}", path=MANAGER)
     if len(files) == 1 and len(ranks) > 1:
         (only,) = parts.values()
         raise UnsupportedError(
@@ -135,9 +142,10 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
 
 def _folder(source: Source) -> str:
     """Where the files of ranks are: at the top, or in the one folder below that holds some."""
-    below = [folder for folder in folders(source.files) if folder]
+    found = _folders(source)
+    below = [folder for folder in found if folder]
     here = [path for path in source.files if "/" not in path and is_candidate(path)]
-    at_top = "" in folders(source.files) or any(_holds_parts(source, path) for path in _samples(here))
+    at_top = "" in found or any(_holds_parts(source, path) for path in _samples(here))
     if at_top or not below:
         return ""
     if len(below) > 1:
@@ -229,23 +237,6 @@ def _item_of_one(template: str, file: RankFile) -> Item:
 def _named_rank(path: str) -> int:
     found = VERL.fullmatch(base(path)) or ACCELERATE.fullmatch(base(path))
     return int(found["rank"]) if found else 0
-
-
-def _of_manager(source: Source, folder: str, here: list[str]) -> Checkpoint:
-    """What torch_checkpointing wrote. Raises as ``read_items``, and where the files contradict the index."""
-    named = read_items(source, folder)
-    items, ranks = [], set[int]()
-    for name, by_rank in named.items():
-        read = {rank: read_rank_file(source, path) for rank, path in by_rank.items()}
-        for rank, file in read.items():
-            if file.rank not in (None, rank):
-                raise MalformedError(f"it is of rank {file.rank}, but the index says {rank}", path=file.path)
-            ranks |= file.ranks or {rank}
-        items.append(Item(name, f"{name}_{RANK}.pt", read))
-    for item in items:
-        if item.has_parts:
-            _check_ranks(item.template, item.files, tuple(sorted(ranks)))
-    return _checkpoint(folder, items, tuple(sorted(ranks)), [path for path in here if is_candidate(path)])
 
 
 def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...], files: list[str]) -> Checkpoint:

@@ -57,8 +57,8 @@ def are_those_of_ranks(paths: Iterable[str]) -> bool:
 
 
 def folders(paths: Iterable[str]) -> list[str]:
-    """Folders that hold files of ranks by their names, or an index of torch_checkpointing."""
-    found = [folder_of(path) for path in paths if says_its_rank(path) or base(path) == MANAGER]
+    """Folders that hold files of ranks by their names."""
+    found = [folder_of(path) for path in paths if says_its_rank(path)]
     return list(dict.fromkeys(found))
 
 

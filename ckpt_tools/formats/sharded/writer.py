@@ -151,7 +151,7 @@ class _Files:
             if path != CONFIG:
                 yield FileLayout(path, (Literal(data),))
         if self._has_scheduler_file():
-            value = (self._manifest.extra["lr_scheduler"])
+            value = self._manifest.extra["lr_scheduler"]
             yield FileLayout(SCHEDULER, tuple(archive_segments(value, {})))
         if CONFIG in self._origin.beside or self._origin is VERL:
             content = {**_config(self._origin), "FSDP_version": 2, "world_size": self._world}
