@@ -262,9 +262,6 @@ _FOREIGN = {
 
 def _refuse_known(source: Source) -> None:
     """Raises UnsupportedError where files of a layout that is known and not read lie here, or below."""
-    from ckpt_tools.formats.foreign import rank_in_name, refuse_ranks
-
-    refuse_ranks({path: rank for path in source.files if (rank := rank_in_name(path)) is not None})
     for path in source.files:
         name = path.rpartition("/")[2]
         about = next((text for pattern, text in _FOREIGN.items() if fnmatchcase(name, pattern)), None)

@@ -22,7 +22,7 @@ from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
-from ckpt_tools.formats.sharded.names import are_those_of_ranks
+from ckpt_tools.formats.rank_names import are_those_of_ranks
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
 from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
@@ -107,7 +107,8 @@ def _rank_of(source: Source, file: str) -> str | None:
         archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
     except CkptError:
         return rank_in_name(file)
-    return pieces_in(archive.value) or rank_in_name(file)
+    kind = pieces_in(archive.value)
+    return rank_in_name(file) if kind is None else f"{kind} of one rank"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
+from ckpt_tools.formats.rank_names import is_managed
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
     Piece,
@@ -36,7 +37,6 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
     piece_of,
     read_offsets,
 )
-from ckpt_tools.formats.sharded.manager import is_managed
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source

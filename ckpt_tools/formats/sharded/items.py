@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import (
@@ -13,8 +13,7 @@ from ckpt_tools.errors import (
     SeveralCheckpointsError,
     UnsupportedError,
 )
-from ckpt_tools.formats.sharded.manager import check_index, is_managed
-from ckpt_tools.formats.sharded.names import (
+from ckpt_tools.formats.rank_names import (
     ACCELERATE,
     MANAGER,
     RANK,
@@ -25,11 +24,13 @@ from ckpt_tools.formats.sharded.names import (
     folder_of,
     folders,
     is_candidate,
+    is_managed,
     label,
     numbered,
     says_its_rank,
     worlds,
 )
+from ckpt_tools.formats.sharded.manager import check_index
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
 from ckpt_tools.serialization.torch_zip import pickle_of
 from ckpt_tools.stores.source import Source
@@ -64,12 +65,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The items of a folder. ``ranks`` are those that saved it; ``others`` are files of torch's beside them."""
+    """The items of a folder. ``ranks`` are those that saved it."""
 
     folder: str
     items: tuple[Item, ...]
     ranks: tuple[int, ...]
-    others: tuple[str, ...]
 
     @property
     def files(self) -> frozenset[str]:
@@ -121,7 +121,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     read = {path: read_rank_file(source, path) for path in _of_ranks(source, files)}
     parts = {path: file for path, file in read.items() if file.kind is not None}
     if not parts:
-        return _plain(folder, read, files)
+        return _plain(folder, read)
     ranks = _ranks(parts)
     if world not in (None, len(ranks)):
         raise MalformedError(f"the index says {world} ranks, but the files are of {len(ranks)}", path=MANAGER)
@@ -133,11 +133,12 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
             path=only.path,
         )
     templates = by_template({path: file.rank for path, file in parts.items() if file.rank is not None})
+    _refuse_misnamed(templates, parts)
     items = [_item(template, [parts[path] for path in paths], ranks) for template, paths in templates.items()]
     plain = numbered([path for path in files if path not in parts], ranks)
     beside = (_plain_item(source, template, by_rank, ranks, read) for template, by_rank in plain.items())
     items += [item for item in beside if item is not None]
-    return _checkpoint(folder, items, ranks, files)
+    return _checkpoint(folder, items, ranks)
 
 
 def _folder(source: Source) -> str:
@@ -180,6 +181,15 @@ def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
     return tuple(sorted(frozenset[int]().union(*(file.ranks for file in parts.values()))))
 
 
+def _refuse_misnamed(templates: Mapping[str, list[str]], parts: Mapping[str, RankFile]) -> None:
+    """Raises MalformedError for a file whose name has another number than its rank, where others have theirs."""
+    misnamed = templates.get("", []) if len(templates) > 1 else []
+    if misnamed:
+        raise MalformedError(
+            f"it is of rank {parts[misnamed[0]].rank} by its content, but its name says another", path=misnamed[0]
+        )
+
+
 def _item(template: str, files: list[RankFile], ranks: tuple[int, ...]) -> Item:
     by_rank: dict[int, RankFile] = {}
     for file in files:
@@ -213,7 +223,7 @@ def _plain_item(
     return Item(label(template), template, by_rank)
 
 
-def _plain(folder: str, read: Mapping[str, RankFile], files: list[str]) -> Checkpoint:
+def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
     """Files of which none holds a part of a tensor: those of one rank, as verl writes on one GPU.
 
     Raises UnsupportedError where they are of several ranks.
@@ -227,7 +237,7 @@ def _plain(folder: str, read: Mapping[str, RankFile], files: list[str]) -> Check
         )
     templates = by_template(ranks)
     items = [_item_of_one(template, read[paths[0]]) for template, paths in templates.items()]
-    return _checkpoint(folder, items, (0,), files)
+    return _checkpoint(folder, items, (0,))
 
 
 def _item_of_one(template: str, file: RankFile) -> Item:
@@ -239,10 +249,8 @@ def _named_rank(path: str) -> int:
     return int(found["rank"]) if found else 0
 
 
-def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...], files: list[str]) -> Checkpoint:
+def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...]) -> Checkpoint:
+    """Items of different names: two of one name are called by the names of their files."""
     labels = [item.label for item in items]
-    unique = [
-        item if labels.count(item.label) == 1 else Item(item.template, item.template, item.files) for item in items
-    ]
-    found = Checkpoint(folder, tuple(unique), ranks, ())
-    return Checkpoint(folder, found.items, ranks, tuple(path for path in files if path not in found.files))
+    unique = (replace(item, label=item.label if labels.count(item.label) == 1 else item.template) for item in items)
+    return Checkpoint(folder, tuple(unique), ranks)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.sharded.names import MANAGER, base
+from ckpt_tools.formats.rank_names import MANAGER, base, is_managed
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import Source, checked_name
 
@@ -19,23 +19,6 @@ MAX_BYTES = 1 << 30
 MAX_RANKS = 1 << 20
 
 _TORCH = "TorchSerialization"
-
-
-_SIGNS = (b"version", b"world_size", b"metadata")
-"""The keys of its dict."""
-
-_END = 1 << 10
-"""Bytes at the start and at the end, where they stand."""
-
-
-def is_managed(source: Source, folder: str = "") -> bool:
-    """Whether a folder has such an index; a file of this name can be anything."""
-    path = f"{folder}/{MANAGER}" if folder else MANAGER
-    if path not in source.files:
-        return False
-    size = source.size(path)
-    ends = source.read(path, 0, min(size, _END)) + source.read(path, max(size - _END, 0), size)
-    return all(sign in ends for sign in _SIGNS)
 
 
 def check_index(source: Source, folder: str, here: Collection[str]) -> int | None:

@@ -15,13 +15,13 @@ from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, MalformedError
-from ckpt_tools.formats.foreign import refuse_weights
+from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
+from ckpt_tools.formats.rank_names import RANK, base, without_world
 from ckpt_tools.formats.sharded.items import Checkpoint, Item, looks_sharded, read_checkpoint_files
-from ckpt_tools.formats.sharded.names import RANK, base, without_world
 from ckpt_tools.formats.sharded.origin import Origin
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
-from ckpt_tools.formats.trainer_files import UNREAD
+from ckpt_tools.formats.trainer_files import TRAINERS_OWN, UNREAD
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.sharded_tensors import Mesh
 from ckpt_tools.serialization.strict_json import parse_json
@@ -41,6 +41,8 @@ FSDP = "fsdp"
 
 _GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
 
+_NOTED = (*TRAINERS_OWN, *UNREAD)
+
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf")
 
 
@@ -56,10 +58,10 @@ class ShardedReader:
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         found = read_checkpoint_files(source)
         _check_config(source, found)
+        _refuse_unnamed(found)
         tree = _Tree(source, found)
         for item in found.items:
             tree.add(item)
-        _refuse_unnamed(tree.tensors)
         ties = _ties(tree.tensors)
         tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
         manifest = manifest_of(
@@ -73,7 +75,7 @@ class ShardedReader:
         )
         manifest = replace(manifest, groups=tuple(map(_without_names, manifest.groups)))
         origin = tree.origin(manifest)
-        notes = (*manifest.notes, *tree.notes, *_notes_of_others(found))
+        notes = (*manifest.notes, *tree.notes, *_notes_of_others(source, found))
         return replace(manifest, notes=notes, literals={**manifest.literals, **origin.literals()})
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
@@ -99,9 +101,10 @@ def _without_names(group: ParamGroup) -> ParamGroup:
     return ParamGroup(group.params, {name: v for name, v in group.options.items() if name != "param_names"})
 
 
-def _refuse_unnamed(tensors: Mapping[str, TensorLeaf]) -> None:
+def _refuse_unnamed(found: Checkpoint) -> None:
     """Raises UnsupportedError for the flat parameters of FSDP1, before their pieces are found not to fit."""
-    refuse_weights(name for name in tensors if name.rpartition(".")[2] in ("_flat_param", "flat_param"))
+    paths = (path for item in found.items for file in item.files.values() for path in file.tensors)
+    refuse_weights(dotted(path) for path in paths if str(path[-1]).rpartition(".")[2] in FLAT_PARAMETERS)
 
 
 def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
@@ -118,11 +121,12 @@ def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
     return ties
 
 
-def _notes_of_others(found: Checkpoint) -> Iterable[Note]:
-    """Files of torch's that lie beside those of the ranks, but for those that are noted as a trainer's own."""
-    for path in found.others:
-        if not any(fnmatchcase(base(path), pattern) for pattern in UNREAD):
-            yield Note(Outcome.DROPPED, path, "it is beside the checkpoint and is not read")
+def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
+    """Files that could hold weights and are not those of the ranks; a trainer's own are noted elsewhere."""
+    others = [path for path in source.files if path.endswith(_WEIGHTS) and path not in found.files]
+    others = [path for path in others if not any(fnmatchcase(base(path), pattern) for pattern in _NOTED)]
+    if others:
+        yield Note(Outcome.DROPPED, listed(others), "it is beside the checkpoint and is not read", len(others))
 
 
 def _small_files(source: Source, folder: str) -> dict[str, str]:

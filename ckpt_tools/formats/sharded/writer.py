@@ -28,8 +28,8 @@ from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import untrained
+from ckpt_tools.formats.rank_names import RANK, WORLD
 from ckpt_tools.formats.sharded.geometry import region_of
-from ckpt_tools.formats.sharded.names import RANK, WORLD
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.reader import CONFIG, FSDP
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only

@@ -1,4 +1,4 @@
-"""Names of the files of ranks: of which folder, of which item, of which rank. Pure.
+"""Names of the files of ranks: of which folder, of which item, of which rank.
 
 Two programs name them in a way of their own, and their names alone are a sign: verl
 (``model_world_size_2_rank_0.pt``, fsdp_checkpoint_manager.py) and accelerate (``pytorch_model_fsdp_0_rank0.bin``,
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from ckpt_tools.formats.trainer_files import TRAINERS_OWN
+from ckpt_tools.stores.source import Source
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -115,3 +116,20 @@ def label(template: str) -> str:
         return "model" if known["item"] == "pytorch_model_fsdp" else "optimizer"
     stem = template.rpartition(".")[0] or template
     return _OF_THE_RANK.sub("", re.sub(r"world_size_\d+", f"world_size_{WORLD}", stem), count=1).strip("-_.") or "state"
+
+
+_KEYS = (b"version", b"world_size", b"metadata")
+"""The keys of its dict."""
+
+_END = 1 << 10
+"""Bytes at the start and at the end, where they stand."""
+
+
+def is_managed(source: Source, folder: str = "") -> bool:
+    """Whether a folder has such an index; a file of this name can be anything."""
+    path = f"{folder}/{MANAGER}" if folder else MANAGER
+    if path not in source.files:
+        return False
+    size = source.size(path)
+    ends = source.read(path, 0, min(size, _END)) + source.read(path, max(size - _END, 0), size)
+    return all(sign in ends for sign in _KEYS)
