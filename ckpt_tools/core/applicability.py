@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools.core.option_names import option, spelled
 from ckpt_tools.errors import UsageError
 
-RANKED = ("dcp", "zero1", "zero2", "zero3", "megatron")
+RANKED = ("dcp", "zero1", "zero2", "zero3", "megatron", "sharded")
 """Formats that are written for a number of ranks."""
 SHARDED = ("safetensors", "torch")
 """Formats whose output is cut into shards of at most a given size."""
@@ -23,7 +23,7 @@ WEIGHTS_ALONE = ("gguf", "npz")
 """Formats that hold a model's weights and nothing else."""
 _READ_BY_TAG = (*TAGGED, "zero0")
 """Formats that are read from such a folder."""
-TREES = ("dcp", "torch", "orbax", "safetensors")
+TREES = ("dcp", "sharded", "torch", "orbax", "safetensors")
 """Formats in which model and optimizer lie in a tree. A safetensors file has one only with whole state."""
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Literal, TypeAlias, get_args
 
 WrittenFormat: TypeAlias = Literal[
-    "safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "megatron", "gguf", "npz"
+    "safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "sharded", "megatron", "gguf", "npz"
 ]
 """What ``to`` accepts."""
 ReadFormat: TypeAlias = Literal[
@@ -23,6 +23,7 @@ ReadFormat: TypeAlias = Literal[
     "zero1",
     "zero2",
     "zero3",
+    "sharded",
     "megatron",
     "gguf",
     "npz",

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
 from ckpt_tools.errors import CkptError, UnsupportedError
+from ckpt_tools.formats.rank_names import ACCELERATE, VERL
 from ckpt_tools.stores.source import Source
 
 _SLOTS = frozenset(
@@ -25,21 +26,10 @@ _SLOTS = frozenset(
 
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizers?|chained_\d+)\.(?:.*\.)?(?:state|distributed|param_groups)\.")
 
-_FLAT_PARAMETERS = ("_flat_param", "flat_param")
+FLAT_PARAMETERS = ("_flat_param", "flat_param")
 
 _PIECES = ("DTensor", "ShardedTensor", "LocalShardsWrapper")
 """Classes of ``torch.distributed`` and of Megatron-Core that hold one rank's part of a tensor."""
-
-_RANK_OF = re.compile(r".*_world_size_(\d+)_rank_(\d+)\.pt")
-"""verl, fsdp_checkpoint_manager.py: ``model_world_size_2_rank_0.pt``, also of state that is not cut."""
-
-_RANK = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin")
-"""accelerate, utils/fsdp_utils.py: ``pytorch_model_fsdp_0_rank0.bin``."""
-
-_GATHER = (
-    "save the state with torch.distributed.checkpoint.save, or gather it on one rank first "
-    "(get_model_state_dict with full_state_dict=True)"
-)
 
 
 def is_optimizer_name(name: str) -> bool:
@@ -50,7 +40,7 @@ def is_optimizer_name(name: str) -> bool:
 def refuse_weights(names: Iterable[str]) -> None:
     """Raises UnsupportedError where what was taken for weights are, by their paths in the tree, none."""
     for name in names:
-        if name.rpartition(".")[2] in _FLAT_PARAMETERS:
+        if name.rpartition(".")[2] in FLAT_PARAMETERS:
             raise UnsupportedError(
                 "it is a flat parameter of FSDP1 (LOCAL_STATE_DICT), one rank's elements without the names and shapes "
                 "of what they are; save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
@@ -84,18 +74,21 @@ def _tensor_class(value: Opaque) -> str:
 def rank_in_name(path: str) -> str | None:
     """``rank 0 of 2`` where the name of a file says that it holds the part of one of several ranks."""
     name = path.rpartition("/")[2]
-    if (of := _RANK_OF.fullmatch(name)) is not None:
-        return f"rank {int(of[2])} of {int(of[1])}" if int(of[1]) > 1 else None
-    alone = _RANK.fullmatch(name)
-    return f"rank {int(alone[1])}" if alone is not None else None
+    if (of := VERL.fullmatch(name)) is not None:
+        return f"rank {int(of['rank'])} of {int(of['world'])}" if int(of["world"]) > 1 else None
+    alone = ACCELERATE.fullmatch(name)
+    return f"rank {int(alone['rank'])}" if alone is not None else None
 
 
 def refuse_pieces(value: Value, path: str) -> None:
     """Raises UnsupportedError where ``value``, which the file ``path`` holds, is one rank's part of a sharded state."""
-    found = pieces_in(value) or (f"{rank} by its name" if (rank := rank_in_name(path)) is not None else None)
-    if found is not None:
+    kind = pieces_in(value)
+    where = next((text for item in _objects(value) if (text := _place(item)) is not None), None) if kind else None
+    where = where or rank_in_name(path) or ("one rank" if kind else None)
+    if where is not None:
+        what = f" ({kind})" if kind else ", by its name"
         raise UnsupportedError(
-            f"this is a part of a sharded state ({found}), which is not supported; {_GATHER}", path=path
+            f"this is {where} of a sharded state{what}; name the folder that holds the files of all ranks", path=path
         )
 
 
@@ -104,19 +97,15 @@ def refuse_ranks(files: Mapping[str, str]) -> None:
     if files:
         shown = ", ".join(f"{path}: {found}" for path, found in list(files.items())[:4])
         raise UnsupportedError(
-            f"there are files of single ranks of a sharded state here ({shown}), which are not supported, "
-            f"and none of them is the whole model; {_GATHER}"
+            f"there are files of single ranks of a sharded state here ({shown}), and none of them is the whole model; "
+            f"read them together with {option('from_', 'sharded')}"
         )
 
 
 def pieces_in(value: Value) -> str | None:
-    """What of ``value`` is one rank's part of something, in words, or None."""
-    classes = _classes(value)
-    kind = next((ref.name for ref in classes if _is_piece(ref)), None)
-    if kind is None:
-        return None
-    where = next((text for item in _objects(value) if (text := _place(item)) is not None), None)
-    return f"{kind}s of {where or 'one rank'}"
+    """The class of what in ``value`` is one rank's part of something, as a plural, or None."""
+    kind = next((ref.name for ref in _classes(value) if _is_piece(ref)), None)
+    return None if kind is None else f"{kind}s"
 
 
 def _is_piece(ref: GlobalRef) -> bool:

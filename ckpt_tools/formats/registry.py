@@ -75,6 +75,7 @@ _READERS = {
     "universal": "deepspeed.universal.reader:UniversalReader",
     "deepspeed": "deepspeed.zero_reader.reader:DeepSpeedReader",
     "safetensors": "safetensors.files:SafetensorsReader",
+    "sharded": "sharded.reader:ShardedReader",
     "torch": "torch_save:TorchReader",
     "gguf": "gguf.files:GgufReader",
     "npz": "npz.files:NpzReader",
@@ -88,6 +89,7 @@ _SIGNS = {
     "universal": ("/fp32.pt",),
     "deepspeed": ("_states.pt",),
     "safetensors": (".safetensors", ".safetensors.index.json"),
+    "sharded": (".pt", ".pth", ".bin", ".ckpt"),
     "torch": (".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"),
     "gguf": (".gguf",),
     "npz": (".npz",),
@@ -105,6 +107,7 @@ _WRITERS = {
     "gguf": "gguf.files:GgufWriter",
     "npz": "npz.files:NpzWriter",
     "megatron": "megatron.writer:MegatronWriter",
+    "sharded": "sharded.writer:ShardedWriter",
 }
 """By the names that ``--to`` takes."""
 
@@ -146,6 +149,7 @@ _ABOUT = {
     "zero2": "DeepSpeed ZeRO-2",
     "zero3": "DeepSpeed ZeRO-3",
     "universal": "DeepSpeed universal: a tag folder with zero/<parameter>/fp32.pt, ..., and latest_universal",
+    "sharded": "a torch file a rank with its part of each tensor (DTensor): verl, SkyRL, accelerate, FSDP2",
     "safetensors": "one .safetensors file, or Hugging Face shards with their index",
     "torch": "a full state dict of torch.save: .pt, .pth, .bin, or .bin shards with their index",
     "gguf": "a .gguf file of llama.cpp, or all its parts: tensors that are not quantized, and the key-values",
@@ -292,9 +296,6 @@ _FOREIGN = {
 
 def _refuse_known(source: Source) -> None:
     """Raises UnsupportedError where files of a layout that is known and not read lie here, or below."""
-    from ckpt_tools.formats.foreign import rank_in_name, refuse_ranks
-
-    refuse_ranks({path: rank for path in source.files if (rank := rank_in_name(path)) is not None})
     for path in source.files:
         name = path.rpartition("/")[2]
         about = next((text for pattern, text in _FOREIGN.items() if fnmatchcase(name, pattern)), None)

@@ -22,6 +22,7 @@ from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
+from ckpt_tools.formats.rank_names import are_those_of_ranks
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
 from ckpt_tools.formats.trainer_files import is_beside, with_scheduler
@@ -54,7 +55,7 @@ class TorchReader:
     name: str = "torch"
 
     def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files)
+        return any(_is_ours(path) for path in source.files) and not are_those_of_ranks(source.files)
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         weight_map, files = _files(source)
@@ -131,7 +132,8 @@ def _rank_of(source: Source, file: str) -> str | None:
         archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
     except CkptError:
         return rank_in_name(file)
-    return pieces_in(archive.value) or rank_in_name(file)
+    kind = pieces_in(archive.value)
+    return rank_in_name(file) if kind is None else f"{kind} of one rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ def read_tree(source: Source, file: str) -> FileTree:
     inner: dict[StateKey, TensorLeaf] = {}
     ties: dict[str, str] = {}
     views: dict[tuple[object, ...], str] = {}
-    for path, value in _leaves(archive.value, (), file):
+    for path, value in tree_leaves(archive.value, (), file):
         name = ".".join(map(str, path))
         if not path:
             raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=file)
@@ -165,45 +167,45 @@ def read_tree(source: Source, file: str) -> FileTree:
             raise MalformedError("two entries of the tree have this name", path=file, key=name)
         paths[name] = path
         if not isinstance(value, StoredTensor):
-            objects[name] = _with_references(value, archive, file, name, inner)
+            objects[name] = with_references(value, archive, file, name, inner)
             continue
         view = (value.storage, value.storage_offset, value.shape, value.strides, value.dtype)
         if value.numel and view in views:
             ties[name] = views[view]
         else:
             views[view] = name
-            tensors[name] = _leaf(archive, value, file, name)
+            tensors[name] = tensor_leaf(archive, value, file, name)
     return FileTree(Leaves(paths, tensors, objects, inner), ties)
 
 
-def _with_references(value: Any, archive: TorchArchive, file: str, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
+def with_references(value: Any, archive: TorchArchive, file: str, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
     """An object whose tensors are added to ``inner`` and leave references."""
 
     def refer(tensor: StoredTensor) -> Any:
         if tensor.storage is None:
             return tensor
         key = Leaves.inner_key(name, len(inner))
-        inner[key] = _leaf(archive, tensor, file, str(key))
+        inner[key] = tensor_leaf(archive, tensor, file, str(key))
         return TensorRef(key)
 
     return extracted(value, refer)
 
 
-def _leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
+def tree_leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
     """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole."""
     if len(path) > MAX_TREE_DEPTH:
         raise MalformedError("its dicts are nested too deeply", path=file)
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, key if type(key) is int else str(key)), file)
+            yield from tree_leaves(inner, (*path, key if type(key) is int else str(key)), file)
     elif isinstance(value, list) and any(isinstance(inner, dict | StoredTensor) for inner in value):
         for position, inner in enumerate(value):
-            yield from _leaves(inner, (*path, position), file)
+            yield from tree_leaves(inner, (*path, position), file)
     else:
         yield path, value
 
 
-def _leaf(archive: TorchArchive, tensor: StoredTensor, file: str, name: str) -> TensorLeaf:
+def tensor_leaf(archive: TorchArchive, tensor: StoredTensor, file: str, name: str) -> TensorLeaf:
     if tensor.storage is None:
         raise UnsupportedError("this tensor is on the meta device and has no elements", path=file, key=name)
     if tensor.wrapper not in _WRAPPERS and not _has_plain_attributes(tensor):
@@ -291,30 +293,30 @@ def _tree_layout(path: str, manifest: Manifest, entries: Entries) -> FileLayout:
             value = replaced(entries.objects[name], lambda ref: storages.tensor(ref.key))
         else:
             value = storages.tensor(entries.tensors[entries.aliases.get(name, name)])
-        _put(root, where, value)
-    return FileLayout(path, tuple(archive_segments(_as_lists(root), storages.segments)))
+        put_leaf(root, where, value)
+    return FileLayout(path, tuple(archive_segments(as_lists(root), storages.segments)))
 
 
-def _put(root: dict[str | int, Any], path: TreePath, value: Any) -> None:
+def put_leaf(root: dict[str | int, Any], path: TreePath, value: Any) -> None:
     for part in path[:-1]:
-        root = root.setdefault(part, _Branch())
+        root = root.setdefault(part, Branch())
     root[path[-1]] = value
 
 
-class _Branch(dict[Any, Any]):
+class Branch(dict[Any, Any]):
     """A dict that the tree is made of, as opposed to one that is a value in it."""
 
 
-def _as_lists(value: Any) -> Any:
+def as_lists(value: Any) -> Any:
     """The tree with branches of positions as the lists that they were."""
-    if not isinstance(value, _Branch) and type(value) is not dict:
+    if not isinstance(value, Branch) and type(value) is not dict:
         return value
-    inner = {key: _as_lists(item) for key, item in value.items()}
-    if "param_groups" in value and isinstance(value.get("state"), _Branch):
+    inner = {key: as_lists(item) for key, item in value.items()}
+    if "param_groups" in value and isinstance(value.get("state"), Branch):
         # An optimizer's own state dict: by number, of which entries make text, and no list.
         state = value["state"].items()
-        inner["state"] = {int(key) if str(key).isdecimal() else key: _as_lists(item) for key, item in state}
-    is_list = isinstance(value, _Branch) and list(inner) == list(range(len(inner)))
+        inner["state"] = {int(key) if str(key).isdecimal() else key: as_lists(item) for key, item in state}
+    is_list = isinstance(value, Branch) and list(inner) == list(range(len(inner)))
     return list(inner.values()) if is_list else inner
 
 

@@ -99,6 +99,18 @@ def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
     return open_legacy(read, size, path) if starts_later and begins_as_legacy() else archive
 
 
+def pickle_of(read: ReadRange, size: int, path: str) -> bytes:
+    """The pickle of the torch file of ``size`` bytes, which is not interpreted. Raises as ``open_archive``."""
+    found: list[bytes] = []
+
+    def keep(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]:
+        found.append(data)
+        return None, {}
+
+    _open(read, size, path, TAIL_BYTES, keep)
+    return found[0]
+
+
 Interpret = Callable[[bytes, str], tuple[Value, Mapping[str, StorageRef]]]
 
 

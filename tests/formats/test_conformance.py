@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.dcp.reader import DcpReader
 from ckpt_tools.formats.dcp.writer import DcpWriter
 from ckpt_tools.formats.gguf.files import GgufReader, GgufWriter
@@ -12,6 +16,8 @@ from ckpt_tools.formats.megatron.reader import MegatronReader
 from ckpt_tools.formats.megatron.writer import MegatronWriter
 from ckpt_tools.formats.npz.files import NpzReader, NpzWriter
 from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
+from ckpt_tools.formats.sharded.reader import ShardedReader
+from ckpt_tools.formats.sharded.writer import ShardedWriter
 from ckpt_tools.formats.torch_save import TorchReader, TorchWriter
 from ckpt_tools.testing.formats import FormatTests
 
@@ -45,3 +51,23 @@ class TestNpz(FormatTests):
 class TestMegatron(FormatTests):
     reader, writer = MegatronReader(), MegatronWriter()
     optional_files = (TRACKER,)
+
+
+class TestSharded(FormatTests):
+    reader, writer = ShardedReader(), ShardedWriter()
+
+    def test_a_missing_or_short_file_is_a_format_error(self) -> None:
+        """Without the optimizer's files and the small ones it is another whole checkpoint, as verl can be told to save
+        it; the model's is needed."""
+        files = self._written(self._small())
+        for path, data in files.items():
+            others = {name: each for name, each in files.items() if name != path}
+            damaged = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
+            for each in damaged:
+                with pytest.raises(FormatError):
+                    self._read(each)
+            if path.startswith("model_"):
+                with pytest.raises(FormatError):
+                    self._read(others)
+            else:
+                assert StateKey("w") in self._read(others)[1].tensors

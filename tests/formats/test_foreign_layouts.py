@@ -60,28 +60,33 @@ def refusal(path: Path, **options: Any) -> str:
 
 
 class TestRanks:
-    """``torch.save`` on every rank of a state that is sharded."""
+    """``torch.save`` on every rank of a state that is sharded: the folder opens, and one file of it does not."""
 
     @pytest.mark.parametrize("name", ["model", "optim"])
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_file_of_dtensors_says_of_which_rank_it_is(self, saved: Any, name: str, rank: int) -> None:
-        message = refusal(saved(foreign.save_ranks) / f"{name}_world_size_2_rank_{rank}.pt")
-        assert f"DTensors of rank {rank} of 2" in message and "torch.distributed.checkpoint.save" in message
+    @pytest.mark.parametrize("from_", [None, "torch"])
+    def test_a_file_of_dtensors_says_of_which_rank_it_is(
+        self, saved: Any, name: str, rank: int, from_: str | None
+    ) -> None:
+        message = refusal(saved(foreign.save_ranks) / f"{name}_world_size_2_rank_{rank}.pt", from_=from_)
+        assert f"this is rank {rank} of 2 of a sharded state" in message and "name the folder" in message
 
     def test_a_file_without_any_is_known_by_its_name(self, saved: Any) -> None:
-        assert "rank 1 of 2" in refusal(saved(foreign.save_ranks) / "extra_state_world_size_2_rank_1.pt")
+        message = refusal(saved(foreign.save_ranks) / "extra_state_world_size_2_rank_1.pt")
+        assert "rank 1 of 2" in message and "name the folder" in message
 
     def test_a_file_under_another_name_is_known_by_its_content(self, saved: Any, tmp_path: Path) -> None:
         shutil.copy(saved(foreign.save_ranks) / "model_world_size_2_rank_0.pt", tmp_path / "model.pt")
-        assert "DTensors of rank 0 of 2" in refusal(tmp_path / "model.pt")
+        assert "this is rank 0 of 2 of a sharded state" in refusal(tmp_path / "model.pt")
 
-    def test_their_folder_does_not_ask_for_one_of_them(self, saved: Any) -> None:
-        message = refusal(saved(foreign.save_ranks))
-        assert "name the one" not in message and "rank 0 of 2" in message and "rank 1 of 2" in message
+    def test_their_folder_opens(self, saved: Any) -> None:
+        found = ckpt_tools.inspect(saved(foreign.save_ranks))
+        assert (found.format, found.world_size) == ("sharded", 2)
+        assert set(found.optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
 
-    def test_the_folder_above_them_is_told_what_lies_below(self, saved: Any, tmp_path: Path) -> None:
+    def test_the_folder_above_them_opens(self, saved: Any, tmp_path: Path) -> None:
         shutil.copytree(saved(foreign.save_ranks), tmp_path / "global_step_4" / "actor")
-        assert "files of single ranks" in refusal(tmp_path / "global_step_4")
+        assert ckpt_tools.inspect(tmp_path / "global_step_4").format == "sharded"
 
     def test_beside_a_whole_model_they_are_noted(self, saved: Any, tmp_path: Path) -> None:
         folder = shutil.copytree(saved(foreign.save_ranks), tmp_path / "actor")
@@ -91,18 +96,24 @@ class TestRanks:
             f"{name}_world_size_2_rank_{rank}.pt" for name in ("model", "optim", "extra_state") for rank in (0, 1)
         }
 
-    @pytest.mark.parametrize("name", ["LOCAL0.bin", "SHARDED0.bin"])
-    def test_sharded_tensors_of_fsdp1_are_not_called_malformed(self, saved: Any, name: str) -> None:
-        message = refusal(saved(foreign.save_fsdp1) / name)
-        assert "ShardedTensors of rank 0 of 2" in message
+    def test_sharded_tensors_of_fsdp1_say_of_which_rank_they_are(self, saved: Any) -> None:
+        message = refusal(saved(foreign.save_fsdp1) / "SHARDED0.bin")
+        assert "this is rank 0 of 2 of a sharded state (ShardedTensors)" in message
         assert "malformed" not in message and "Opaque" not in message
+
+    def test_flat_parameters_in_files_of_ranks_are_refused(self, saved: Any, tmp_path: Path) -> None:
+        for rank in range(2):
+            shutil.copy(saved(foreign.save_fsdp1) / f"LOCAL{rank}.bin", tmp_path)
+        message = refusal(tmp_path)
+        assert "_flat_param" in message and "SHARDED_STATE_DICT" in message
 
     def test_accelerates_names_stand_in(self, tmp_path: Path) -> None:
         """A stand-in: accelerate's names around plain tensors."""
         for rank in range(2):
             torch.save({"w": torch.ones(3)}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
         assert "rank 1" in refusal(tmp_path / "pytorch_model_fsdp_0_rank1.bin")
-        assert "name the one" not in refusal(tmp_path)
+        message = refusal(tmp_path)
+        assert "name the one" not in message and "files of 2 ranks" in message
 
     def test_several_whole_files_are_still_to_be_chosen_from(self, tmp_path: Path) -> None:
         for name in ("step_100.pt", "step_200.pt"):

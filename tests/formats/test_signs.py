@@ -23,7 +23,11 @@ NAMES = (
     "config.json", "README.md", "model.gguf",
 )  # fmt: skip
 
+RANKS = ("model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_0_rank{}.bin")
+"""Names that say of which rank a file is; one alone could be a whole state."""
+
 SOURCES = [Source.open(MemoryStore({folder + name: bytearray()})) for folder, name in product(FOLDERS, NAMES)]
+SOURCES += [Source.open(MemoryStore({name.format(rank): bytearray() for rank in range(2)})) for name in RANKS]
 
 
 @pytest.mark.parametrize("name", registry.readers())

@@ -27,6 +27,7 @@ from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
+from ckpt_tools.formats.rank_names import is_managed
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
     Piece,
@@ -70,7 +71,7 @@ class SafetensorsReader:
     name: str = "safetensors"
 
     def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files)
+        return any(_is_ours(path) for path in source.files) and not is_managed(source)
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         headers = {path: read_header(source, path) for path in _files(source)}

@@ -10,7 +10,7 @@ own.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -250,8 +250,10 @@ def manifest_of(
     world_size: int | None = None,
     ties: Mapping[str, str] | None = None,
     param_order: ParamOrder | None = None,
+    buffers: Collection[str] = (),
 ) -> Manifest:
-    """The tree as a manifest. ``ties`` maps names of leaves that are no tensors of their own to the leaf they are.
+    """The tree as a manifest. ``ties`` maps names of leaves that are no tensors of their own to the leaf they are,
+    ``buffers`` are leaves that are known to be no parameters.
 
     Raises:
         FormatError: a tensor's pieces do not cover it, or there are several optimizers. UsageError: a key leads
@@ -259,7 +261,8 @@ def manifest_of(
     """
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
     tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
-    leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order)
+    parameters = _parameter_shapes(leaves, tree, buffers)
+    leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order, parameters)
     roles = {name: _role(name, leaves, tree) for name in leaves.paths}
     refuse_weights(dotted(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
     aliases, twins = _aliases(ties or {}, roles)
@@ -272,7 +275,7 @@ def manifest_of(
     extra, homes = _extras(leaves, roles, tree)
     return Manifest(
         format_name,
-        _entries(leaves, roles),
+        _entries(leaves, roles, buffers),
         aliases=aliases,
         groups=_groups(_options(leaves, roles)),
         literals={file: data for _, files in numbers.values() for file, data in files.items()},
@@ -285,7 +288,7 @@ def manifest_of(
 
 
 def _by_name(
-    leaves: Leaves, tree: Tree, ties: Mapping[str, str], order: ParamOrder | None
+    leaves: Leaves, tree: Tree, ties: Mapping[str, str], order: ParamOrder | None, parameters: Mapping[str, Shape]
 ) -> tuple[Leaves, Tree, tuple[Note, ...]]:
     """The tree with its optimizer's numbers as names; as the user's own entry, where they could mean several."""
     groups = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
@@ -293,7 +296,7 @@ def _by_name(
         if order is not None:
             raise UsageError(f"{option('param_order')} is for optimizers that number their parameters; here is none")
         return leaves, tree, ()
-    names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), ties, order)
+    names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), ties, order, parameters)
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
         return leaves, replace(tree, optim=None), (unplaced(dotted(tree.optim) or "the optimizer"),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
@@ -312,8 +315,9 @@ def _names_of_numbers(
     groups: list[NumberedGroup],
     ties: Mapping[str, str],
     order: ParamOrder | None,
+    parameters: Mapping[str, Shape],
 ) -> dict[int, str] | None:
-    shapes, parameters = _state_shapes(leaves, optim), _parameter_shapes(leaves, tree)
+    shapes = _state_shapes(leaves, optim)
     if order is None:
         return match_numbers(groups, shapes, parameters, is_ordered=leaves.is_ordered)
     depth = len(tree.model)
@@ -369,12 +373,12 @@ def _state_shapes(leaves: Leaves, optim: TreePath) -> dict[int, Shape]:
     return {number: next(iter(shapes)) for number, shapes in found.items() if len(shapes) == 1}
 
 
-def _parameter_shapes(leaves: Leaves, tree: Tree) -> dict[str, Shape]:
+def _parameter_shapes(leaves: Leaves, tree: Tree, buffers: Collection[str]) -> dict[str, Shape]:
     """The model's tensors that could be parameters, in order."""
     found = {}
     for name, tensor in leaves.tensors.items():
         where = role_of(leaves.paths[name], tree, is_tensor=True)
-        if isinstance(where, Weight) and tensor.dtype.is_floating:
+        if isinstance(where, Weight) and tensor.dtype.is_floating and name not in buffers:
             found[where.fqn] = tensor.shape
     return found
 
@@ -416,11 +420,14 @@ def _is_flattened(paths: Iterable[TreePath], optim: TreePath | None) -> bool:
     return optim is not None and any(path[:-1] == optim and _flattened(str(path[-1])) for path in paths if path)
 
 
-def _entries(leaves: Leaves, roles: Mapping[str, LeafRole]) -> dict[StateKey, TensorEntry]:
+def _entries(
+    leaves: Leaves, roles: Mapping[str, LeafRole], buffers: Collection[str] = ()
+) -> dict[StateKey, TensorEntry]:
     found = {}
     for name, tensor in leaves.tensors.items():
         try:
             key, kind = _key(roles[name], tensor)
+            kind = Kind.BUFFER if kind is Kind.PARAMETER and name in buffers else kind
             if key in found:
                 raise MalformedError("another entry of the tree is the same tensor")
             found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)

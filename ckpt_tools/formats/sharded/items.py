@@ -1,0 +1,256 @@
+"""Which files lie in a folder: the items of one checkpoint, each with a file of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import (
+    CkptError,
+    IncompleteError,
+    MalformedError,
+    SeveralCheckpointsError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.rank_names import (
+    ACCELERATE,
+    MANAGER,
+    RANK,
+    VERL,
+    are_those_of_ranks,
+    base,
+    by_template,
+    folder_of,
+    folders,
+    is_candidate,
+    is_managed,
+    label,
+    numbered,
+    says_its_rank,
+    worlds,
+)
+from ckpt_tools.formats.sharded.manager import check_index
+from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
+from ckpt_tools.serialization.torch_zip import pickle_of
+from ckpt_tools.stores.source import Source
+
+_SIGNS = (b"DTensor\n", b"ShardedTensor\n")
+"""How the classes stand in a pickle of protocol 2, which ``torch.save`` takes."""
+
+_NEWER_SIGNS = (b"\x07DTensor\x94", b"\rShardedTensor\x94")
+"""The same in protocol 4 and later."""
+
+MAX_LOOKS = 8
+"""Files that are opened to see whether any holds a part of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The files of one item, such as the model, by rank. ``template`` is their name, with the rank and the world size
+    left out."""
+
+    label: str
+    template: str
+    files: Mapping[int, RankFile]
+
+    @property
+    def has_parts(self) -> bool:
+        return any(file.kind is not None for file in self.files.values())
+
+    @property
+    def is_optimizer(self) -> bool:
+        return any(file.is_optimizer for file in self.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The items of a folder. ``ranks`` are those that saved it."""
+
+    folder: str
+    items: tuple[Item, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def files(self) -> frozenset[str]:
+        return frozenset(file.path for item in self.items for file in item.files.values())
+
+
+def looks_sharded(source: Source) -> bool:
+    """Whether a file of ``source`` holds a part of a tensor, or names say that the files are those of ranks."""
+    below = _folders(source)
+    here = [path for path in source.files if "/" not in path and is_candidate(path)]
+    if is_managed(source) and here:
+        return True
+    if are_those_of_ranks(source.files):
+        return True
+    return any(_holds_parts(source, path) for path in _samples(here)) or bool(below and below != [""])
+
+
+def _folders(source: Source) -> list[str]:
+    """Folders that hold files of ranks, as far as names and indexes say."""
+    indexed = [folder_of(path) for path in source.files if base(path) == MANAGER]
+    return list(dict.fromkeys([*folders(source.files), *(each for each in indexed if is_managed(source, each))]))
+
+
+def _samples(paths: Iterable[str]) -> list[str]:
+    """One file of each kind of name."""
+    kinds = {"".join("#" if c.isdigit() else c for c in path): path for path in paths}
+    return list(kinds.values())[:MAX_LOOKS]
+
+
+def _holds_parts(source: Source, path: str) -> bool:
+    try:
+        pickle = pickle_of(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    except CkptError:
+        return False
+    return any(sign in pickle for sign in (*_SIGNS, *_NEWER_SIGNS))
+
+
+def read_checkpoint_files(source: Source) -> Checkpoint:
+    """The one checkpoint of files of ranks in ``source``.
+
+    Raises:
+        FormatError: a file is missing, is there twice, or is of another run; there are several checkpoints.
+    """
+    folder = _folder(source)
+    here = [path for path in source.files if folder_of(path) == folder]
+    world = check_index(source, folder, here)
+    files = [path for path in here if is_candidate(path)]
+    _refuse_mixed(files)
+    read = {path: read_rank_file(source, path) for path in _of_ranks(source, files)}
+    parts = {path: file for path, file in read.items() if file.kind is not None}
+    if not parts:
+        return _plain(folder, read)
+    ranks = _ranks(parts)
+    if world not in (None, len(ranks)):
+        raise MalformedError(f"the index says {world} ranks, but the files are of {len(ranks)}", path=MANAGER)
+    if len(files) == 1 and len(ranks) > 1:
+        (only,) = parts.values()
+        raise UnsupportedError(
+            f"this is rank {only.rank} of {len(ranks)} of a sharded state ({only.kind}s); name the folder that holds "
+            "the files of all ranks",
+            path=only.path,
+        )
+    templates = by_template({path: file.rank for path, file in parts.items() if file.rank is not None})
+    _refuse_misnamed(templates, parts)
+    items = [_item(template, [parts[path] for path in paths], ranks) for template, paths in templates.items()]
+    plain = numbered([path for path in files if path not in parts], ranks)
+    beside = (_plain_item(source, template, by_rank, ranks, read) for template, by_rank in plain.items())
+    items += [item for item in beside if item is not None]
+    return _checkpoint(folder, items, ranks)
+
+
+def _folder(source: Source) -> str:
+    """Where the files of ranks are: at the top, or in the one folder below that holds some."""
+    found = _folders(source)
+    below = [folder for folder in found if folder]
+    here = [path for path in source.files if "/" not in path and is_candidate(path)]
+    at_top = "" in found or any(_holds_parts(source, path) for path in _samples(here))
+    if at_top or not below:
+        return ""
+    if len(below) > 1:
+        names = listed(below)
+        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
+    return below[0]
+
+
+def _refuse_mixed(files: Iterable[str]) -> None:
+    """Raises MalformedError where verl's names are of several world sizes: a run that was started anew with others."""
+    found = sorted(worlds(files))
+    if len(found) > 1:
+        raise MalformedError(
+            f"there are files of several world sizes here ({listed([str(n) for n in found])}); "
+            "move those of one into a folder of their own"
+        )
+
+
+def _of_ranks(source: Source, files: list[str]) -> list[str]:
+    """The files that are read: those that hold a part of a tensor, and those whose names say a rank."""
+    return [path for path in files if says_its_rank(path) or _holds_parts(source, path)]
+
+
+def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
+    """All ranks that the meshes name. Raises MalformedError where they are of several world sizes."""
+    sizes: dict[int, str] = {}
+    for path, file in parts.items():
+        sizes.setdefault(len(file.ranks), path)
+    if len(sizes) > 1:
+        told = ", ".join(f"{path} of {size}" for size, path in sorted(sizes.items()))
+        raise MalformedError(f"there are files of several world sizes here ({told})")
+    return tuple(sorted(frozenset[int]().union(*(file.ranks for file in parts.values()))))
+
+
+def _refuse_misnamed(templates: Mapping[str, list[str]], parts: Mapping[str, RankFile]) -> None:
+    """Raises MalformedError for a file whose name has another number than its rank, where others have theirs."""
+    misnamed = templates.get("", []) if len(templates) > 1 else []
+    if misnamed:
+        raise MalformedError(
+            f"it is of rank {parts[misnamed[0]].rank} by its content, but its name says another", path=misnamed[0]
+        )
+
+
+def _item(template: str, files: list[RankFile], ranks: tuple[int, ...]) -> Item:
+    by_rank: dict[int, RankFile] = {}
+    for file in files:
+        assert file.rank is not None, "files with parts know their rank"
+        if file.rank in by_rank:
+            raise MalformedError(
+                f"two files are of rank {file.rank} ({by_rank[file.rank].path} and {file.path}); leave one of them"
+            )
+        by_rank[file.rank] = file
+    _check_ranks(template, by_rank, ranks)
+    return Item(label(template), template, dict(sorted(by_rank.items())))
+
+
+def _check_ranks(template: str, found: Mapping[int, object], ranks: tuple[int, ...]) -> None:
+    """Raises IncompleteError where a rank has no file."""
+    missing = [rank for rank in ranks if rank not in found]
+    if missing:
+        name = template.replace(RANK, str(missing[0])) or "its name is not known"
+        raise IncompleteError(f"the file of rank {missing[0]} of {len(ranks)} is missing ({name})")
+
+
+def _plain_item(
+    source: Source, template: str, files: Mapping[int, str], ranks: tuple[int, ...], read: Mapping[str, RankFile]
+) -> Item | None:
+    """Files without a part of a tensor, such as the generators of each rank; None where they are those of no ranks."""
+    if files.keys() != set(ranks):
+        if any(map(says_its_rank, files.values())):
+            _check_ranks(template, files, ranks)
+        return None
+    by_rank = {rank: read.get(path) or read_rank_file(source, path) for rank, path in sorted(files.items())}
+    return Item(label(template), template, by_rank)
+
+
+def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
+    """Files of which none holds a part of a tensor: those of one rank, as verl writes on one GPU.
+
+    Raises UnsupportedError where they are of several ranks.
+    """
+    ranks = {path: _named_rank(path) for path in read}
+    world = max(max(worlds(read), default=1), max(ranks.values(), default=0) + 1)
+    if world > 1 or not read:
+        raise UnsupportedError(
+            f"by their names these are files of {world} ranks ({listed(list(read))}), but they hold plain tensors, and "
+            "do not say which part of the model each one is; save with torch.distributed.checkpoint.save"
+        )
+    templates = by_template(ranks)
+    items = [_item_of_one(template, read[paths[0]]) for template, paths in templates.items()]
+    return _checkpoint(folder, items, (0,))
+
+
+def _item_of_one(template: str, file: RankFile) -> Item:
+    return Item(label(template), template, {0: file})
+
+
+def _named_rank(path: str) -> int:
+    found = VERL.fullmatch(base(path)) or ACCELERATE.fullmatch(base(path))
+    return int(found["rank"]) if found else 0
+
+
+def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...]) -> Checkpoint:
+    """Items of different names: two of one name are called by the names of their files."""
+    labels = [item.label for item in items]
+    unique = (replace(item, label=item.label if labels.count(item.label) == 1 else item.template) for item in items)
+    return Checkpoint(folder, tuple(unique), ranks)

@@ -1,0 +1,44 @@
+"""What a checkpoint of ranks' files was like, for writing it again for other ranks: names, mesh, and the small files.
+
+It travels with the manifest as literal files, which lie nowhere: another format's writer does not look at them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt_tools.core.literals import literal_file
+from ckpt_tools.core.manifest import Manifest
+
+_NAME = literal_file("sharded.json")
+_BESIDE = literal_file("beside/")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """``templates`` are names of files, with ``{rank}`` and ``{world}`` left out, by the entry at the top of the tree
+    that they hold; ``""`` is for the rest, or for all. ``is_numbered`` says that the optimizer knew its parameters by
+    number. ``whole`` are weights that every rank had whole. ``beside`` are small files to be laid beside the others."""
+
+    templates: Mapping[str, str]
+    is_numbered: bool = False
+    device_type: str | None = None
+    dim_name: str | None = None
+    whole: tuple[str, ...] = ()
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+
+    def literals(self) -> dict[str, bytes]:
+        content = {name: value for name, value in asdict(self).items() if name != "beside"}
+        return {_NAME: json.dumps(content).encode()} | {_BESIDE + path: data for path, data in self.beside.items()}
+
+
+def origin_of(manifest: Manifest) -> Origin | None:
+    """That of a manifest that was read from files of ranks."""
+    if _NAME not in manifest.literals:
+        return None
+    content: dict[str, Any] = json.loads(manifest.literals[_NAME])
+    found = {n.removeprefix(_BESIDE): data for n, data in manifest.literals.items() if n.startswith(_BESIDE)}
+    return Origin(**{**content, "whole": tuple(content["whole"])}, beside=found)

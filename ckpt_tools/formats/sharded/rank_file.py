@@ -1,0 +1,192 @@
+"""One rank's file: its leaves, and for each tensor which elements of the whole lie where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.core.boxes import Box, Shape, is_row_major
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import StateKey, TreePath, dotted
+from ckpt_tools.core.shards import ByteRange, Shard
+from ckpt_tools.core.values import PARAMETER, StorageRef, StoredTensor
+from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
+from ckpt_tools.formats.foreign import pieces_in, refuse_deepspeed
+from ckpt_tools.formats.sharded.geometry import region_of
+from ckpt_tools.formats.state_dict.parse import TensorLeaf
+from ckpt_tools.formats.torch_save import tree_leaves, with_references
+from ckpt_tools.serialization.pickle.sharded_tensors import DTensorPart, Mesh, Part, PartReader, ShardedTensorPart
+from ckpt_tools.serialization.torch_zip import TorchArchive, open_archive
+from ckpt_tools.stores.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank has of a tensor of ``shape``: shards of it, none where it has no element.
+
+    ``checksums`` are those of the storages of the shards, as the zip's directory has them; None where a shard is a part
+    of its storage, or the checksum was not taken. ``is_cut`` says that it is a part by its class, even if it is all.
+    """
+
+    shape: Shape
+    dtype: DType
+    shards: tuple[Shard, ...]
+    checksums: tuple[int | None, ...]
+    is_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """The leaves of a file by their paths. ``rank`` and ``ranks`` are None and empty where it holds no part of a
+    tensor; ``kind`` is the class of its parts."""
+
+    path: str
+    kind: str | None
+    rank: int | None
+    ranks: frozenset[int]
+    mesh: Mesh | None
+    tensors: Mapping[TreePath, Held]
+    objects: Mapping[TreePath, Any]
+    inner: Mapping[StateKey, TensorLeaf]
+    """Tensors to which objects refer."""
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether it is an optimizer's state dict by itself, as torch lays it out, nested or flattened."""
+        return any(path[0] == "param_groups" or _is_flat_option(path) for path in self.objects)
+
+
+def _is_flat_option(path: TreePath) -> bool:
+    return len(path) == 1 and isinstance(path[0], str) and path[0].startswith("param_groups.")
+
+
+def read_rank_file(source: Source, path: str) -> RankFile:
+    """The file of a rank, from its headers.
+
+    Raises:
+        FormatError: it cannot be read, or holds a part whose place is not understood.
+    """
+    archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    refuse_deepspeed(archive.value, path)
+    found = _Found(archive, PartReader())
+    tensors: dict[TreePath, Held] = {}
+    objects: dict[TreePath, Any] = {}
+    inner: dict[StateKey, TensorLeaf] = {}
+    for leaf, value in tree_leaves(archive.value, (), path):
+        if not leaf:
+            raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=path)
+        with _named(path, leaf):
+            held = found.held(value)
+            if held is not None:
+                tensors[leaf] = held
+            else:
+                _refuse_inner(value)
+                objects[leaf] = with_references(value, archive, path, f"{path}: {dotted(leaf)}", inner)
+    kind = next(iter(found.kinds), None)
+    return RankFile(path, kind, found.rank, frozenset(found.ranks), found.mesh, tensors, objects, inner)
+
+
+class _named:  # noqa: N801 - a context manager
+    """Errors inside say the file and the entry."""
+
+    __slots__ = ("leaf", "path")
+
+    def __init__(self, path: str, leaf: TreePath) -> None:
+        self.path, self.leaf = path, leaf
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CkptError):
+            error.path, error.key = error.path or self.path, error.key or dotted(self.leaf)
+
+
+def _refuse_inner(value: Any) -> None:
+    """Raises UnsupportedError where an object holds a part of a tensor inside."""
+    if isinstance(value, str | int | float | bool | bytes | None):
+        return
+    inner = pieces_in(value)
+    if inner is not None:
+        raise UnsupportedError(f"it holds {inner} inside an object, which is not supported")
+
+
+class _Found:
+    """What is found in one file."""
+
+    def __init__(self, archive: TorchArchive, parts: PartReader) -> None:
+        self._archive = archive
+        self._parts = parts
+        self.kinds: dict[str, None] = {}
+        self.rank: int | None = None
+        self.ranks: set[int] = set()
+        self.mesh: Mesh | None = None
+
+    def held(self, value: Any) -> Held | None:
+        """What the rank has of the tensor that a leaf is; None for an object."""
+        if isinstance(value, StoredTensor):
+            if value.storage is None:
+                raise UnsupportedError("this tensor is on the meta device and has no elements")
+            if value.wrapper not in (None, PARAMETER):
+                raise UnsupportedError(f"a {value.wrapper} cannot be read; save plain tensors")
+            return self._held(
+                value.shape, value.dtype, [(Box.whole(value.shape), (0,) * len(value.shape), value)], False
+            )
+        part = self._parts.read(value)
+        if part is None:
+            return None
+        self._note(part)
+        return self._held(part.shape, part.dtype, list(_pieces(part)), True)
+
+    def _note(self, part: Part) -> None:
+        """The rank whose file it is; one file is of one rank."""
+        self.kinds.setdefault("DTensor" if isinstance(part, DTensorPart) else "ShardedTensor")
+        if self.rank is not None and self.rank != part.rank:
+            raise MalformedError(f"it holds parts of rank {self.rank} and of rank {part.rank}")
+        self.rank = part.rank
+        if isinstance(part, DTensorPart):
+            if part.mesh is self.mesh:
+                return
+            self.mesh = self.mesh or part.mesh
+        self.ranks.update(part.ranks)
+
+    def _held(self, shape: Shape, dtype: DType, pieces: list[tuple[Box, Shape, StoredTensor]], is_cut: bool) -> Held:
+        shards, checksums = [], []
+        for box, at, local in pieces:
+            assert local.storage is not None, "tensors without elements were refused"
+            shards.append(self._shard(box, at, local, local.storage))
+            checksums.append(self._checksum(local, local.storage) if box.shape == local.shape else None)
+        return Held(tuple(shape), dtype, tuple(shards), tuple(checksums), is_cut)
+
+    def _shard(self, box: Box, at: Shape, local: StoredTensor, storage: StorageRef) -> Shard:
+        """``box`` of the whole tensor, which begins ``at`` an index of the local one."""
+        item, extents = local.dtype.item_bytes, box.shape
+        first = local.storage_offset + sum(n * stride for n, stride in zip(at, local.strides, strict=True))
+        reach = sum((n - 1) * stride for n, stride in zip(extents, local.strides, strict=True)) + 1 if box.numel else 0
+        start = self._archive.storage_range(storage.key)[0] + first * item
+        strides = None if is_row_major(extents, local.strides) else local.strides
+        return Shard(box, ByteRange(self._archive.path, start, start + reach * item), strides)
+
+    def _checksum(self, local: StoredTensor, storage: StorageRef) -> int | None:
+        record = self._archive.records[f"data/{storage.key}"]
+        is_all = local.is_contiguous and local.numel * local.dtype.item_bytes == storage.num_bytes
+        return record.crc32 if is_all and record.states_checksum else None
+
+
+def _pieces(part: Part) -> Iterator[tuple[Box, Shape, StoredTensor]]:
+    """The boxes that have elements, each with where it begins in its local tensor."""
+    if isinstance(part, ShardedTensorPart):
+        for offsets, local in part.locals:
+            if local.numel:
+                stop = tuple(a + n for a, n in zip(offsets, local.shape, strict=True))
+                yield Box(offsets, stop), (0,) * len(offsets), local
+        return
+    region = region_of(part.shape, part.mesh.shape, part.mesh.coordinate, part.placements)
+    if part.local.shape != region.shape:
+        raise MalformedError(
+            f"rank {part.rank} holds a part of shape {list(part.local.shape)}, but its placement on the mesh gives "
+            f"{list(region.shape)}"
+        )
+    for box, at in region.boxes:
+        yield box, at, part.local

@@ -1,0 +1,374 @@
+"""Files of ranks to a manifest: the trees of all items as one, each tensor with the shards of all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt_tools.core.manifest import Manifest, ParamGroup, StateKey, TreePath, dotted
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.shards import Shard, ShardTable
+from ckpt_tools.core.value_refs import references, replaced
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import CkptError, MalformedError
+from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
+from ckpt_tools.formats.rank_names import RANK, base, without_world
+from ckpt_tools.formats.sharded.items import Checkpoint, Item, looks_sharded, read_checkpoint_files
+from ckpt_tools.formats.sharded.origin import Origin
+from ckpt_tools.formats.sharded.rank_file import Held, RankFile
+from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.formats.trainer_files import TRAINERS_OWN, UNREAD
+from ckpt_tools.serialization.pickle.dump import dumps
+from ckpt_tools.serialization.pickle.sharded_tensors import Mesh
+from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.stores.source import Source
+
+MAX_COMPARED_BYTES = 1 << 20
+"""Tensors without a checksum that are read to see whether the ranks agree."""
+
+MAX_BESIDE_BYTES = 64 << 20
+"""Of one small file that goes along; a tokenizer has up to 20 MB."""
+
+CONFIG = "fsdp_config.json"
+"""verl's: ``{"FSDP_version": 2, "world_size": 2}``."""
+
+FSDP = "fsdp"
+"""What verl calls the dim of its mesh."""
+
+_GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
+
+_NOTED = (*TRAINERS_OWN, *UNREAD)
+
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedReader:
+    """Reads the folder that holds the files of all ranks, or one with such a folder below it."""
+
+    name: str = "sharded"
+
+    def detect(self, source: Source) -> bool:
+        return looks_sharded(source)
+
+    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+        found = read_checkpoint_files(source)
+        _check_config(source, found)
+        _refuse_unnamed(found)
+        tree = _Tree(source, found)
+        for item in found.items:
+            tree.add(item)
+        ties = _ties(tree.tensors)
+        tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
+        manifest = manifest_of(
+            Leaves(tree.paths, tensors, tree.objects, tree.inner),
+            format_name=self.name,
+            model_key=options.model_key,
+            optim_key=options.optim_key,
+            world_size=len(found.ranks),
+            ties=ties,
+            buffers=tree.buffers(),
+        )
+        manifest = replace(manifest, groups=tuple(map(_without_names, manifest.groups)))
+        origin = tree.origin(manifest)
+        notes = (*manifest.notes, *tree.notes, *_notes_of_others(source, found))
+        return replace(manifest, notes=notes, literals={**manifest.literals, **origin.literals()})
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        found = read_checkpoint_files(source)
+        return found.files | _small_files(source, found.folder).keys()
+
+
+def _check_config(source: Source, found: Checkpoint) -> None:
+    """Raises MalformedError where verl's configuration is of another number of ranks."""
+    path = f"{found.folder}/{CONFIG}" if found.folder else CONFIG
+    if path not in source.files:
+        return
+    config = parse_json(source.read_all(path, limit_bytes=MAX_BESIDE_BYTES), path)
+    world = config.get("world_size") if isinstance(config, dict) else None
+    if world != len(found.ranks):
+        raise MalformedError(f"it says {world} ranks, but the files are of {len(found.ranks)}", path=path)
+
+
+def _without_names(group: ParamGroup) -> ParamGroup:
+    """A group without the names beside its numbers, which are now its members."""
+    if group.options.get("param_names") != list(group.params):
+        return group
+    return ParamGroup(group.params, {name: v for name, v in group.options.items() if name != "param_names"})
+
+
+def _refuse_unnamed(found: Checkpoint) -> None:
+    """Raises UnsupportedError for the flat parameters of FSDP1, before their pieces are found not to fit."""
+    paths = (path for item in found.items for file in item.files.values() for path in file.tensors)
+    refuse_weights(dotted(path) for path in paths if str(path[-1]).rpartition(".")[2] in FLAT_PARAMETERS)
+
+
+def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+    """Names whose shards are the very bytes of another name's on every rank."""
+    owners: dict[object, str] = {}
+    ties = {}
+    for name, tensor in tensors.items():
+        table = tensor.shards
+        columns = (table.starts, table.stops, table.file_ids, table.byte_starts, table.byte_stops)
+        key = (tensor.shape, tensor.dtype, tuple(table.files), *(column.tobytes() for column in columns))
+        owner = owners.setdefault(key, name) if table.num_bytes else name
+        if owner != name:
+            ties[name] = owner
+    return ties
+
+
+def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
+    """Files that could hold weights and are not those of the ranks; a trainer's own are noted elsewhere."""
+    others = [path for path in source.files if path.endswith(_WEIGHTS) and path not in found.files]
+    others = [path for path in others if not any(fnmatchcase(base(path), pattern) for pattern in _NOTED)]
+    if others:
+        yield Note(Outcome.DROPPED, listed(others), "it is beside the checkpoint and is not read", len(others))
+
+
+def _small_files(source: Source, folder: str) -> dict[str, str]:
+    """verl's configuration, and what it keeps in ``huggingface`` but for weights, by their names below the folder."""
+    prefix = f"{folder}/" if folder else ""
+    names = {path: path.removeprefix(prefix) for path in source.files if path.startswith(prefix)}
+    return {path: name for path, name in names.items() if name == CONFIG or _is_hugging_face(name, source.size(path))}
+
+
+def _is_hugging_face(name: str, size: int) -> bool:
+    return name.startswith("huggingface/") and not name.endswith(_WEIGHTS) and size <= MAX_BESIDE_BYTES
+
+
+@dataclass(slots=True)
+class _Tree:
+    """The tree of all items. One item alone is the tree; of several each is an entry at its top."""
+
+    source: Source
+    found: Checkpoint
+    paths: dict[str, TreePath] = field(default_factory=dict)
+    tensors: dict[str, TensorLeaf] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    inner: dict[StateKey, TensorLeaf] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    _whole: set[str] = field(default_factory=set)
+    _homes: dict[str, str] = field(default_factory=dict)
+
+    def add(self, item: Item) -> None:
+        first = next(iter(item.files.values()))
+        if self._is_extra(item):
+            self._homes[""] = item.template
+            self._add_extra(item, first)
+            return
+        prefix: TreePath = () if self._stands_alone() else (item.label,)
+        self._homes["" if not prefix else item.label] = item.template
+        differing: list[str] = []
+        unlike: list[str] = []
+        names = dict.fromkeys(path for file in item.files.values() for path in file.tensors)
+        joined = {path: self._joined(path, item, differing, unlike) for path in names}
+        if item.is_optimizer and self._is_of_flat_parameters(joined, unlike):
+            self._drop_optimizer(item)
+            return
+        for path, (leaf, is_cut) in joined.items():
+            self._place((*prefix, *path), leaf)
+            if not is_cut:
+                self._whole.add(dotted((*prefix, *path)))
+        self._add_objects(item, prefix, differing)
+        self._note_differences([*differing, *unlike], "of the other ranks differ, and those of rank 0 are taken")
+
+    def _stands_alone(self) -> bool:
+        return sum(not self._is_extra(item) for item in self.found.items) == 1 and len(self.found.items) == 1
+
+    def _is_extra(self, item: Item) -> bool:
+        """Whether it is what lies beside model and optimizer: it holds no part of a tensor, and is no optimizer."""
+        if item.has_parts or item.is_optimizer:
+            return False
+        if any(each.has_parts for each in self.found.items):
+            return True
+        return not item.label.startswith(("model", "pytorch_model")) and len(self.found.items) > 1
+
+    def _joined(self, path: TreePath, item: Item, differing: list[str], unlike: list[str]) -> tuple[TensorLeaf, bool]:
+        """The tensor from what each rank has of it."""
+        held = {rank: file.tensors[path] for rank, file in item.files.items() if path in file.tensors}
+        first = next(iter(held))
+        _check_same(path, held, item)
+        if held[first].is_cut:
+            shards = self._cut(path, held, differing)
+        else:
+            shards = held[first].shards
+            others = [rank for rank in held if rank != first]
+            if not all(self._agree(held[first], held[rank]) for rank in others):
+                (unlike if held[first].shape else differing).append(dotted(path))
+        table = _table(dotted(path), held[first], shards)
+        return TensorLeaf(held[first].shape, held[first].dtype, table), held[first].is_cut
+
+    def _cut(self, path: TreePath, held: Mapping[int, Held], differing: list[str]) -> tuple[Shard, ...]:
+        """The shards of all ranks, of replicas one."""
+        taken: dict[tuple[TreePath, TreePath], tuple[Shard, int | None]] = {}
+        for each in held.values():
+            for shard, checksum in zip(each.shards, each.checksums, strict=True):
+                known = taken.setdefault((shard.box.start, shard.box.stop), (shard, checksum))
+                if None not in (known[1], checksum) and known[1] != checksum:
+                    differing.append(dotted(path))
+        return tuple(shard for shard, _ in taken.values())
+
+    def _agree(self, one: Held, other: Held) -> bool:
+        """Whether two ranks have the same bytes of a tensor that each has whole; by checksums, or if it is small."""
+        if None not in (one.checksums[0], other.checksums[0]):
+            return one.checksums == other.checksums
+        a, b = one.shards[0].at, other.shards[0].at
+        if one.shards[0].strides != other.shards[0].strides or a.stop - a.start > MAX_COMPARED_BYTES:
+            return False
+        return self.source.read(a.file, a.start, a.stop) == self.source.read(b.file, b.start, b.stop)
+
+    def _is_of_flat_parameters(self, joined: Mapping[TreePath, tuple[TensorLeaf, bool]], unlike: list[str]) -> bool:
+        """Whether each rank has optimizer state of its own that is no part of a tensor by its class: FSDP1's
+        ``optimizer.state_dict()``, whose parameters are flat."""
+        state = [cut for path, (leaf, cut) in joined.items() if path[0] == "state" and leaf.shape]
+        return bool(unlike) and bool(state) and not any(state)
+
+    def _drop_optimizer(self, item: Item) -> None:
+        why = (
+            "each rank has its own part of FSDP1's flat parameters, without the names and shapes of what they are; "
+            "save FSDP.optim_state_dict(model, optimizer) instead of optimizer.state_dict()"
+        )
+        self.notes.append(Note(Outcome.DROPPED, f"optimizer state ({item.label})", why))
+
+    def _add_objects(self, item: Item, prefix: TreePath, differing: list[str]) -> None:
+        for rank, file in item.files.items():
+            for path, value in file.objects.items():
+                where = (*prefix, *path)
+                if dotted(where) not in self.paths:
+                    self._place_object(where, value, file)
+                elif rank and not _equal(value, item, path):
+                    differing.append(dotted(path))
+
+    def _add_extra(self, item: Item, first: RankFile) -> None:
+        """Entries that the ranks agree on; each rank's own are noted."""
+        own: defaultdict[str, list[str]] = defaultdict(list)
+        for path in (*first.tensors, *first.objects):
+            top = str(path[0])
+            if any(str(part) in _GENERATORS for part in path[:-1]):
+                own[top].append("generators of random numbers")
+            elif not self._is_agreed(path, item):
+                own[top].append("values that differ between the ranks")
+        for path, held in first.tensors.items():
+            if str(path[0]) not in own:
+                where = path if dotted(path) not in self.paths else (item.label, *path)
+                self._place(where, TensorLeaf(held.shape, held.dtype, _table(dotted(path), held, held.shards)))
+                self._whole.add(dotted(where))
+        for path, value in first.objects.items():
+            if str(path[0]) not in own and not (path == ("lr_scheduler",) and value is None):
+                self._place_object(path if dotted(path) not in self.paths else (item.label, *path), value, first)
+        for top, what in own.items():
+            why = f"each rank has its own {what[0]}, which cannot be given to other ranks"
+            self.notes.append(Note(Outcome.DROPPED, f"{top} of {item.label}", why))
+
+    def _is_agreed(self, path: TreePath, item: Item) -> bool:
+        held = [file.tensors[path] for file in item.files.values() if path in file.tensors]
+        if held:
+            is_same = all(each.shape == held[0].shape and each.dtype is held[0].dtype for each in held)
+            return len(held) == len(item.files) and is_same and all(self._agree(held[0], each) for each in held[1:])
+        return all(path in file.objects and _equal(file.objects[path], item, path) for file in item.files.values())
+
+    def _place(self, path: TreePath, leaf: TensorLeaf) -> None:
+        self.paths[self._new(path)] = path
+        self.tensors[dotted(path)] = leaf
+
+    def _place_object(self, path: TreePath, value: Any, file: RankFile) -> None:
+        name = self._new(path)
+        self.paths[name] = path
+        for ref in references(value):
+            self.inner[ref.key] = file.inner[ref.key]
+        self.objects[name] = value
+
+    def _new(self, path: TreePath) -> str:
+        name = dotted(path)
+        if name in self.paths:
+            raise MalformedError("two entries of the tree have this name", key=name)
+        return name
+
+    def _note_differences(self, names: list[str], why: str) -> None:
+        if names:
+            self.notes.append(Note(Outcome.DROPPED, f"values of {listed(names)}", f"those {why}", len(names)))
+
+    def buffers(self) -> frozenset[str]:
+        """Leaves that every rank has whole, where an optimizer's state shows that its parameters are not."""
+        cut = [name for name in self.tensors if name not in self._whole]
+        state = [name for name in self._whole if self._is_state(name) and self.paths[name][-1] != "step"]
+        return frozenset() if not cut or state else frozenset(self._whole)
+
+    def _is_state(self, name: str) -> bool:
+        return "state" in self.paths[name][:-1]
+
+    def origin(self, manifest: Manifest) -> Origin:
+        world = len(self.found.ranks)
+        templates = {label: self._padded(without_world(name, world)) for label, name in self._homes.items()}
+        mesh = next((f.mesh for item in self.found.items for f in item.files.values() if f.mesh is not None), None)
+        small = _small_files(self.source, self.found.folder)
+        return Origin(
+            templates,
+            any(_is_numbered(file) for item in self.found.items for file in item.files.values()),
+            mesh.device_type if mesh is not None else None,
+            _dim_name(mesh),
+            tuple(sorted(self._whole_weights(manifest))),
+            {name: self.source.read_all(path, limit_bytes=MAX_BESIDE_BYTES) for path, name in small.items()},
+        )
+
+    def _padded(self, template: str) -> str:
+        """A template that says to how many digits the rank is written, if zeros come before it."""
+        before, _, after = template.partition(RANK)
+        for path in self.found.files:
+            digits = base(path).removeprefix(before).removesuffix(after)
+            if len(digits) > 1 and digits.isdecimal() and digits.startswith("0"):
+                return f"{before}{{rank:0{len(digits)}}}{after}"
+        return template
+
+    def _whole_weights(self, manifest: Manifest) -> set[str]:
+        depth = 0 if manifest.tree is None else len(manifest.tree.model)
+        return {dotted(self.paths[name][depth:]) for name in self._whole if not self._is_state(name)}
+
+
+def _dim_name(mesh: Mesh | None) -> str | None:
+    """The name of the one dim of a mesh; None if it has no name, and verl's name in the place of several."""
+    names = mesh.dim_names if mesh is not None else None
+    return FSDP if mesh is None or len(mesh.shape) > 1 else names[0] if names else None
+
+
+def _is_numbered(file: RankFile) -> bool:
+    params = [value for path, value in file.objects.items() if path[-1] == "params" and "param_groups" in path]
+    return any(isinstance(value, list) and any(type(each) is int for each in value) for value in params)
+
+
+def _check_same(path: TreePath, held: Mapping[int, Held], item: Item) -> None:
+    """Raises MalformedError where the ranks are at odds about what a tensor is."""
+    (first, one), *others = held.items()
+    for rank, other in others:
+        if (other.shape, other.dtype, other.is_cut) != (one.shape, one.dtype, one.is_cut):
+            raise MalformedError(
+                f"rank {first} has it as {_told(one)}, and rank {rank} as {_told(other)}",
+                path=item.files[rank].path,
+                key=dotted(path),
+            )
+
+
+def _told(held: Held) -> str:
+    whole = "a part of a tensor" if held.is_cut else "a whole tensor"
+    return f"{whole} of shape {list(held.shape)} and type {held.dtype.value}"
+
+
+def _table(name: str, held: Held, shards: Iterable[Shard]) -> ShardTable:
+    try:
+        return ShardTable.build(held.shape, held.dtype, list(shards))
+    except CkptError as error:
+        raise type(error)(error.message, path=error.path, key=name) from error
+
+
+def _equal(value: Any, item: Item, path: TreePath) -> bool:
+    """Whether an object is that of the first rank; tensors inside it count as equal if they have the same place."""
+    first = next(file.objects[path] for file in item.files.values() if path in file.objects)
+    return value is first or _told_apart(value) == _told_apart(first)
+
+
+def _told_apart(value: Any) -> bytes:
+    return dumps(replaced(value, lambda ref: str(ref.key.slot)))

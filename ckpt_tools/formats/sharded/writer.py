@@ -1,0 +1,286 @@
+"""A manifest as files of ranks: what ``torch.save`` writes on each rank of an FSDP2 run.
+
+Parameters and their optimizer state are DTensors that are cut along their rows, over a mesh of one dim. All else, such
+as buffers and 0-d tensors, is whole in the file of every rank. A source that was files of ranks keeps its names; any
+other gets those of verl, whose ``load_checkpoint`` is ``torch.load`` of the rank's own file, and then
+``load_state_dict`` of model and optimizer (verl 0.6, utils/checkpoint/fsdp_checkpoint_manager.py). Its optimizer knows
+parameters by number, and so they are written, with the names beside the numbers (``param_names``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal, Payload, Segment
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TreePath
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.core.values import StorageRef, StoredTensor
+from ckpt_tools.core.wording import listed
+from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import untrained
+from ckpt_tools.formats.rank_names import RANK, WORLD
+from ckpt_tools.formats.sharded.geometry import region_of
+from ckpt_tools.formats.sharded.origin import Origin, origin_of
+from ckpt_tools.formats.sharded.reader import CONFIG, FSDP
+from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
+from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
+from ckpt_tools.formats.torch_save import Branch, as_lists, put_leaf
+from ckpt_tools.serialization.pickle.sharded_tensors import MeshRecord, Shard, dtensor_record
+from ckpt_tools.serialization.torch_zip import archive_segments
+
+_VERL_NAME = f"_world_size_{WORLD}_rank_{RANK}.pt"
+VERL = Origin({"model": f"model{_VERL_NAME}", "optim": f"optim{_VERL_NAME}", "": f"extra_state{_VERL_NAME}"}, True)
+TREE = StateTree(("model",), ("optim",))
+DEVICE = "cuda"
+"""What verl's mesh is of, where the source does not say (``create_device_mesh``); its dim is called ``fsdp``."""
+
+SCHEDULER = "scheduler.bin"
+"""Where accelerate keeps the one entry for which its files of ranks have no place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedWriter:
+    """Writes the whole training state, fp32 weights standing for themselves."""
+
+    name: str = "sharded"
+    holds_optimizer: bool = True
+    holds_masters: bool = False
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        origin = origin_of(manifest) if manifest.format == self.name else None
+        tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
+        entries = entries_of(manifest, tree)
+        origin = origin or VERL
+        whole = _whole(manifest, origin)
+        files = _Files(manifest, entries, origin, tree, whole, options.world_size)
+        specs = [*files.of_ranks(), *files.beside()]
+        return Layout(specs, (*entries.notes, *_made_up(manifest, origin, whole), *files.dropped()))
+
+
+def _whole(manifest: Manifest, origin: Origin) -> frozenset[str]:
+    """Weights that every rank has whole: buffers, and what FSDP2 cannot cut."""
+    trained = {name for group in manifest.groups for name in group.params}
+    found = {key.fqn for key, entry in manifest.tensors.items() if key.slot == WEIGHT and not _can_be_cut(entry.shape)}
+    found |= {key.fqn for key in manifest.of_kind(Kind.BUFFER)} | set(origin.whole)
+    if origin is VERL and trained:
+        found |= untrained(manifest, trained).buffers.keys()
+    elif origin is VERL:
+        found |= {key.fqn for key in manifest.tensors if key.fqn.rpartition(".")[2] in BUFFER_NAMES}
+    return frozenset(found)
+
+
+def _can_be_cut(shape: Shape) -> bool:
+    return bool(shape) and 0 not in shape
+
+
+def _made_up(manifest: Manifest, origin: Origin, whole: frozenset[str]) -> Iterator[Note]:
+    is_cut = any(key.fqn not in whole for key in manifest.of_kind(Kind.PARAMETER))
+    if is_cut and origin.device_type is None:
+        why = f"the source has none; it is one of {DEVICE} whose dim is called {FSDP}, as verl's is"
+        yield Note(Outcome.DEFAULTED, "the device mesh", why)
+    if _version(origin) == 1:
+        yield Note(Outcome.DEFAULTED, "FSDP_version of verl", "the source has 1, and DTensors are those of 2")
+
+
+def _version(origin: Origin) -> object:
+    return _config(origin).get("FSDP_version")
+
+
+def _config(origin: Origin) -> dict[str, Any]:
+    try:
+        found = json.loads(origin.beside.get(CONFIG, b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _Files:
+    """The files, made when they are asked for."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        entries: Entries,
+        origin: Origin,
+        tree: StateTree,
+        whole: frozenset[str],
+        world_size: int,
+    ) -> None:
+        self._manifest = manifest
+        self._origin = origin
+        self._whole = whole
+        self._world = world_size
+        self._entries = entries
+        self._paths = _numbered(manifest, entries, tree) if origin.is_numbered else dict(entries.paths)
+        self._names = manifest.groups if origin.is_numbered and self._paths is not entries.paths else ()
+        self._templates = _templates(origin)
+        self._tree = tree
+        self._labels = self._labelled()
+
+    def _labelled(self) -> dict[str, list[str]]:
+        """The names of the entries by the file that they go to."""
+        found: dict[str, list[str]] = {}
+        for name, path in self._paths.items():
+            top = str(path[0])
+            label = top if top in self._templates and len(path) > 1 else ""
+            found.setdefault(label, []).append(name)
+        if self._templates == _templates(VERL) and not is_model_only(self._manifest):
+            found.setdefault("", [])
+        return found
+
+    def of_ranks(self) -> Iterator[FileSpec]:
+        for label, template in self._templates.items():
+            if label in self._labels:
+                cache = FileCache(partial(self._file, label, template))
+                for rank in range(self._world):
+                    made = self._file(label, template, rank)
+                    yield LazyFile(made.path, made.size_bytes, rank, cache)
+
+    def beside(self) -> Iterator[FileSpec]:
+        for path, data in self._origin.beside.items():
+            if path != CONFIG:
+                yield FileLayout(path, (Literal(data),))
+        if self._has_scheduler_file():
+            value = self._manifest.extra["lr_scheduler"]
+            yield FileLayout(SCHEDULER, tuple(archive_segments(value, {})))
+        if CONFIG in self._origin.beside or self._origin is VERL:
+            content = {**_config(self._origin), "FSDP_version": 2, "world_size": self._world}
+            yield FileLayout(CONFIG, (Literal(json.dumps(content, indent=4).encode()),))
+
+    def _has_scheduler_file(self) -> bool:
+        left = self._labels.get("", [])
+        return "" not in self._templates and any(self._paths[name][0] == "lr_scheduler" for name in left)
+
+    def dropped(self) -> Iterator[Note]:
+        """Entries for which the source's own files have no place."""
+        left = [] if "" in self._templates else [self._paths[name][0] for name in self._labels.get("", [])]
+        names = dict.fromkeys(str(name) for name in left if name != "lr_scheduler")
+        if names:
+            why = f"the files ({listed(list(self._templates.values()))}) have no place for it"
+            yield Note(Outcome.DROPPED, listed(list(names)), why, len(names))
+
+    def _file(self, label: str, template: str, rank: int) -> FileLayout:
+        tensors = _RankTensors(self._manifest, self._whole, self._origin, rank, self._world)
+        root: dict[str | int, Any] = Branch()
+        for name in self._labels[label]:
+            path = self._paths[name][1:] if label else self._paths[name]
+            put_leaf(root, path, self._value(name, tensors))
+        if label == "" and self._templates == _templates(VERL):
+            root.setdefault("lr_scheduler", None)
+        value = as_lists(root)
+        self._name_parameters(value, label)
+        return FileLayout(_file_name(template, rank, self._world), tuple(archive_segments(value, tensors.segments)))
+
+    def _value(self, name: str, tensors: _RankTensors) -> Any:
+        if name not in self._entries.objects:
+            return tensors.part(self._entries.tensors[self._entries.aliases.get(name, name)])
+        value = self._entries.objects[name]
+        if self._names and self._paths[name][-1] == "params" and "param_groups" in self._paths[name]:
+            return _numbers(self._manifest, value)
+        return replaced(value, lambda ref: tensors.whole(ref.key))
+
+    def _name_parameters(self, value: Any, label: str) -> None:
+        """Names beside the numbers: torch keeps them where an optimizer is made of named parameters."""
+        path = self._tree.optim or ()
+        for part in path[1:] if label else path:
+            value = value.get(part) if isinstance(value, dict) else None
+        groups = value.get("param_groups") if isinstance(value, dict) else None
+        for made, group in zip(groups or (), self._names, strict=False):
+            made["param_names"] = list(group.params)
+
+
+def _templates(origin: Origin) -> Mapping[str, str]:
+    """Names in which a rank can be written; verl's where the source's files say none."""
+    return origin.templates if all(re.search(_RANK, name) for name in origin.templates.values()) else VERL.templates
+
+
+_RANK = r"\{rank(?::0(\d+))?\}"
+
+
+def _file_name(template: str, rank: int, world: int) -> str:
+    return re.sub(_RANK, lambda found: str(rank).zfill(int(found[1] or 0)), template).replace(WORLD, str(world))
+
+
+def _order(manifest: Manifest) -> dict[str, int]:
+    names = (name for group in manifest.groups for name in group.params)
+    return {name: number for number, name in enumerate(names)}
+
+
+def _numbers(manifest: Manifest, names: Any) -> Any:
+    order = _order(manifest)
+    return [order[name] for name in names]
+
+
+def _numbered(manifest: Manifest, entries: Entries, tree: StateTree) -> Mapping[str, TreePath]:
+    """Paths with the numbers of parameters in the place of their names; as they are where state belongs to a parameter
+    of no group."""
+    order, prefix = _order(manifest), (*(tree.optim or ()), "state")
+    depth = len(prefix)
+    state = {name: path for name, path in entries.paths.items() if tree.optim is not None and path[:depth] == prefix}
+    unknown = {name for name, path in state.items() if path[depth] not in order}
+    if tree.is_flattened or any(
+        manifest.tensors[entries.tensors[name]].numel for name in unknown if name in entries.tensors
+    ):
+        return entries.paths
+    numbered = {
+        name: (*prefix, order[str(path[depth])], *path[depth + 1 :])
+        for name, path in state.items()
+        if name not in unknown
+    }
+    return {name: numbered.get(name, path) for name, path in entries.paths.items() if name not in unknown}
+
+
+class _RankTensors:
+    """The tensors of one file, and the bytes of their storages, which are numbered as they are asked for."""
+
+    def __init__(self, manifest: Manifest, whole: frozenset[str], origin: Origin, rank: int, world: int) -> None:
+        self._manifest = manifest
+        self._whole = whole
+        self._rank = rank
+        self._world = world
+        self._made: dict[StateKey, Any] = {}
+        self._names = (DEVICE, FSDP) if origin.device_type is None else (origin.device_type, origin.dim_name)
+        self._mesh: MeshRecord | None = None
+        self.segments: dict[str, list[Segment]] = {}
+
+    def part(self, key: StateKey) -> Any:
+        """What this rank has of a tensor; the same object for the same key, so that ties share it."""
+        entry = self._manifest.tensors[key]
+        is_state = entry.kind in (Kind.PARAMETER, Kind.STATE)
+        if not is_state or key.fqn in self._whole or not _can_be_cut(entry.shape):
+            return self.whole(key)
+        if key not in self._made:
+            region = region_of(entry.shape, (self._world,), (self._rank,), (Shard(0),))
+            payload = [Payload(key, box, entry.shape, entry.dtype) for box, _ in region.boxes]
+            local = self._stored(region.shape, entry.dtype, list(payload))
+            self._made[key] = dtensor_record(entry.shape, entry.dtype, self._mesh_record(), local)
+        return self._made[key]
+
+    def whole(self, key: StateKey) -> Any:
+        if key not in self._made:
+            entry = self._manifest.tensors[key]
+            payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
+            self._made[key] = self._stored(entry.shape, entry.dtype, [payload])
+        return self._made[key]
+
+    def _mesh_record(self) -> MeshRecord:
+        if self._mesh is None:
+            data = np.arange(self._world, dtype="<i4").tobytes()
+            ranks = self._stored((self._world,), DType.INT32, [Literal(data)])
+            self._mesh = MeshRecord.of(self._rank, self._world, *self._names, ranks)
+        return self._mesh
+
+    def _stored(self, shape: Shape, dtype: DType, segments: list[Segment]) -> StoredTensor:
+        number, numel = str(len(self.segments)), Box.whole(shape).numel
+        self.segments[number] = segments
+        return StoredTensor(StorageRef.holding(number, dtype, numel), dtype, 0, shape, contiguous_strides(shape))

@@ -1,0 +1,491 @@
+"""One rank's part of a tensor, as torch pickles it: ``DTensor`` and FSDP1's ``ShardedTensor``. The list is closed.
+
+``torch.save`` of a state that is sharded calls ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, ...)`` on
+every rank. The state is the local tensor, and a ``DTensorSpec``: a device mesh, a placement for each dim of the mesh,
+and the shape of the whole tensor. The pickle machine records all of these as ``Opaque``; here their records become
+values, each field checked. A class, a field or an argument that is not listed is refused.
+
+Forms that were checked, by files that torch 2.15.0 wrote, and by the sources of the older releases:
+
+- torch 2.10 and later: ``DeviceMesh`` keeps ``_layout`` (sizes and strides into the ranks), ``_rank_map`` and, from
+  2.12 on, ``_rank`` (files of 2.15.0; sources of 2.10.0 and 2.12.0, where a layout is one ``shape`` and ``stride``);
+- torch 2.4 to 2.9: it keeps ``mesh``, a tensor of ranks, and the same numbers in ``_flatten_mesh_list``, and does not
+  say which rank it was: that follows from its coordinate (sources of 2.4.1, 2.6.0, 2.8.0 and 2.9.1);
+- torch 2.4 calls the package ``torch.distributed._tensor`` (source of 2.4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NoReturn
+
+from ckpt_tools.core.boxes import Shape, contiguous_strides
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.values import (
+    MAX_DIMS,
+    PARAMETER,
+    GlobalRef,
+    Opaque,
+    Size,
+    StoredTensor,
+    Value,
+    are_naturals,
+    brief,
+    kind_of,
+)
+from ckpt_tools.errors import MalformedError, UnsupportedError
+
+_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
+_WRAPPER_SUBCLASS = GlobalRef("torch._utils", "_rebuild_wrapper_subclass")
+
+_DTENSOR = "torch.distributed.tensor"
+_OLD_DTENSOR = "torch.distributed._tensor"
+_SHARDED = "torch.distributed._shard"
+
+DTENSORS = frozenset(
+    {GlobalRef(_DTENSOR, "DTensor"), GlobalRef(f"{_DTENSOR}._api", "DTensor"),
+     GlobalRef(_OLD_DTENSOR, "DTensor"), GlobalRef(f"{_OLD_DTENSOR}.api", "DTensor")}
+)  # fmt: skip
+SHARDED_TENSORS = frozenset({GlobalRef(f"{_SHARDED}.sharded_tensor.api", "ShardedTensor")})
+
+_SPECS = frozenset(
+    {GlobalRef(f"{_DTENSOR}._dtensor_spec", "DTensorSpec"), GlobalRef(f"{_OLD_DTENSOR}.placement_types", "DTensorSpec")}
+)
+_METAS = frozenset(
+    {GlobalRef(f"{_DTENSOR}._dtensor_spec", "TensorMeta"), GlobalRef(f"{_OLD_DTENSOR}.placement_types", "TensorMeta")}
+)
+_PLACEMENTS = frozenset({f"{_DTENSOR}.placement_types", f"{_OLD_DTENSOR}.placement_types"})
+_ORDER_ENTRY = GlobalRef(f"{_DTENSOR}._dtensor_spec", "ShardOrderEntry")
+_MESH = GlobalRef("torch.distributed.device_mesh", "DeviceMesh")
+_MESH_LAYOUT = GlobalRef("torch.distributed._mesh_layout", "_MeshLayout")
+_FLAT_LAYOUT = GlobalRef("torch.distributed._mesh_layout", "_FlatLayout")
+_SHARD = GlobalRef(f"{_SHARDED}.sharded_tensor.shard", "Shard")
+_SHARD_METADATA = GlobalRef(f"{_SHARDED}.metadata", "ShardMetadata")
+_SHARDED_METADATA = GlobalRef(f"{_SHARDED}.sharded_tensor.metadata", "ShardedTensorMetadata")
+
+_SPEC_FIELDS = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order", "_hash")
+_NEW_MESH_FIELDS = (
+    "_device_type", "_layout", "_rank_map", "_mesh_dim_names", "_root_mesh", "_preserve_rank_order",
+    "_flatten_rank_map", "_thread_id", "_flatten_mapping", "_dim_group_names", "_rank", "_coordinate_on_dim", "_hash",
+)  # fmt: skip
+_OLD_MESH_FIELDS = (
+    "device_type", "mesh", "mesh_dim_names", "_flatten_mesh_list", "_parent_mesh", "_thread_id", "_coordinate_on_dim",
+    "_dim_group_infos", "_dim_group_names", "_hash",
+)  # fmt: skip
+
+MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Cut along ``dim`` as ``torch.chunk`` cuts."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """Cut along ``dim`` into ``split_factor`` parts first, and each of these as ``torch.chunk`` cuts: a rank has a part
+    of each."""
+
+    dim: int
+    split_factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along this dim of the mesh has all of it."""
+
+
+Placement = Shard | StridedShard | Replicate
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks that share a tensor, as one of them saved it.
+
+    ``ranks`` are all that the mesh knows of, those of the mesh that it was cut from included. ``coordinate`` is the
+    place of ``rank`` in the mesh of ``shape``.
+    """
+
+    shape: Shape
+    ranks: tuple[int, ...]
+    rank: int
+    coordinate: Shape
+    device_type: str
+    dim_names: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorPart:
+    """What one rank keeps of a DTensor of ``shape``."""
+
+    shape: Shape
+    dtype: DType
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    local: StoredTensor
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.mesh.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorPart:
+    """What one rank keeps of a ShardedTensor of ``shape``: tensors, each with where it begins."""
+
+    shape: Shape
+    dtype: DType
+    rank: int
+    ranks: tuple[int, ...]
+    locals: tuple[tuple[Shape, StoredTensor], ...]
+
+
+Part = DTensorPart | ShardedTensorPart
+
+
+@dataclass(slots=True)
+class PartReader:
+    """Reads the records of one file, whose tensors share meshes and specs."""
+
+    _meshes: dict[int, tuple[Value, Mesh]] = field(default_factory=dict)
+
+    def read(self, value: Value) -> Part | None:
+        """The part that ``value`` stands for; None if it stands for something else.
+
+        Raises:
+            UnsupportedError: a class, a field or a placement that is not handled. MalformedError: what is recorded
+            contradicts itself.
+        """
+        if not isinstance(value, Opaque):
+            return None
+        if value.ref == PARAMETER and value.form == "call" and len(value.args) == 2:
+            return self.read(value.args[0])
+        if value.ref != _FROM_TYPE or len(value.args) != 4:
+            return None
+        function, kind, args, state = value.args
+        if type(kind) is not GlobalRef or kind not in DTENSORS | SHARDED_TENSORS:
+            return None
+        if function != _WRAPPER_SUBCLASS:
+            raise UnsupportedError(f"a {kind.name} is rebuilt by {function!s:.80}, which is not supported")
+        shape, dtype = _wrapper(kind, args)
+        return self._dtensor(shape, dtype, state) if kind in DTENSORS else _sharded_tensor(shape, dtype, state)
+
+    def _dtensor(self, shape: Shape, dtype: DType, state: Value) -> DTensorPart:
+        # Its attributes, None as a rule, and its slots.
+        if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[1], dict):
+            _wrong("DTensor")
+        slots = state[1]
+        if slots.keys() != {"_local_tensor", "_spec"}:
+            raise UnsupportedError(f"a DTensor has the slots {brief(list(slots))}, which are not supported")
+        local = _plain(slots["_local_tensor"], dtype, "DTensor")
+        spec = _object(slots["_spec"], _SPECS, _SPEC_FIELDS)
+        mesh = self._mesh(spec.get("mesh"))
+        placements = _placements(spec.get("placements"), len(mesh.shape), len(shape))
+        _check_meta(spec.get("tensor_meta"), shape)
+        _check_order(spec.get("shard_order"), placements)
+        if slots["_spec"].ref.module.startswith(_OLD_DTENSOR):
+            _refuse_two_cuts(placements)
+        return DTensorPart(shape, dtype, mesh, placements, local)
+
+    def _mesh(self, value: Value) -> Mesh:
+        known = self._meshes.get(id(value))
+        if known is None:
+            # The record is kept, so that its id stays its own.
+            known = self._meshes[id(value)] = value, _mesh(value)
+        return known[1]
+
+
+def _wrong(kind: str) -> NoReturn:
+    raise MalformedError(f"a {kind} contains values of the wrong type")
+
+
+def _naturals(value: Value, kind: str, most: int = MAX_DIMS) -> tuple[int, ...]:
+    if not are_naturals(value, most):
+        _wrong(kind)
+    return tuple(value)
+
+
+def _wrapper(kind: GlobalRef, args: Value) -> tuple[Shape, DType]:
+    """``_rebuild_wrapper_subclass(cls, dtype, size, stride, storage_offset, layout, device, requires_grad)``."""
+    if not isinstance(args, tuple) or len(args) != 8 or args[0] != kind:
+        _wrong(kind.name)
+    dtype = args[1].dtype if type(args[1]) is GlobalRef else None
+    if dtype is None:
+        raise UnsupportedError(f"a {kind.name} has the dtype {args[1]!s:.80}, which is not supported")
+    return _naturals(args[2], kind.name), dtype
+
+
+def _plain(value: Value, dtype: DType, kind: str) -> StoredTensor:
+    if not isinstance(value, StoredTensor) or value.wrapper not in (None, PARAMETER):
+        what = value.wrapper if isinstance(value, StoredTensor) else kind_of(value)
+        raise UnsupportedError(f"the local tensor of a {kind} is a {what}, which is not supported")
+    if value.storage is None:
+        raise UnsupportedError(f"the local tensor of a {kind} is on the meta device and has no elements")
+    if value.dtype is not dtype:
+        raise MalformedError(f"the local tensor of a {dtype.value} {kind} is of {value.dtype.value}")
+    return value
+
+
+def _object(value: Value, refs: frozenset[GlobalRef], fields: tuple[str, ...]) -> Mapping[str, Value]:
+    """The attributes of an object that is made without arguments."""
+    name = next(iter(refs)).name
+    if not isinstance(value, Opaque) or value.ref not in refs or value.form != "new" or value.args or value.kwargs:
+        raise UnsupportedError(f"a {kind_of(value)} stands where a {name} is expected")
+    found = value.attributes
+    unknown = [each for each in found if each not in fields]
+    if unknown:
+        raise UnsupportedError(f"a {name} has a field {unknown[0]!r:.80}, which this version does not know")
+    return found
+
+
+def _check_meta(meta: Value, shape: Shape) -> None:
+    is_meta = isinstance(meta, Opaque) and meta.ref in _METAS and len(meta.args) == 3
+    if not is_meta or not are_naturals(meta.args[0]) or tuple(meta.args[0]) != shape:
+        raise MalformedError(f"the spec of a DTensor of shape {list(shape)} is of another tensor")
+
+
+def _check_order(order: Value, placements: tuple[Placement, ...]) -> None:
+    """Only the default: from the first dim of the mesh to the last."""
+    for entry in order if isinstance(order, tuple) else ():
+        is_entry = isinstance(entry, Opaque) and entry.ref == _ORDER_ENTRY and len(entry.args) == 2
+        dims = _naturals(entry.args[1] if is_entry else None, "DTensorSpec")
+        if any(dim >= len(placements) for dim in dims):
+            _wrong("DTensorSpec")
+        if list(dims) != sorted(dims):
+            raise UnsupportedError(f"a DTensor is cut along the dims {list(dims)} of its mesh, in this order")
+
+
+def _refuse_two_cuts(placements: tuple[Placement, ...]) -> None:
+    """torch 2.4 wrote ``Shard(0), Shard(0)`` for FSDP2 with tensor parallelism too, which cuts the other way round."""
+    dims = [each.dim for each in placements if isinstance(each, Shard)]
+    if len(dims) != len(set(dims)):
+        raise UnsupportedError(
+            "a DTensor of torch before 2.5 is cut along one dim by two dims of its mesh; it does not say in which order"
+        )
+
+
+def _placements(value: Value, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
+    if not isinstance(value, tuple | list) or len(value) != mesh_ndim:
+        _wrong("DTensorSpec")
+    return tuple(_placement(each, ndim) for each in value)
+
+
+def _placement(value: Value, ndim: int) -> Placement:
+    if not isinstance(value, Opaque) or not isinstance(value.ref, GlobalRef) or value.ref.module not in _PLACEMENTS:
+        raise UnsupportedError(f"a {kind_of(value)} stands where a placement is expected")
+    name, found = value.ref.name, value.attributes
+    if name == "Replicate" and not value.args and not found:
+        return Replicate()
+    if name == "Shard" and not value.args and found.keys() == {"dim"}:
+        return Shard(_dim(found["dim"], ndim))
+    if name == "_StridedShard" and not value.args and found.keys() == {"dim", "split_factor"}:
+        factor = found["split_factor"]
+        if type(factor) is not int or not 0 < factor <= MAX_RANKS:
+            _wrong(name)
+        return StridedShard(_dim(found["dim"], ndim), factor)
+    raise UnsupportedError(
+        f"a DTensor has the placement {name}, so that the ranks hold values that are still to be added up; "
+        "redistribute it before saving"
+        if name in ("Partial", "_Partial")
+        else f"a DTensor has the placement {name}, which is not supported"
+    )
+
+
+def _dim(dim: Value, ndim: int) -> int:
+    if type(dim) is not int or not 0 <= dim < ndim:
+        raise MalformedError(f"a placement cuts dim {brief(dim)} of a tensor of {ndim} dims")
+    return dim
+
+
+def _mesh(value: Value) -> Mesh:
+    is_new = isinstance(value, Opaque) and "_layout" in value.attributes
+    found = _object(value, frozenset({_MESH}), _NEW_MESH_FIELDS if is_new else _OLD_MESH_FIELDS)
+    prefix = "_" if is_new else ""
+    names, device = found.get(f"{prefix}mesh_dim_names"), found.get(f"{prefix}device_type")
+    shape, strides = _layout(found.get("_layout")) if is_new else _dense(found.get("mesh"))
+    ranks = _naturals(found.get("_flatten_rank_map" if is_new else "_flatten_mesh_list"), "DeviceMesh", MAX_RANKS)
+    coordinate = _naturals(found.get("_coordinate_on_dim"), "DeviceMesh")
+    if type(device) is not str:
+        _wrong("DeviceMesh")
+    if len(coordinate) != len(shape) or any(a >= n for a, n in zip(coordinate, shape, strict=True)):
+        raise MalformedError(f"a DeviceMesh of shape {list(shape)} has the coordinate {list(coordinate)}")
+    rank = _rank(_given_rank(found), ranks, shape, strides, coordinate)
+    return Mesh(shape, ranks, rank, coordinate, device, _names(names, len(shape)))
+
+
+def _given_rank(mesh: Mapping[str, Value]) -> Value:
+    """The rank that a mesh says; torch 2.10 and 2.11 say it by the coordinate in the mesh that it was cut from."""
+    root = mesh.get("_root_mesh")
+    return _mesh(root).rank if "_rank" not in mesh and root is not None else mesh.get("_rank")
+
+
+def _rank(given: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> int:
+    """The rank at a coordinate; a mesh that was cut from another says its rank."""
+    at = sum(map(_along, coordinate, strides))
+    if len(set(ranks)) != len(ranks) or prod(shape) > len(ranks):
+        raise MalformedError("a DeviceMesh names a rank twice, or too few")
+    is_whole = prod(shape) == len(ranks)
+    if given is None and not is_whole:
+        raise UnsupportedError("a DeviceMesh that was cut from another does not say its rank")
+    rank = ranks[at] if given is None and at < len(ranks) else given
+    if rank not in ranks or (is_whole and ranks[at] != rank):
+        raise MalformedError(f"a DeviceMesh of rank {brief(rank)} does not have it at its coordinate")
+    return int(rank)
+
+
+def _along(position: int, axis: tuple[Shape, Shape]) -> int:
+    """Where ``position`` of one dim of a mesh, which may have been made of several, is among the ranks."""
+    found = 0
+    for size, stride in zip(reversed(axis[0]), reversed(axis[1]), strict=True):
+        position, inner = divmod(position, size)
+        found += inner * stride
+    return found
+
+
+def _dense(mesh: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
+    """The shape of a mesh that is a tensor of ranks."""
+    if not isinstance(mesh, StoredTensor) or not mesh.shape:
+        _wrong("DeviceMesh")
+    strides = contiguous_strides(mesh.shape)
+    return mesh.shape, tuple(((size,), (stride,)) for size, stride in zip(mesh.shape, strides, strict=True))
+
+
+def _layout(value: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
+    found = _object(value, frozenset({_MESH_LAYOUT}), ("axes", "shape", "stride"))
+    axes = found.get("axes")
+    if axes is None:
+        axes = _nested(found.get("shape"), found.get("stride"))
+    else:
+        flat = [_object(axis, frozenset({_FLAT_LAYOUT}), ("shape", "stride")) for axis in _items(axes)]
+        axes = tuple((axis.get("shape"), axis.get("stride")) for axis in flat)
+    for sizes, strides in axes:
+        if not are_naturals(sizes) or not are_naturals(strides) or len(sizes) != len(strides) or 0 in sizes:
+            _wrong("_MeshLayout")
+    return tuple(prod(sizes) for sizes, _ in axes), tuple((tuple(sizes), tuple(strides)) for sizes, strides in axes)
+
+
+def _nested(shape: Value, stride: Value) -> tuple[tuple[Value, Value], ...]:
+    """Dims as torch 2.10 keeps them: integers, or tuples of those that a dim was made of; one dim may stand bare."""
+    shape, stride = ((shape,), (stride,)) if type(shape) is int else (shape, stride)
+    if len(_items(shape)) != len(_items(stride)):
+        _wrong("_MeshLayout")
+    return tuple(
+        ((size,), (step,)) if type(size) is int else (size, step) for size, step in zip(shape, stride, strict=True)
+    )
+
+
+def _items(value: Value) -> tuple[Value, ...]:
+    if not isinstance(value, tuple) or not 0 < len(value) <= MAX_DIMS:
+        _wrong("_MeshLayout")
+    return value
+
+
+def _names(value: Value, ndim: int) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != ndim or not all(type(name) is str for name in value):
+        _wrong("DeviceMesh")
+    return tuple(value)
+
+
+def _sharded_tensor(shape: Shape, dtype: DType, state: Value) -> ShardedTensorPart:
+    """``(local_shards, metadata, process_group_state, sharding_spec, init_rrefs)``, checked against 2.15.0."""
+    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
+        _wrong("ShardedTensor")
+    shards, metadata, group = state[:3]
+    known = _object(metadata, frozenset({_SHARDED_METADATA}), ("shards_metadata", "size", "tensor_properties"))
+    size = known.get("size")
+    if not isinstance(size, Size) or tuple(size) != shape:
+        raise MalformedError(f"the metadata of a ShardedTensor of shape {list(shape)} is of another tensor")
+    rank, world = _process_group(group)
+    return ShardedTensorPart(
+        shape, dtype, rank, tuple(range(world)), tuple(_shard(each, shape, dtype) for each in shards)
+    )
+
+
+def _process_group(value: Value) -> tuple[int, int]:
+    """``ProcessGroupState``, an inner class of ShardedTensor."""
+    is_state = isinstance(value, Opaque) and _is_inner(value.ref, "ProcessGroupState")
+    found = value.attributes if is_state else {}
+    rank, world = found.get("global_rank"), found.get("global_world_size")
+    if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MAX_RANKS:
+        _wrong("ShardedTensor")
+    return rank, world
+
+
+def _is_inner(ref: Value, name: str) -> bool:
+    is_call = isinstance(ref, Opaque) and ref.ref == GlobalRef("builtins", "getattr") and len(ref.args) == 2
+    return is_call and ref.args[0] in SHARDED_TENSORS and ref.args[1] == name
+
+
+def _shard(value: Value, shape: Shape, dtype: DType) -> tuple[Shape, StoredTensor]:
+    found = _object(value, frozenset({_SHARD}), ("tensor", "metadata"))
+    about = _object(found.get("metadata"), frozenset({_SHARD_METADATA}), ("shard_offsets", "shard_sizes", "placement"))
+    offsets = _naturals(about.get("shard_offsets"), "ShardMetadata")
+    sizes = _naturals(about.get("shard_sizes"), "ShardMetadata")
+    local = _plain(found.get("tensor"), dtype, "ShardedTensor")
+    if sizes != local.shape:
+        raise MalformedError(f"a piece of a ShardedTensor has the shape {list(local.shape)} and says {list(sizes)}")
+    if len(offsets) != len(shape) or any(a + n > most for a, n, most in zip(offsets, sizes, shape, strict=True)):
+        raise MalformedError(f"a piece at {list(offsets)} lies outside a ShardedTensor of shape {list(shape)}")
+    return offsets, local
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRecord:
+    """A mesh of one dim as torch 2.15 pickles it, seen from one rank: the same object for all tensors of a file.
+
+    ``ranks`` is the tensor of all ranks. The tensors of a file lie on the CPU, whatever the mesh's device, as those of
+    a run with offloading do: whoever loads them moves them to where the parameter is.
+    """
+
+    value: Opaque
+
+    @classmethod
+    def of(cls, rank: int, world: int, device_type: str, dim_name: str | None, ranks: StoredTensor) -> MeshRecord:
+        sizes, strides = ((), ()) if world == 1 else ((world,), (1,))
+        axis = Opaque(_FLAT_LAYOUT, form="new", state={"shape": sizes, "stride": strides})
+        return cls(Opaque(_MESH, form="new", state={
+            "_device_type": device_type,
+            "_layout": Opaque(_MESH_LAYOUT, form="new", state={"axes": (axis,)}),
+            "_rank_map": ranks,
+            "_mesh_dim_names": (dim_name,) if dim_name is not None else None,
+            "_root_mesh": None,
+            "_preserve_rank_order": False,
+            "_flatten_rank_map": tuple(range(world)),
+            "_thread_id": None,
+            "_flatten_mapping": {},
+            "_dim_group_names": ["0"],
+            "_rank": rank,
+            "_coordinate_on_dim": (rank,),
+            "_hash": None,
+        }))  # fmt: skip
+
+
+_STRIDED = Opaque(GlobalRef("torch.serialization", "_get_layout"), ("torch.strided",))
+_CPU = Opaque(GlobalRef("torch", "device"), ("cpu",))
+
+
+def dtensor_record(shape: Shape, dtype: DType, mesh: MeshRecord, local: StoredTensor) -> Opaque:
+    """A DTensor of ``shape`` that is cut along its rows, as torch 2.15 pickles it."""
+    kind, element, strides = GlobalRef(_DTENSOR, "DTensor"), GlobalRef("torch", dtype.value), contiguous_strides(shape)
+    placement = Opaque(GlobalRef(f"{_DTENSOR}.placement_types", "Shard"), form="new", state={"dim": 0})
+    meta = Opaque(GlobalRef(f"{_DTENSOR}._dtensor_spec", "TensorMeta"), (Size(shape), strides, element), form="new")
+    spec = Opaque(GlobalRef(f"{_DTENSOR}._dtensor_spec", "DTensorSpec"), form="new", state={
+        "mesh": mesh.value,
+        "placements": (placement,),
+        "tensor_meta": meta,
+        "shard_order": (Opaque(_ORDER_ENTRY, (0, (0,)), form="new"),),
+        "use_strided_shard_as_shard_order": False,
+        "_hash": None,
+    })  # fmt: skip
+    args = (kind, element, tuple(shape), strides, 0, _STRIDED, _CPU, False)
+    return Opaque(_FROM_TYPE, (_WRAPPER_SUBCLASS, kind, args, (None, {"_local_tensor": local, "_spec": spec})))

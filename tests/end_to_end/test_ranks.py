@@ -1,0 +1,81 @@
+"""Files of ranks, from and to other formats at another world size, judged by the frameworks' own resuming."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from fixtures import launch, ranks
+from tests.conftest import Resume
+from tests.end_to_end.test_matrix import assert_same_course, assert_same_state
+from tests.support.truth import Truth
+
+Made = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """`saved(case)`: what two ranks saved as verl does, with its truth beside."""
+    made: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in made:
+            made[case] = tmp_path_factory.mktemp(case)
+            launch.pool(2).run(ranks.produce, case, str(made[case]))
+        return made[case]
+
+    return get
+
+
+def resumed(checkpoint: Path, case: str, world_size: int, folder: Path) -> Truth:
+    launch.pool(world_size).run(ranks.resume, case, str(checkpoint), str(folder))
+    return Truth.load(folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_verl_resumes_at_another_world_size(saved: Made, world_size: int, tmp_path: Path) -> None:
+    root = saved("plain")
+    ckpt_tools.reshard(root / "checkpoint", tmp_path / "out", world_size=world_size)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    items = ("model", "optim", "extra_state")
+    wanted = {f"{item}_world_size_{world_size}_rank_{n}.pt" for item in items for n in range(world_size)}
+    assert names == wanted | {"fsdp_config.json", "huggingface"}
+    assert json.loads((tmp_path / "out" / "fsdp_config.json").read_text())["world_size"] == world_size
+    assert (tmp_path / "out" / "huggingface" / "tokenizer.json").read_text() == "{}"
+    truth, found = Truth.load(root), resumed(tmp_path / "out", "plain", world_size, tmp_path / "resumed")
+    assert_same_state(truth, found)
+    assert_same_course(truth, found, exactly=False)
+
+
+TARGETS = [("dcp", "fsdp2"), ("zero2", "zero2-fp32"), ("zero3", "zero3-fp32"), ("universal", "universal-zero2-fp32")]
+
+
+@pytest.mark.parametrize(("to", "kind"), TARGETS, ids=[to for to, _ in TARGETS])
+def test_other_frameworks_resume_from_it(saved: Made, to: str, kind: str, resume: Resume, tmp_path: Path) -> None:
+    root = saved("plain")
+    ranked = {} if to == "universal" else {"world_size": 3}
+    ckpt_tools.convert(root / "checkpoint", tmp_path / "out", to=to, **ranked)
+    truth, found = Truth.load(root), resume(kind, "plain", tmp_path / "out", 3)
+    assert_same_state(truth, found)
+    assert_same_course(truth, found, exactly=False)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3-fp32"])
+def test_another_format_becomes_verls(
+    kind: str, checkpoint: Callable[[str, str, int], ckpt_tools.Checkpoint], tmp_path: Path
+) -> None:
+    """A mesh of GPUs cannot be used on a CPU: torch loads the files, and the whole state is in them."""
+    source = checkpoint(kind, "awkward", 2).checkpoint  # type: ignore[attr-defined]
+    report = ckpt_tools.convert(source, tmp_path / "out", to="sharded", world_size=3)
+    assert "the device mesh" in {note.what for note in report.plan.notes}
+    assert ckpt_tools.verify(source, tmp_path / "out").equal
+    model = torch.load(tmp_path / "out" / "model_world_size_3_rank_2.pt", weights_only=True)
+    weight = model["embed.weight"]
+    assert weight.device_mesh.device_type == "cuda" and weight.device_mesh.mesh_dim_names == ("fsdp",)
+    assert weight.shape == (13, 7) and weight.to_local().shape == (3, 7)
+    assert not hasattr(model["keepsakes.table32"], "to_local")

@@ -1,0 +1,361 @@
+"""Files of ranks: what each has of a tensor, old forms of meshes, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
+from torch.distributed.tensor.placement_types import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
+
+import ckpt_tools
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.notes import Outcome
+from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, StoredTensor
+from ckpt_tools.errors import CkptError, FormatError
+from ckpt_tools.formats.rank_names import by_template, label, numbered
+from ckpt_tools.formats.sharded.geometry import region_of
+from ckpt_tools.serialization.pickle.sharded_tensors import PartReader, Placement, Replicate, Shard, StridedShard
+from fixtures.corpus import make
+
+
+class TestGeometry:
+    def test_a_shard_is_a_chunk_of_torchs(self) -> None:
+        wanted = [(0, 2), (2, 4), (4, 5), None]
+        for rank, rows in enumerate(wanted):
+            region = region_of((5, 3), (4,), (rank,), (Shard(0),))
+            boxes = ((Box((rows[0], 0), (rows[1], 3)), (0, 0)),) if rows else ()
+            assert region.boxes == boxes and region.shape == (rows[1] - rows[0] if rows else 0, 3)
+
+    def test_a_replica_is_whole(self) -> None:
+        assert region_of((5,), (2,), (1,), (Replicate(),)).boxes == ((Box((0,), (5,)), (0,)),)
+
+    @pytest.mark.parametrize(
+        ("coordinate", "rows"), [((0, 0), (0, 2)), ((0, 1), (4, 6)), ((1, 0), (2, 4)), ((1, 1), (6, 7))]
+    )
+    def test_fsdp_of_a_tensor_parallel_weight(self, coordinate: tuple[int, int], rows: tuple[int, int]) -> None:
+        """Seven rows: tensor parallelism has four and three, of which FSDP has halves."""
+        region = region_of((7, 5), (2, 2), coordinate, (StridedShard(0, 2), Shard(0)))
+        assert region.boxes == ((Box((rows[0], 0), (rows[1], 5)), (0, 0)),)
+
+    def test_a_strided_shard_alone_is_of_several_boxes(self) -> None:
+        """Three weights in one, each cut in two: the second rank has the second half of each."""
+        region = region_of((12,), (2,), (1,), (StridedShard(0, 3),))
+        assert region.boxes == ((Box((2,), (4,)), (0,)), (Box((6,), (8,)), (2,)), (Box((10,), (12,)), (4,)))
+
+    @settings(deadline=None, max_examples=200)
+    @given(data=st.data())
+    def test_it_is_torchs_own(self, data: st.DataObject) -> None:
+        from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+        shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
+        mesh = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+        placements = tuple(data.draw(placements_of(len(shape))) for _ in mesh)
+        torchs = [_of_torch(each) for each in placements]
+        elements: list[tuple[int, ...]] = []
+        for number in range(_product(mesh)):
+            coordinate = _unravelled(number, mesh)
+            region = region_of(shape, mesh, coordinate, placements)
+            local, offset = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), torchs)
+            assert region.shape == local
+            if region.boxes:
+                assert region.boxes[0] == (Box(offset, region.boxes[0][0].stop), (0,) * len(shape))
+                assert sum(box.numel for box, _ in region.boxes) == _product(local)
+            elements += [index for box, _ in region.boxes for index in _indices(box)]
+        replicas = _product([size for size, each in zip(mesh, placements, strict=True) if isinstance(each, Replicate)])
+        assert sorted(elements) == sorted([*_indices(Box.whole(shape))] * replicas)
+
+
+def placements_of(ndim: int) -> st.SearchStrategy[Placement]:
+    dims = st.integers(0, ndim - 1)
+    return st.one_of(st.just(Replicate()), st.builds(Shard, dims), st.builds(StridedShard, dims, st.integers(1, 4)))
+
+
+def _of_torch(placement: Placement) -> Any:
+    if isinstance(placement, Replicate):
+        return TorchReplicate()
+    if isinstance(placement, Shard):
+        return TorchShard(placement.dim)
+    return TorchStridedShard(placement.dim, split_factor=placement.split_factor)
+
+
+def _product(numbers: Any) -> int:
+    found = 1
+    for number in numbers:
+        found *= number
+    return found
+
+
+def _unravelled(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(n) for n in torch.unravel_index(torch.tensor(number), shape))
+
+
+def _indices(box: Box) -> list[tuple[int, ...]]:
+    return [
+        tuple(int(a) + int(n) for a, n in zip(box.start, _unravelled(number, box.shape), strict=True))
+        for number in range(box.numel)
+    ]
+
+
+class TestNames:
+    def test_the_rank_is_the_number_that_most_files_agree_on(self) -> None:
+        ranks = {f"run1-layer{n}.of2.pt": n for n in range(2)}
+        assert by_template(ranks) == {"run1-layer{rank}.of2.pt": list(ranks)}
+
+    def test_two_items_are_told_apart(self) -> None:
+        files = {f"{item}.{rank}.pt": rank for rank in range(2) for item in ("net", "adam")}
+        assert by_template(files) == {
+            "net.{rank}.pt": ["net.0.pt", "net.1.pt"],
+            "adam.{rank}.pt": ["adam.0.pt", "adam.1.pt"],
+        }
+
+    def test_files_without_parts_are_found_by_their_number(self) -> None:
+        files = ["extra_0.pt", "extra_1.pt", "notes.pt"]
+        assert numbered(files, (0, 1)) == {"extra_{rank}.pt": {0: "extra_0.pt", 1: "extra_1.pt"}}
+
+    @pytest.mark.parametrize(
+        ("template", "wanted"),
+        [
+            ("model_world_size_2_rank_{rank}.pt", "model"),
+            ("extra_state_world_size_2_rank_{rank}.pt", "extra_state"),
+            ("pytorch_model_fsdp_0_rank{rank}.bin", "model"),
+            ("optimizer_0_rank{rank}.bin", "optimizer"),
+            ("optimizer_{rank}.pt", "optimizer"),
+            ("ck{rank}.pt", "ck"),
+            ("rank{rank}.pt", "state"),
+        ],
+    )
+    def test_an_item_is_called_by_what_is_left(self, template: str, wanted: str) -> None:
+        assert label(template) == wanted
+
+
+@pytest.fixture
+def verl(tmp_path: Path) -> Path:
+    """A copy of what two ranks saved."""
+    return shutil.copytree(make("verl").folder / "actor", tmp_path / "actor")
+
+
+def refused(path: Path, kind: type[CkptError] = CkptError) -> str:
+    with pytest.raises(kind) as found:
+        ckpt_tools.inspect(path)
+    assert found.value.exit_code == 4
+    return str(found.value)
+
+
+class TestFolders:
+    def test_a_rank_that_is_there_twice(self, verl: Path) -> None:
+        shutil.copy(verl / "model_world_size_2_rank_1.pt", verl / "model_world_size_2_rank_0.pt")
+        assert "it is of rank 1 by its content, but its name says another" in refused(verl)
+
+    def test_a_rank_that_is_there_twice_under_any_names(self, tmp_path: Path) -> None:
+        for name in ("first.pt", "second.pt"):
+            shutil.copy(next(make("torch-save-ranks").folder.glob("*rank0*")), tmp_path / name)
+        assert "two files are of rank 0 (first.pt and second.pt)" in refused(tmp_path)
+
+    @pytest.mark.parametrize("item", ["model", "optim", "extra_state"])
+    def test_a_rank_that_is_missing(self, verl: Path, item: str) -> None:
+        (verl / f"{item}_world_size_2_rank_1.pt").unlink()
+        assert f"the file of rank 1 of 2 is missing ({item}_world_size_2_rank_1.pt)" in refused(verl)
+
+    def test_two_runs_in_one_folder(self, verl: Path) -> None:
+        for path in make("verl-3").folder.glob("model_*"):
+            shutil.copy(path, verl)
+        assert "several world sizes here (2, 3)" in refused(verl)
+
+    def test_another_runs_file_under_this_runs_name(self, verl: Path) -> None:
+        shutil.copy(make("verl-3").folder / "model_world_size_3_rank_1.pt", verl / "model_world_size_2_rank_1.pt")
+        assert "several world sizes" in refused(verl)
+
+    def test_a_configuration_of_another_world_size(self, verl: Path) -> None:
+        (verl / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
+        assert "it says 8 ranks, but the files are of 2" in refused(verl)
+
+    def test_an_actor_and_a_critic(self, verl: Path) -> None:
+        shutil.copytree(verl, verl.parent / "critic")
+        message = refused(verl.parent)
+        assert "several checkpoints" in message and "actor" in message and "critic" in message
+
+    def test_a_file_of_the_run_above_is_not_taken_for_the_model(self, verl: Path) -> None:
+        torch.save({"w": torch.ones(2)}, verl.parent / "data.pt")
+        assert ckpt_tools.inspect(verl.parent).format == "sharded"
+
+    @pytest.mark.parametrize("cut", [0, 10, -1])
+    def test_a_truncated_file(self, verl: Path, cut: int) -> None:
+        path = verl / "model_world_size_2_rank_0.pt"
+        path.write_bytes(path.read_bytes()[:cut])
+        refused(verl, FormatError)
+
+    def test_plain_tensors_under_names_of_several_ranks(self, tmp_path: Path) -> None:
+        for rank in range(2):
+            torch.save({"w": torch.ones(2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        assert "hold plain tensors" in refused(tmp_path)
+
+    def test_names_can_be_anything(self, tmp_path: Path) -> None:
+        for rank, name in enumerate(("first.pt", "second.pt")):
+            shutil.copy(next(make("torch-save-ranks").folder.glob(f"*rank{rank}*")), tmp_path / name)
+        assert ckpt_tools.verify(make("torch-save-ranks").folder, tmp_path).equal
+
+    def test_the_user_can_say_the_format(self, verl: Path) -> None:
+        assert ckpt_tools.inspect(verl, from_="sharded").world_size == 2
+
+    def test_it_is_clean(self, verl: Path) -> None:
+        assert ckpt_tools.scan(verl).clean
+
+
+class TestContents:
+    def test_an_override_of_a_part(self, verl: Path) -> None:
+        """Ranks at odds about a shape."""
+        path = verl / "model_world_size_2_rank_1.pt"
+        state = torch.load(path, weights_only=False)
+        state["table"] = torch.zeros(4)
+        torch.save(state, path)
+        assert "rank 0 has it as a whole tensor of shape [3]" in refused(verl)
+
+    def test_buffers_that_differ_are_told(self, verl: Path) -> None:
+        path = verl / "model_world_size_2_rank_1.pt"
+        state = torch.load(path, weights_only=False)
+        state["table"] += 1
+        torch.save(state, path)
+        notes = ckpt_tools.convert(verl, verl.parent / "out.safetensors").plan.notes
+        (note,) = [each for each in notes if "table" in each.what]
+        assert note.outcome is Outcome.DROPPED and "those of rank 0 are taken" in note.why
+
+    def test_a_local_tensor_of_another_shape(self, verl: Path) -> None:
+        path = verl / "model_world_size_2_rank_1.pt"
+        state = torch.load(path, weights_only=False)
+        state["one.weight"]._local_tensor = torch.zeros(1, 6)
+        torch.save(state, path)
+        assert "rank 1 holds a part of shape [1, 6], but its placement on the mesh gives [0, 6]" in refused(verl)
+
+    def test_sums_that_are_not_added_up(self, verl: Path) -> None:
+        from torch.distributed.tensor import Partial
+
+        path = verl / "model_world_size_2_rank_1.pt"
+        state = torch.load(path, weights_only=False)
+        state["up.weight"]._spec.placements = (Partial(),)
+        torch.save(state, path)
+        assert "placement Partial" in refused(verl)
+
+    def test_what_is_written_for_accelerate_has_its_names(self, tmp_path: Path) -> None:
+        ckpt_tools.reshard(make("accelerate-ranks").folder, tmp_path / "out", world_size=3)
+        names = {path.name for path in (tmp_path / "out").iterdir()}
+        items = ("pytorch_model_fsdp_0", "optimizer_0")
+        assert names == {f"{item}_rank{rank}.bin" for item in items for rank in range(3)} | {"scheduler.bin"}
+        assert ckpt_tools.verify(make("accelerate-ranks").folder, tmp_path / "out").equal
+
+    def test_one_file_a_rank_stays_one(self, tmp_path: Path) -> None:
+        ckpt_tools.reshard(make("torch-save-tp").folder, tmp_path / "out", world_size=3)
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {f"ck{rank:04d}.pt" for rank in range(3)}
+        assert ckpt_tools.verify(make("torch-save-tp").folder, tmp_path / "out").equal
+        state = torch.load(tmp_path / "out" / "ck0002.pt", weights_only=False)
+        assert state.keys() == {"app", "step"} and "param_groups" in state["app"]["optim"]
+
+    def test_a_command_in_the_place_of_a_local_tensor_is_not_run(self, verl: Path, tmp_path: Path) -> None:
+        path, target = verl / "model_world_size_2_rank_1.pt", tmp_path / "owned"
+        state = torch.load(path, weights_only=False)
+        state["up.weight"]._local_tensor = _Command(f"touch {target}")
+        torch.save(state, path)
+        assert "posix.system" in refused(verl) and not target.exists()
+        assert ckpt_tools.scan(verl).unsafe
+
+
+class _Command:
+    def __init__(self, line: str) -> None:
+        self.line = line
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        import os
+
+        return os.system, (self.line,)
+
+
+MESH = GlobalRef("torch.distributed.device_mesh", "DeviceMesh")
+LAYOUT = GlobalRef("torch.distributed._mesh_layout", "_MeshLayout")
+
+
+def dtensor(mesh: Opaque, *, package: str = "torch.distributed.tensor", placements: int = 1) -> Opaque:
+    """A DTensor of (4, 2) as a torch of before would have pickled it, from the field names of its sources."""
+    old = package.endswith("_tensor")
+    spec_module = f"{package}.placement_types" if old else f"{package}._dtensor_spec"
+    local = StoredTensor(StorageRef("0", DType.FLOAT32, 4), DType.FLOAT32, 0, (2, 2), (2, 1))
+    element = GlobalRef("torch", "float32")
+    shard = Opaque(GlobalRef(f"{package}.placement_types", "Shard"), form="new", state={"dim": 0})
+    meta = Opaque(GlobalRef(spec_module, "TensorMeta"), ((4, 2), (2, 1), element), form="new")
+    spec = {"mesh": mesh, "placements": (shard,) * placements, "tensor_meta": meta, "_hash": None}
+    kind = GlobalRef(f"{package}.api" if old else package, "DTensor")
+    layout = Opaque(GlobalRef("torch.serialization", "_get_layout"), ("torch.strided",))
+    args = (kind, element, (4, 2), (2, 1), 0, layout, Opaque(GlobalRef("torch", "device"), ("cpu",)), False)
+    state = (
+        None,
+        {"_local_tensor": local, "_spec": Opaque(GlobalRef(spec_module, "DTensorSpec"), form="new", state=spec)},
+    )
+    rebuild = GlobalRef("torch._utils", "_rebuild_wrapper_subclass")
+    return Opaque(GlobalRef("torch._tensor", "_rebuild_from_type_v2"), (rebuild, kind, args, state))
+
+
+def ranks_tensor(*shape: int) -> StoredTensor:
+    strides = {1: (1,), 2: (shape[-1], 1)}[len(shape)]
+    return StoredTensor(StorageRef("9", DType.INT64, _product(shape)), DType.INT64, 0, shape, strides)
+
+
+def old_mesh(coordinate: list[int], *shape: int) -> Opaque:
+    """torch 2.4 to 2.9."""
+    ranks = tuple(range(_product(shape)))
+    state = {"device_type": "cuda", "mesh": ranks_tensor(*shape), "mesh_dim_names": ("dp", "tp")[: len(shape)]}
+    state |= {"_flatten_mesh_list": ranks, "_thread_id": 7, "_coordinate_on_dim": coordinate}
+    return Opaque(MESH, form="new", state=state | {"_dim_group_names": ["0"], "_hash": 5})
+
+
+def middle_mesh(coordinate: list[int], shape: Any, stride: Any, root: Opaque | None = None) -> Opaque:
+    """torch 2.10."""
+    layout = Opaque(LAYOUT, form="new", state={"shape": shape, "stride": stride})
+    state = {"_device_type": "cuda", "_layout": layout, "_rank_map": ranks_tensor(4), "_mesh_dim_names": None}
+    state |= {"_root_mesh": root, "_flatten_rank_map": (0, 1, 2, 3), "_thread_id": None, "_flatten_mapping": {}}
+    return Opaque(MESH, form="new", state=state | {"_coordinate_on_dim": coordinate, "_dim_group_names": ["0"]})
+
+
+class TestOlderForms:
+    """Stand-ins: the fields are those of the older sources, and no file of theirs was at hand."""
+
+    @pytest.mark.parametrize("package", ["torch.distributed.tensor", "torch.distributed._tensor"])
+    def test_a_mesh_that_is_a_tensor_of_ranks(self, package: str) -> None:
+        part = PartReader().read(dtensor(old_mesh([1], 2), package=package))
+        assert part is not None and (part.rank, part.ranks, part.shape) == (1, (0, 1), (4, 2))
+
+    def test_a_mesh_of_two_dims(self) -> None:
+        part = PartReader().read(dtensor(old_mesh([1, 0], 2, 2), placements=2))
+        assert part is not None and part.rank == 2
+
+    def test_the_order_of_two_cuts_of_torch_2_4_is_not_known(self) -> None:
+        with pytest.raises(CkptError, match=r"before 2\.5"):
+            PartReader().read(dtensor(old_mesh([1, 0], 2, 2), package="torch.distributed._tensor", placements=2))
+
+    @pytest.mark.parametrize(("shape", "stride"), [((2, 2), (2, 1)), (((2,), (2,)), ((2,), (1,)))])
+    def test_a_layout_of_torch_2_10(self, shape: Any, stride: Any) -> None:
+        part = PartReader().read(dtensor(middle_mesh([1, 1], shape, stride), placements=2))
+        assert part is not None and part.rank == 3
+
+    def test_a_mesh_that_was_cut_from_another_knows_its_rank_by_it(self) -> None:
+        mesh = middle_mesh([1], 2, 1, root=middle_mesh([1, 1], (2, 2), (2, 1)))
+        part = PartReader().read(dtensor(mesh))
+        assert part is not None and (part.rank, part.ranks) == (3, (0, 1, 2, 3))
+
+    def test_a_field_that_is_not_known(self) -> None:
+        mesh = old_mesh([1], 2)
+        mesh.state["_backwards"] = True
+        with pytest.raises(CkptError, match="_backwards"):
+            PartReader().read(dtensor(mesh))
+
+    @pytest.mark.parametrize("coordinate", [[2], [0, 0], [-1], [True], None])
+    def test_a_coordinate_outside_of_the_mesh(self, coordinate: Any) -> None:
+        with pytest.raises(CkptError):
+            PartReader().read(dtensor(old_mesh(coordinate, 2)))
