@@ -53,6 +53,7 @@ FORMATS_SHARED = {
     "state_dict",
     "torch_save",
     "trainer_files",
+    "trainer_names",
 }
 """What several formats have in common; files of ranks are torch's. ``registry`` knows every format, ``reading``,
 ``runs``, ``run_folders`` and ``trainer_files`` none, but ``reading`` hands the files of torch to what joins them with

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from ckpt_tools.formats.trainer_files import TRAINERS_OWN
+from ckpt_tools.formats.trainer_names import TRAINERS_OWN
 from ckpt_tools.stores.source import Source
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

@@ -14,7 +14,8 @@ from ckpt_tools.errors import SeveralCheckpointsError
 from ckpt_tools.formats.base import Reader, Serving
 from ckpt_tools.formats.halves import halves_prefix, read_halves
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
-from ckpt_tools.formats.trainer_files import OPTIMIZERS, with_trainer_files
+from ckpt_tools.formats.trainer_files import with_trainer_files
+from ckpt_tools.formats.trainer_names import OPTIMIZERS
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_source

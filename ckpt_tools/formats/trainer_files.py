@@ -18,23 +18,11 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import FormatError, IncompleteError
 from ckpt_tools.formats.foreign import rank_in_name
+from ckpt_tools.formats.trainer_names import UNREAD
 from ckpt_tools.stores.source import Source
 
 MAX_COMPANION_BYTES = 64 << 20
 """A trainer's log of a million steps; what is larger is none of these files."""
-
-OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
-"""Of accelerate and transformers: the optimizer of a model that lies beside it (``formats.huggingface``)."""
-
-_UNREAD_OWN = ("random_states_*.pkl", "rng_state*.pth", "sampler*.bin", "dl_state_dict*.bin", "scaler.pt",
-               *OPTIMIZERS, "optimizer_[0-9]*.bin", "scheduler_[0-9]*.bin", "custom_checkpoint_*.pkl", "training_args.bin")  # fmt: skip
-
-TRAINERS_OWN = (*_UNREAD_OWN, "scheduler.bin", "scheduler.pt", "meta.pt")
-"""Files with names that accelerate, transformers and Lightning give to nothing else."""
-
-UNREAD = (*_UNREAD_OWN, "*_rank_[0-9]*.pt", "*_rank[0-9]*.bin")
-"""Of accelerate, transformers and verl: each rank's own generators, samplers, further optimizers, arguments, and the
-parts of ranks."""
 
 _UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinished)(?:[._-]|$)")
 """Markers that savers lay down first and take away last."""

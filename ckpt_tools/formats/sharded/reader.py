@@ -21,7 +21,7 @@ from ckpt_tools.formats.sharded.items import Checkpoint, Item, looks_sharded, re
 from ckpt_tools.formats.sharded.origin import Origin
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
-from ckpt_tools.formats.trainer_files import TRAINERS_OWN, UNREAD
+from ckpt_tools.formats.trainer_names import TRAINERS_OWN, UNREAD
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.sharded_tensors import Mesh
 from ckpt_tools.serialization.strict_json import parse_json
