@@ -59,6 +59,9 @@ FORMATS_SHARED = {
 ``runs``, ``run_folders`` and ``trainer_files`` none, but ``reading`` hands the files of torch to what joins them with
 others."""
 
+FORMATS_ABOVE = {"halves", "reading", "registry", "run_metrics", "runs"}
+"""What asks formats for something, and is asked by none."""
+
 FORMATS_BELOW = {"megatron": "dcp"}
 """A format whose files are those of another with more beside them, and which is built on that one's modules."""
 
@@ -206,7 +209,7 @@ def test_formats_do_not_know_each_other() -> None:
         known = {None, here, *FORMATS_SHARED, FORMATS_BELOW.get(here or "")}
         if here == "sharded" and found.target.startswith(FROZEN_OR_BUFFER):
             return True
-        return here is None or there in known or here in {"registry", "reading", "runs"}
+        return here is None or there in known or here in FORMATS_ABOVE
 
     assert not listing([found for found in OURS if not allowed(found)])
 

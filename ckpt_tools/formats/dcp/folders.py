@@ -53,13 +53,15 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
     """The ``.metadata`` files that describe one checkpoint together, or those of the ranks in order.
 
     Raises:
-        SeveralCheckpointsError: there are several checkpoints. IncompleteError: a rank's file is missing.
+        SeveralCheckpointsError: there are several checkpoints. IncompleteError: a rank's file is missing, or all are.
     """
     paths = list(paths)
     found, alone = [path for path in paths if is_metadata(path)], [path for path in paths if is_of_one_rank(path)]
     if METADATA in found:
         _refuse_both(alone, "")
         return [METADATA]
+    if not found and not alone:
+        raise IncompleteError(f"{METADATA} is missing, without which nothing says what the other files hold")
     if not found:
         return _of_all_ranks(alone)
     folders = [path.rpartition("/")[0] for path in found]
