@@ -43,9 +43,9 @@ EVERYWHERE = {"errors", "guard", "signals"}
 LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wording"}
 """What the command line imports beside the public API: it costs nothing."""
 
-FORMATS_SHARED = {"base", "foreign", "state_dict", "hf_index", "run_folders", "trainer_files"}
-"""What several formats have in common. ``registry`` knows every format, ``reading``, ``runs``, ``run_folders`` and
-``trainer_files`` none."""
+FORMATS_SHARED = {"base", "foreign", "state_dict", "hf_index", "run_folders", "trainer_files", "completeness"}
+"""What several formats have in common. ``registry`` knows every format, ``reading``, ``runs`` and those of this set
+none."""
 
 FRAMEWORKS = {
     "torch",
