@@ -238,7 +238,7 @@ def _torch_checkpointing(saved: Saved) -> str | None:
     size = found.get("world_size") if isinstance(found, dict) else None
     items = found.get("metadata") if isinstance(found, dict) else None
     if type(size) is not int or not 0 < size <= 1 << 24 or not isinstance(items, dict):
-        return None
+        return "metadata.pkl does not list the items of a checkpoint"
     for item in items:
         ranks = {rank for rank in range(size) if f"{item}_{rank}.pt" in saved.files}
         missing = sorted(set(range(size)) - ranks)

@@ -74,7 +74,9 @@ def _check_rank(path: str, saved_as: str) -> None:
     """
     ranks, saved = (re.findall(r"rank_(\d+)", name) for name in (path.rpartition("/")[2], saved_as))
     if len(ranks) == len(saved) and list(map(int, ranks)) != list(map(int, saved)):
-        raise MalformedError(f"it was saved as {saved_as}.pt, so it is another rank's; give it its name back", path=path)
+        raise MalformedError(
+            f"it was saved as {saved_as}.pt, so it is another rank's; give it its name back", path=path
+        )
 
 
 def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str) -> Kind:
