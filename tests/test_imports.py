@@ -45,6 +45,7 @@ LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wor
 
 FORMATS_SHARED = {
     "base",
+    "completeness",
     "flat_names",
     "foreign",
     "hf_index",

@@ -238,7 +238,7 @@ def _torch_checkpointing(saved: Saved) -> str | None:
     size = found.get("world_size") if isinstance(found, dict) else None
     items = found.get("metadata") if isinstance(found, dict) else None
     if type(size) is not int or not 0 < size <= 1 << 24 or not isinstance(items, dict):
-        return None
+        return "metadata.pkl does not list the items of a checkpoint"
     for item in items:
         ranks = {rank for rank in range(size) if f"{item}_{rank}.pt" in saved.files}
         missing = sorted(set(range(size)) - ranks)
@@ -266,7 +266,7 @@ def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
         return None
     dp, mp = (head.get(name) for name in ("dp_world_size", "mp_world_size"))
     if type(dp) is not int or type(mp) is not int or not 0 < dp * mp <= 1 << 24:
-        return None
+        return f"{models[0]} does not state the number of ranks"
     wanted = {(r, m) for r in range(dp) for m in range(mp)}
     is_zero3 = any(name.startswith("zero_pp_rank_") for name in models)
     optims = _numbers(names, _OPTIM_STATES)
@@ -331,7 +331,7 @@ def _dcp(saved: Saved) -> str | None:
 def _indexed(saved: Saved, path: str) -> str | None:
     metadata = loads(saved.read(path, MAX_METADATA_BYTES), path=path)
     if not isinstance(metadata, Metadata):
-        return None  # Ray Train and OLMo-core call files of their own so
+        return f"{path} is not the index of a DCP"
     ends: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)

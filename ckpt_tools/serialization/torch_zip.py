@@ -60,6 +60,11 @@ class TorchArchive:
     _locate: Locate = field(repr=False)
     _ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
+    @property
+    def saved_as(self) -> str:
+        """The name of the archive's folder: torch takes that of the file that it writes, or ``archive``."""
+        return self._root
+
     def storage_range(self, key: str) -> tuple[int, int]:
         """The bytes ``[start, stop)`` of the file that hold storage ``key``.
 

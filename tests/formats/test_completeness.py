@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -251,3 +254,21 @@ def test_a_zip_of_something_else_is_left_alone(tmp_path: Path) -> None:
         archive.writestr("a", b"x" * 100)
     (folder / "tokenizer.bin").write_bytes(b"words")
     assert listed(tmp_path / "run")["checkpoint-5"].is_complete
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {Path(tempfile.gettempdir()) / 'ls-ran-it'}",)
+
+
+@pytest.mark.parametrize("name", ["metadata.pkl", ".metadata", "mp_rank_00_model_states.pt"])
+def test_listing_runs_no_pickle(name: str, tmp_path: Path) -> None:
+    zipped(tmp_path / "run" / "step-5" / "model_0.pt", {"w": torch.ones(3)})
+    path = tmp_path / "run" / "step-5" / name
+    if name.endswith(".pt"):
+        torch.save({"dp_world_size": Hostile()}, path)
+    else:
+        path.write_bytes(pickle.dumps(Hostile()))
+    (found,) = listed(tmp_path / "run").values()
+    assert not (Path(tempfile.gettempdir()) / "ls-ran-it").exists()
+    assert found.problem is not None and name in found.problem

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import are_naturals, brief
@@ -83,7 +84,8 @@ class SafetensorsReader:
 
             return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
         tensors = {StateKey(name): _entry(leaf) for name, leaf in leaves.items()}
-        return Manifest("safetensors", tensors, aliases=_ties(headers.values(), leaves))
+        notes = (_note_of_pieces(headers),) if _are_pieces(headers) else ()
+        return Manifest("safetensors", tensors, aliases=_ties(headers.values(), leaves), notes=notes)
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return frozenset([*_files(source), *_index(source)])
@@ -214,6 +216,15 @@ def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
 def _are_pieces(headers: Mapping[str, _Header]) -> bool:
     """Whether each file holds pieces of tensors, as torch's DCP writes them from every rank."""
     return any(OFFSETS_KEY in header.metadata for header in headers.values())
+
+
+def _note_of_pieces(headers: Mapping[str, _Header]) -> Note:
+    """No file says how many there are, and no piece how large its tensor is."""
+    return Note(
+        Outcome.DEFAULTED,
+        "the number of ranks",
+        f"the files do not state it; if one after {max(headers)} is missing, tensors are missing or end too early",
+    )
 
 
 def _pieces(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:

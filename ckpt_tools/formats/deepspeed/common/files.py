@@ -7,6 +7,7 @@ stage_1_and_2.py, bf16_optimizer.py and stage3.py ``state_dict``.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class File:
         archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
         if not isinstance(archive.value, dict):
             raise MalformedError("it does not contain a dictionary, as DeepSpeed's files do", path=path)
+        _check_rank(path, archive.saved_as)
         return cls(path, archive.value, archive)
 
     def start(self, tensor: StoredTensor) -> int:
@@ -63,6 +65,18 @@ class File:
     def get(self, name: str, kind: type[Kind]) -> Kind:
         """``content[name]``, which has to be of ``kind``."""
         return checked(self.content, name, kind, self.path)
+
+
+def _check_rank(path: str, saved_as: str) -> None:
+    """torch names an archive after the file that it writes, and nothing else in a rank's file says which rank it is of.
+
+    Raises MalformedError where it is another rank's.
+    """
+    ranks, saved = (re.findall(r"rank_(\d+)", name) for name in (path.rpartition("/")[2], saved_as))
+    if len(ranks) == len(saved) and list(map(int, ranks)) != list(map(int, saved)):
+        raise MalformedError(
+            f"it was saved as {saved_as}.pt, so it is another rank's; give it its name back", path=path
+        )
 
 
 def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str) -> Kind:
