@@ -50,7 +50,8 @@ class TorchArchive:
     """An opened torch file.
 
     ``value`` is what was saved, ``records`` are the zip's records by their name below the root folder, ``storages``
-    what the pickle says of each storage that it uses. A file before torch 1.6 is no zip, and has no records.
+    what the pickle says of each storage that it uses. ``saved_as`` is the name of the zip's folder: torch takes that of
+    the file that it writes, or ``archive``. A file before torch 1.6 is no zip, and has neither records nor that name.
     """
 
     path: str
@@ -58,12 +59,8 @@ class TorchArchive:
     records: Mapping[str, Record] = field(repr=False)
     storages: Mapping[str, StorageRef] = field(repr=False)
     _locate: Locate = field(repr=False)
+    saved_as: str = ""
     _ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
-
-    @property
-    def saved_as(self) -> str:
-        """The name of the archive's folder: torch takes that of the file that it writes, or ``archive``."""
-        return self._root
 
     def storage_range(self, key: str) -> tuple[int, int]:
         """The bytes ``[start, stop)`` of the file that hold storage ``key``.
@@ -142,7 +139,7 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
         ranges = directory.payload_ranges(read, names.values())
         return {key: ranges[name] for key, name in names.items()}
 
-    return TorchArchive(path, value, MappingProxyType(records), storages, locate)
+    return TorchArchive(path, value, MappingProxyType(records), storages, locate, root)
 
 
 def _no_archive(read: ReadRange, size: int, path: str) -> CkptError:
