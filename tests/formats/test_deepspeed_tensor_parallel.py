@@ -1,0 +1,228 @@
+"""Tensor-parallel runs of DeepSpeed: the rules with literal expectations, and runs that go on without it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
+from fixtures import launch
+from fixtures.corpus import deepspeed, make
+from tests.layouts.contents import contents
+
+Shape = tuple[int, ...]
+
+
+def whole(info: dict[str, Any], shapes: list[Shape], name: str = "w") -> list[Any]:
+    """The whole of two parts whose elements count 0, 1, ... and 100, 101, ..., through a table of real shards."""
+    join = Rules.of({"universal_checkpoint_version": 0.4, **info}, "file").join(name, shapes)
+    tables, data = [], {}
+    for rank, shape in enumerate(shapes):
+        numel = int(np.prod(shape))
+        data[f"{rank}"] = np.arange(numel, dtype=np.float32) + 100 * rank
+        cut = numel // 3
+        shards = [
+            Shard(Box((a,), (b,)), ByteRange(f"{rank}", 4 * a, 4 * b)) for a, b in ((0, cut), (cut, numel)) if a < b
+        ]
+        tables.append(ShardTable.build((numel,), DType.FLOAT32, shards))
+    table = join.table(tables, shapes)
+    out = np.full(join.shape, -1, np.float32)
+    for row, shard in enumerate(table):
+        extents, strides = shard.box.shape, table.stride(row)
+        base = data[shard.at.file][shard.at.start // 4 :]
+        view = np.lib.stride_tricks.as_strided(base, extents, [4 * s for s in strides])
+        out[tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))] = view
+    return out.tolist()  # type: ignore[no-any-return]
+
+
+def test_without_a_rule_parts_follow_one_another_along_dim_0() -> None:
+    assert whole({"x": 1}, [(2, 2), (1, 2)]) == [[0, 1], [2, 3], [100, 101]]
+
+
+def test_rows_are_parallel_along_dim_1() -> None:
+    rows = {"parameter_with_row_parallelism_patterns": [r"^w$"]}
+    assert whole(rows, [(2, 2), (2, 1)]) == [[0, 1, 100], [2, 3, 101]]
+
+
+def test_a_replicated_one_is_read_from_the_first() -> None:
+    assert whole({"tp_replicated_parameter_patterns": ["w"]}, [(2, 1), (2, 1)]) == [[0], [1]]
+
+
+def test_a_vocabulary_loses_its_padding() -> None:
+    vocabulary = {"vocabulary_parameter_patterns": ["w"], "original_vocab_size": 3}
+    assert whole(vocabulary, [(2, 1), (2, 1)]) == [[0], [1], [100]]
+
+
+def test_two_halves_are_joined_half_by_half() -> None:
+    halves = {"parameter_with_2_sub_params_cat_dim_0": ["w"]}
+    assert whole(halves, [(4,), (4,)]) == [0, 1, 100, 101, 2, 3, 102, 103]
+
+
+def test_sub_parameters_with_widths_of_their_own() -> None:
+    sub = {"parameter_with_sub_params": [{"patterns": ["w"], "shape": [(3, 2), -1], "partition_dim": 0}]}
+    widths = {"sub_param_shard_widths": {"w": [[2, 1], [1, 1]]}}
+    assert whole(sub | widths, [(3, 1), (2, 1)]) == [[0], [1], [100], [2], [101]]
+
+
+def test_older_files_give_the_number_of_sub_parameters() -> None:
+    sub = {"parameter_with_sub_params": [{"patterns": ["w"], "shape": (3, -1), "partition_dim": 0}]}
+    found = whole(sub | {"universal_checkpoint_version": 0.2}, [(3, 1), (3, 1)])
+    assert found == [[0], [100], [1], [101], [2], [102]]
+
+
+def blocks(*ranks: tuple[list[int], list[dict[str, Any]]], shape: list[int]) -> dict[str, Any]:
+    found = {str(number): {"shard_shape": part, "pieces": pieces} for number, (part, pieces) in enumerate(ranks)}
+    return {"affine_map": {"version": 1, "params": {"^w$": {"logical_shape": shape, "ranks": found}}}}
+
+
+def piece(shape: list[int], source: list[Any], dest: list[Any], *locations: int, **more: Any) -> dict[str, Any]:
+    return {"shape": shape, "source": source, "dest": dest, "locations": list(locations), **more}
+
+
+def test_blocks_go_before_categories() -> None:
+    first = [piece([1, 2], [2, [2, 1]], [0, [2, 1]], 0)]
+    second = [piece([1, 2], [0, [2, 1]], [0, [2, 1]], 1)]
+    info = blocks(([1, 2], first), ([1, 2], second), shape=[2, 2]) | {"tp_replicated_parameter_patterns": ["w"]}
+    assert whole(info, [(1, 2), (1, 2)]) == [[100, 101], [0, 1]]
+
+
+SUB = {"parameter_with_sub_params": [{"patterns": ["w"], "shape": [(2, 2)], "partition_dim": 0}]}
+
+REFUSED: dict[str, tuple[Any, list[Shape], type[FormatError], str]] = {
+    "no rules": (None, [(1,), (1,)], UnsupportedError, "no universal_checkpoint_info"),
+    "an average": ({"parameter_to_average_patterns": ["w"]}, [(1,), (1,)], UnsupportedError, "averaged"),
+    "said to be impossible": (
+        {"autotp_unsupported_parameter_patterns": {"w": "why"}},
+        [(1,), (1,)],
+        UnsupportedError,
+        "cannot be joined",
+    ),
+    "replicas of two shapes": ({"tp_replicated_parameter_patterns": ["w"]}, [(1,), (2,)], MalformedError, "whole"),
+    "other shapes": ({"x": 1}, [(1, 2), (1, 3)], MalformedError, "cannot be joined along dim 0"),
+    "two patterns": ({"tp_replicated_parameter_patterns": ["w", "."]}, [(1,), (1,)], MalformedError, "several"),
+    "a slow pattern": ({"tp_replicated_parameter_patterns": ["(w+)+$"]}, [(1,), (1,)], UnsupportedError, "very long"),
+    "many repeats": ({"tp_replicated_parameter_patterns": [".*" * 9]}, [(1,), (1,)], UnsupportedError, "very long"),
+    "no pattern": ({"tp_replicated_parameter_patterns": ["["]}, [(1,), (1,)], MalformedError, "regular expression"),
+    "a number": ({"tp_replicated_parameter_patterns": [7]}, [(1,), (1,)], MalformedError, "malformed pattern"),
+    "no widths": (SUB, [(2,), (2,)], MalformedError, "sub_param_shard_widths"),
+    "wrong widths": (SUB | {"sub_param_shard_widths": {"w": [[2, 0]]}}, [(2,), (2,)], MalformedError, "widths"),
+    "widths of another": (
+        SUB | {"sub_param_shard_widths": {"w": [[2, 0], [1, 1]]}},
+        [(2,), (2,)],
+        MalformedError,
+        "do not fill",
+    ),
+    "a vocabulary of no size": ({"vocabulary_parameter_patterns": ["w"]}, [(1,), (1,)], MalformedError, "vocab_size"),
+    "a newer map": ({"affine_map": {"version": 2, "params": {}}}, [(1,), (1,)], UnsupportedError, "version 2"),
+    "a scaled block": (
+        blocks(([1], [piece([1], [0, [1]], [0, [1]], 0, scale=0.5)]), ([1], []), shape=[1]),
+        [(1,), (1,)],
+        UnsupportedError,
+        "multiplied by 0.5",
+    ),
+    "a block that is no box": (
+        blocks(([2], [piece([2], [0, [2]], [0, [1]], 0)]), ([2], []), shape=[4]),
+        [(2,), (2,)],
+        UnsupportedError,
+        "not a box",
+    ),
+    "a block of another part": (
+        blocks(([3], []), ([2], []), shape=[4]),
+        [(2,), (2,)],
+        MalformedError,
+        "affine_map says",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_joined_is_refused(name: str) -> None:
+    info, shapes, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=text):
+        Rules.of(info and {"universal_checkpoint_version": 0.4, **info}, "file").join("w", shapes)
+
+
+# Files of real runs
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Path:
+    """A copy of a run with ZeRO-2 of 2 x 2 ranks."""
+    shutil.copytree(make("deepspeed-tp-zero2-fp32").folder, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def changed(folder: Path, name: str, change: Change) -> None:
+    path = folder / "global_step4" / name
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def test_a_part_that_is_missing_is_named(native: Path) -> None:
+    for path in native.glob("global_step4/*mp_rank_01*"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"cut into 2 parts.*mp_rank_01 is missing"):
+        ckpt_tools.inspect(native)
+
+
+def test_a_model_file_that_is_missing_is_named(native: Path) -> None:
+    (native / "global_step4" / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(IncompleteError, match=r"mp_rank_01_model_states\.pt"):
+        ckpt_tools.inspect(native)
+
+
+def test_an_optimizer_file_that_is_missing_is_named(native: Path) -> None:
+    (native / "global_step4" / "zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
+    with pytest.raises(IncompleteError, match="zero_pp_rank_1_mp_rank_01"):
+        ckpt_tools.inspect(native)
+
+
+def test_parts_of_two_steps_are_refused(native: Path) -> None:
+    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
+    with pytest.raises(MalformedError, match="the step of tensor-parallel rank 1"):
+        ckpt_tools.inspect(native)
+
+
+def test_runs_without_rules_are_refused(native: Path) -> None:
+    changed(native, "mp_rank_00_model_states.pt", lambda content: content.pop("universal_checkpoint_info"))
+    with pytest.raises(UnsupportedError, match="no universal_checkpoint_info"):
+        ckpt_tools.inspect(native)
+
+
+def test_what_the_ranks_have_for_themselves_is_noted(native: Path) -> None:
+    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
+    notes = [f"{note.what}: {note.why}" for note in contents(native)[0].notes]
+    assert any("client_state of the other ranks" in note for note in notes), notes
+
+
+@pytest.mark.parametrize(("stage", "dtype", "to"), [(2, "fp32", 3), (3, "bf16", 1)])
+def test_the_run_goes_on_without_tensor_parallelism(stage: int, dtype: str, to: int, tmp_path: Path) -> None:
+    state, losses = deepspeed.run_parallel(tmp_path / "run", stage, dtype)
+    ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to=f"zero{to}", world_size=3)
+    resumed, next_losses = launch.pool(3).run(deepspeed.load_whole, str(tmp_path / "out"), to, dtype)[0]
+    assert resumed.optimizer.keys() == state.optimizer.keys()
+    for key, tensor in state.optimizer.items():
+        assert torch.equal(resumed.optimizer[key], tensor), key
+    np.testing.assert_allclose(next_losses, losses, rtol=1e-5 if dtype == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize("to", ["dcp", "universal", "safetensors"])
+def test_other_formats_hold_the_same(to: str, tmp_path: Path) -> None:
+    source = make("deepspeed-tp-zero1-bf16").source
+    ckpt_tools.convert(source, tmp_path / "out", to=to)  # type: ignore[arg-type]
+    report = ckpt_tools.verify(source, tmp_path / "out")
+    assert report.equal, report.differences
