@@ -10,7 +10,7 @@ from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import SeveralCheckpointsError
 from ckpt_tools.formats.halves import halves_prefix, read_halves
-from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
+from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for, readers
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
@@ -49,11 +49,12 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     """As ``read_checkpoint``, of a source that is open."""
     prefix = halves_prefix(source) if format_name in (None, "dcp") else None
     try:
-        if prefix is not None:
-            manifest, reader = read_halves(source, prefix, options)
-        else:
+        if prefix is None:
             reader = reader_for(source, format_name)
             manifest = reader.read_manifest(source, options)
+        else:
+            reader, models = readers()["dcp"], readers()["safetensors"]
+            manifest = read_halves(source, prefix, options, dcp=reader, safetensors=models)
     except SeveralCheckpointsError as error:
         from ckpt_tools.formats.runs import proposal
 
