@@ -19,13 +19,9 @@ from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.base import Reader
-from ckpt_tools.formats.registry import readers
 from ckpt_tools.stores.source import Source, Store, StoreWrapper
 
 _OPTIM = "optim/.metadata"
-
-_FILES = ("dcp", "safetensors")
-"""The formats of the optimizer and of the model."""
 
 
 def halves_prefix(source: Source) -> str | None:
@@ -38,15 +34,14 @@ def halves_prefix(source: Source) -> str | None:
     return found[0] if any("/" not in path and path.endswith(".safetensors") for path in files) else None
 
 
-def read_halves(source: Source, prefix: str, options: ReadOptions) -> tuple[Manifest, Reader]:
-    """The whole checkpoint, and the reader of its optimizer.
+def read_halves(source: Source, prefix: str, options: ReadOptions, *, dcp: Reader, safetensors: Reader) -> Manifest:
+    """The whole checkpoint.
 
     Raises:
         UnsupportedError: the optimizer knows parameters that the model does not have. FormatError: as the readers say.
     """
-    reader, models = (readers()[name] for name in _FILES)
-    optim = reader.read_manifest(_part(source, f"{prefix}optim/"), options)
-    model = _model(models, source, f"{prefix}model/")
+    optim = dcp.read_manifest(_part(source, f"{prefix}optim/"), options)
+    model = _model(safetensors, source, f"{prefix}model/")
     _check_names(optim, model, prefix)
     state = optim.tree or StateTree((), None)
     tree = StateTree(("model",), state.optim or ("optim",), state.is_flattened, state.extras)
@@ -58,7 +53,7 @@ def read_halves(source: Source, prefix: str, options: ReadOptions) -> tuple[Mani
         tree=tree,
         notes=(*optim.notes, *model.notes),
     )
-    return replace(joined, notes=(*joined.notes, *_beside(source, prefix, joined))), reader
+    return replace(joined, notes=(*joined.notes, *_beside(source, prefix, joined)))
 
 
 def _model(reader: Reader, source: Source, folder: str) -> Manifest:

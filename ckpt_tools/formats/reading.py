@@ -13,7 +13,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import SeveralCheckpointsError
 from ckpt_tools.formats.base import Reader, Serving
 from ckpt_tools.formats.halves import halves_prefix, read_halves
-from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for
+from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for, readers
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.formats.trainer_names import OPTIMIZERS
 from ckpt_tools.stores.overlay import Overlay
@@ -58,15 +58,16 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     own: frozenset[str] = frozenset()
     optimizer = next((name for name in OPTIMIZERS if name in source.files and len(source.files) > 1), None)
     try:
-        if prefix is not None:
-            manifest, reader = read_halves(source, prefix, options)
-        else:
+        if prefix is None:
             reader = reader_for(source, format_name)
             if optimizer is None:
                 manifest = reader.read_manifest(source, options)
             else:
                 manifest, is_joined = _read_both(reader, source, optimizer, options)
                 own = frozenset([optimizer] if is_joined else [])
+        else:
+            reader, models = readers()["dcp"], readers()["safetensors"]
+            manifest = read_halves(source, prefix, options, dcp=reader, safetensors=models)
     except SeveralCheckpointsError as error:
         from ckpt_tools.formats.runs import proposal
 

@@ -47,18 +47,28 @@ def _range_of(name: str) -> ByteRange:
 
 @dataclass(slots=True)
 class _Stream:
-    """One item; what came out last is in ``window``, and ends at ``position``."""
+    """One item; what came out last is in ``window``, and ends at ``position``.
+
+    ``head`` is what came out first: where an item is opened, its start is read before its end. ``length`` is known once
+    the end was reached.
+    """
 
     open: Callable[[], Inflated]
     source: Inflated
     window: deque[bytes] = field(default_factory=deque)
     kept: int = 0
     position: int = 0
+    head: bytes = b""
+    length: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def advance(self) -> int:
         """Bytes that came out; none at the end."""
         data = self.source.read(BLOCK_BYTES)
+        if not self.position:
+            self.head = data
+        if not data:
+            self.length = self.position
         self.window.append(data)
         self.kept += len(data)
         self.position += len(data)
@@ -72,15 +82,20 @@ class _Stream:
         self.kept = self.position = 0
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        if start < self.position - self.kept:
+        done = self._copied_from_head(start, buffer)
+        if done < len(buffer) and start + done < self.position - self.kept:
             self.rewind()
-        done = 0
         while done < len(buffer):
             if start + done >= self.position:
                 if not self.advance():
                     raise IncompleteError(f"a compressed item ends at byte {self.position:,}")
                 continue
             done += self._copied(start + done, buffer[done:])
+
+    def _copied_from_head(self, start: int, buffer: memoryview) -> int:
+        found = self.head[start : start + len(buffer)]
+        buffer[: len(found)] = found
+        return len(found)
 
     def _copied(self, start: int, buffer: memoryview) -> int:
         """Bytes of one part of the window from ``start`` on."""
@@ -110,14 +125,15 @@ class Inflating:
         """
         stream = self._stream(inflated_name(at))
         with stream.lock:
-            while stream.advance():
+            while stream.length is None and stream.advance():
                 if stream.position > limit_bytes:
                     raise MalformedError(
                         f"the item at byte {at.start:,} decompresses to more than the {limit_bytes:,} bytes that its "
                         "index allows",
                         path=at.file,
                     )
-            return stream.position
+            assert stream.length is not None, "the end was reached"
+            return stream.length
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from byte ``start`` of what the range of that name holds. Raises as ``size``."""

@@ -210,6 +210,13 @@ def test_names_of_weights_are_left_alone(tmp_path: Path) -> None:
 class TestHalves:
     """A model in one folder and the DCP of its optimizer in another."""
 
+    def test_both_are_named(self, saved: Any, tmp_path: Path) -> None:
+        """In folders of any other names than NeMo Automodel's."""
+        shutil.copytree(saved(foreign.save_halves), tmp_path / "in")
+        (tmp_path / "in" / "model").rename(tmp_path / "in" / "weights")
+        message = refusal(tmp_path / "in")
+        assert "optim/.metadata" in message and "weights/shard-00001-model" in message
+
     def test_each_opens_by_itself(self, saved: Any) -> None:
         folder = saved(foreign.save_halves)
         assert ckpt_tools.inspect(folder / "model").num_parameters == 54

@@ -113,10 +113,12 @@ FOREIGN = [name for name, layout in layouts().items() if layout.family == FAMILY
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("to", ["dcp", "zero3", "universal"])
 def test_it_is_written_as_anything_else(name: str, to: str, tmp_path: Path) -> None:
-    """Names that a writer has no place for are noted, so that what is compared is what the model has."""
     source = make(name).source
     ckpt_tools.convert(source, tmp_path / "out", to=to, **for_ranks(to, 3))
-    assert ckpt_tools.verify(source, tmp_path / "out", weights="model" if to == "dcp" else None).equal
+    if to == "dcp":
+        assert contents(tmp_path / "out")[1] == contents(source)[1]
+    else:
+        assert ckpt_tools.verify(source, tmp_path / "out").equal
 
 
 def test_olmo_core_takes_the_state_of_rank_0_where_a_rank_has_none(tmp_path: Path) -> None:
