@@ -110,7 +110,7 @@ def refuse_ranks(files: Mapping[str, str]) -> None:
 
 def pieces_in(value: Value) -> str | None:
     """What of ``value`` is one rank's part of something, in words, or None."""
-    classes = _classes(value)
+    classes = classes_in(value)
     kind = next((ref.name for ref in classes if _is_piece(ref)), None)
     if kind is None:
         return None
@@ -122,7 +122,8 @@ def _is_piece(ref: GlobalRef) -> bool:
     return ref.name in _PIECES and ref.module.startswith(("torch.distributed.", "megatron."))
 
 
-def _classes(value: Value) -> Iterator[GlobalRef]:
+def classes_in(value: Value) -> Iterator[GlobalRef]:
+    """Every class, function and constant that ``value`` names."""
     return (item for item in _parts(value) if isinstance(item, GlobalRef))
 
 

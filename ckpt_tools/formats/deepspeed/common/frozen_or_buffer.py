@@ -4,7 +4,8 @@ DeepSpeed refuses, in stage 3, a frozen parameter that is stored as a buffer and
 rank has the one cut and the other whole. A DCP, a torch file and safetensors call every floating-point tensor a
 parameter. What the optimizer knows is one; the rest is decided by evidence, the best first:
 
-1. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer;
+1. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer (Megatron cuts
+   some parameters, and buffers that are stacked);
 2. a model computes in one type, so that a tensor of another type is a buffer;
 3. a module's parameters are saved before its buffers, so that what precedes a parameter of its module is one, and what
    follows a buffer is another;
@@ -49,7 +50,7 @@ def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
     model = {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
     other = None if manifest.groups else Kind.BUFFER
     kinds = {name: Kind.PARAMETER if name in trained else other or entry.kind for name, entry in model.items()}
-    evidence = _Evidence.of([model[name] for name in trained])
+    evidence = _Evidence.of([model[name] for name in trained], cuts_all=manifest.format != "megatron")
     seen = {name: evidence.kind(model[name]) for name in _unknown(manifest, kinds, trained)}
     guessed = tuple(name for name, kind in seen.items() if kind is None)
     kinds |= {name: kind for name, kind in seen.items() if kind is not None}
@@ -81,8 +82,9 @@ class _Evidence:
     dtypes: frozenset[DType]
 
     @classmethod
-    def of(cls, trained: Sequence[TensorEntry]) -> _Evidence:
-        return cls(any(len(entry.shards) > 1 for entry in trained), frozenset(e.shards.dtype for e in trained))
+    def of(cls, trained: Sequence[TensorEntry], *, cuts_all: bool) -> _Evidence:
+        is_cut = cuts_all and any(len(entry.shards) > 1 for entry in trained)
+        return cls(is_cut, frozenset(e.shards.dtype for e in trained))
 
     def kind(self, entry: TensorEntry) -> Kind | None:
         """Rules 1 and 2; None where they are silent."""
