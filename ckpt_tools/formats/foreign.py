@@ -104,7 +104,7 @@ def refuse_ranks(files: Mapping[str, str]) -> None:
 
 def pieces_in(value: Value) -> str | None:
     """The class of what in ``value`` is one rank's part of something, as a plural, or None."""
-    kind = next((ref.name for ref in _classes(value) if _is_piece(ref)), None)
+    kind = next((ref.name for ref in classes_in(value) if _is_piece(ref)), None)
     return None if kind is None else f"{kind}s"
 
 
@@ -112,7 +112,8 @@ def _is_piece(ref: GlobalRef) -> bool:
     return ref.name in _PIECES and ref.module.startswith(("torch.distributed.", "megatron."))
 
 
-def _classes(value: Value) -> Iterator[GlobalRef]:
+def classes_in(value: Value) -> Iterator[GlobalRef]:
+    """Every class, function and constant that ``value`` names."""
     return (item for item in _parts(value) if isinstance(item, GlobalRef))
 
 

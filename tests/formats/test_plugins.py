@@ -241,7 +241,7 @@ class TestWrongPlugins:
         ckpt_tools.convert(checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "out.safetensors")
         with pytest.raises(NotImplementedError):
             ckpt_tools.inspect(odd)
-        with pytest.raises(UsageError, match=r"no format .nope. can be read; there are dcp.*torch, aaa, odd"):
+        with pytest.raises(UsageError, match=r"no format .nope. can be read; there are megatron, dcp.*torch, aaa, odd"):
             ckpt_tools.inspect(odd, from_="nope")
         with pytest.raises(UsageError, match="no format 'odd' can be written"):
             ckpt_tools.convert(odd, tmp_path / "out", to="odd")

@@ -23,13 +23,14 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.values import Value
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.items import Items
 from ckpt_tools.formats.dcp.writer import RankFiles, metadata_of, place
 from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG
 from ckpt_tools.formats.megatron.common_state import CONTENT, FULLY_RESHARDABLE, SHARDING, inner_tree, with_groups
 from ckpt_tools.formats.megatron.folders import BACKEND, METADATA, TRACKER
+from ckpt_tools.formats.megatron.loadable import is_loadable, loadable
 from ckpt_tools.formats.megatron.names import MASTERS, OWN_ITEM, is_expert
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
@@ -154,7 +155,12 @@ class _State:
         for name in self.trained:
             if StateKey(name, MASTER) not in self.readable.tensors and StateKey(name) in self.readable.tensors:
                 aliases[self._name(StateKey(name, MASTER))] = name
-        objects: dict[str, Value] = {**self.objects, OWN_ITEM: [self._own()]}
+        lost = [name for name, value in self.objects.items() if not is_loadable(value)]
+        if lost:
+            why = "it is of a class that Megatron's loader refuses"
+            self.notes.append(Note(Outcome.DROPPED, listed(lost), why, len(lost)))
+        objects = {name: value for name, value in self.objects.items() if name not in lost}
+        objects[OWN_ITEM] = [self._own()]
         names = [*tensors, *aliases, *objects]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -176,6 +182,7 @@ class _State:
     def _trees(self) -> dict[Any, dict[Any, Value]]:
         found = self.source.get("optimizer") if self.source is not None else None
         is_known = isinstance(found, dict) and all(isinstance(tree, dict) for tree in found.values())
+        is_known = is_known and is_loadable(found)
         return found if is_known and found is not None else {}
 
     def _is_known(self, entry: TensorEntry) -> bool:
@@ -206,8 +213,10 @@ class _State:
 
     def common(self) -> dict[Any, Value]:
         """What ``torch.load`` gives Megatron before it reads a tensor."""
-        found = dict(self.source or {})
-        found.pop("optimizer", None)
+        found, lost = loadable({name: value for name, value in (self.source or {}).items() if name != "optimizer"})
+        if lost:
+            why = "it is of a class that Megatron's loader refuses"
+            self.notes.append(Note(Outcome.DROPPED, listed(lost), why, len(lost)))
         content = found.get(CONTENT)
         found[CONTENT] = {
             **(content if isinstance(content, dict) else {}),
@@ -243,7 +252,7 @@ class _State:
         missing = _missing(group)
         if missing:
             what = f"{', '.join(missing)} of parameter group {number}"
-            why = "Megatron recognises its groups by them, and the source has none"
+            why = "Megatron asks its groups for them, and the source has none"
             self.notes.append(Note(Outcome.DEFAULTED, what, why, len(missing)))
         return {**group.options, **missing, "step": self._step(group.params or self.trained)}
 
@@ -277,4 +286,6 @@ def _missing(group: ParamGroup) -> dict[str, Any]:
         found["wd_mult"] = 0.0
     if "is_expert_parallel" in found:
         found["is_expert_parallel"] = bool(group.params) and all(map(is_expert, group.params))
+    if {"betas", "eps"} <= options.keys() and "bias_correction" not in options:
+        found["bias_correction"] = True  # FusedAdam of Transformer Engine and Apex asks for it; torch's always does it.
     return found

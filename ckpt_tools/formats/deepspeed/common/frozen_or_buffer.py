@@ -6,7 +6,8 @@ parameter. What the optimizer knows is one, and what the user calls a buffer is 
 the best first:
 
 1. a tensor without dims is a buffer: neither FSDP2 nor DeepSpeed trains with a 0-d parameter;
-2. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer;
+2. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer (Megatron cuts
+   some parameters, and buffers that are stacked);
 3. a model computes in one type, so that a tensor of another type is a buffer;
 4. a module's parameters are saved before its buffers, so that what precedes a parameter of its module is one, and what
    follows a buffer is another;
@@ -51,7 +52,7 @@ def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
     model = {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
     other = None if manifest.groups else Kind.BUFFER
     kinds = {name: Kind.PARAMETER if name in trained else other or entry.kind for name, entry in model.items()}
-    evidence = _Evidence.of([model[name] for name in trained])
+    evidence = _Evidence.of([model[name] for name in trained], cuts_all=manifest.format != "megatron")
     seen = {name: evidence.kind(model[name]) for name in _unknown(manifest, kinds, trained)}
     guessed = tuple(name for name, kind in seen.items() if kind is None)
     kinds |= {name: kind for name, kind in seen.items() if kind is not None}
@@ -83,8 +84,9 @@ class _Evidence:
     dtypes: frozenset[DType]
 
     @classmethod
-    def of(cls, trained: Sequence[TensorEntry]) -> _Evidence:
-        return cls(any(len(entry.shards) > 1 for entry in trained), frozenset(e.shards.dtype for e in trained))
+    def of(cls, trained: Sequence[TensorEntry], *, cuts_all: bool) -> _Evidence:
+        is_cut = cuts_all and any(len(entry.shards) > 1 for entry in trained)
+        return cls(is_cut, frozenset(e.shards.dtype for e in trained))
 
     def kind(self, entry: TensorEntry) -> Kind | None:
         """Rules 1 to 3; None where they are silent."""
