@@ -217,3 +217,60 @@ def test_lightnings_scheduler_is_a_scheduler() -> None:
     assert manifest.extra["lr_scheduler"]["step_size"] == 2
     assert "lr_schedulers" not in manifest.extra
     assert manifest.step == 2
+
+
+# Files of torch
+
+
+def test_an_old_file_is_the_same_checkpoint(tmp_path: Path) -> None:
+    old, new = make("torch-legacy").source, make("torch-whole").source
+    assert ckpt_tools.diff(old, new).equal
+    assert ckpt_tools.verify(old).equal
+    ckpt_tools.convert(old, tmp_path / "out", to="dcp", world_size=3)
+    assert ckpt_tools.verify(new, tmp_path / "out").equal
+
+
+class _Marked(torch.Tensor):
+    """A class of tensor that a reader cannot know."""
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_read"),
+    [({"_has_been_cloned": True}, True), ({"rank": 3, "name": "w"}, True), ({"scale": torch.ones(1)}, False)],
+)
+def test_attributes_of_a_tensor_are_left_behind_if_they_mean_nothing(
+    mark: dict[str, object], is_read: bool, tmp_path: Path
+) -> None:
+    tensor = torch.rand(3)
+    vars(tensor).update(mark)
+    torch.save({"w": tensor, "b": torch.ones(2)}, tmp_path / "m.pt")
+    if is_read:
+        ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out.pt")
+        assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["w"], tensor)
+        return
+    with pytest.raises(FormatError, match=r"w: .*save plain tensors"):
+        ckpt_tools.inspect(tmp_path / "m.pt")
+
+
+def test_another_class_of_tensor_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.rand(3).as_subclass(_Marked)}, tmp_path / "m.pt")
+    with pytest.raises(FormatError, match="_Marked"):
+        ckpt_tools.inspect(tmp_path / "m.pt")
+
+
+# Notes
+
+
+def test_an_adapter_is_named(tmp_path: Path) -> None:
+    source = shutil.copytree(make("hf-peft-lora").source, tmp_path / "in")
+    (source / "adapter_config.json").write_text("{")
+    notes = ckpt_tools.plan(source, tmp_path / "out.safetensors").notes
+    assert any("those of an adapter, not a whole model" in note.why for note in notes)
+
+
+def test_a_second_copy_of_the_model_is_noted(full: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
+    ckpt_tools.convert(source / "pytorch_model_fsdp.bin", source / "model.safetensors")
+    report = ckpt_tools.plan(source, tmp_path / "out", to="dcp")
+    assert [note.what for note in report.notes if "is not read" in note.why] == ["pytorch_model_fsdp.bin"]
+    assert ckpt_tools.inspect(source).optimizer_slots
