@@ -16,9 +16,12 @@ Contents = dict[StateKey, tuple[str, tuple[int, ...], bytes]]
 """Dtype, shape and bytes of each tensor."""
 
 
-def contents(path: Path) -> tuple[Manifest, Contents]:
+WHOLE = ReadOptions()
+
+
+def contents(path: Path, options: ReadOptions = WHOLE) -> tuple[Manifest, Contents]:
     """The manifest of ``path``, and every tensor of it but the user's own, tied ones under each of their names."""
-    source, manifest = read_checkpoint(path, ReadOptions())
+    source, manifest = read_checkpoint(path, options)
     entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
     for alias, owner in manifest.aliases.items():
         entries |= {StateKey(alias, key.slot): entry for key, entry in entries.items() if key.fqn == owner}

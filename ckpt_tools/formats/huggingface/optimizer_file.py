@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import FormatError, UnsupportedError
+from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import Reader
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.stores.source import Source
@@ -24,6 +25,11 @@ LeavesAndTies = tuple[Leaves, Mapping[str, str]]
 """Of a file of ``torch.save``; ties are leaves that show the same view as an earlier one."""
 
 ReadFile = Callable[[Source, str], LeavesAndTies]
+
+_SHAPED = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg")
+)
+"""Slots that have the shape of their parameter."""
 
 MODEL, OPTIM = "model", "optimizer"
 """Where both lie in the tree that they make."""
@@ -87,7 +93,19 @@ def _joined(manifest: Manifest, own: Leaves, own_ties: Mapping[str, str], option
         ties=ties | {_name(OPTIM, alias): _name(OPTIM, owner) for alias, owner in own_ties.items()},
         param_order=options.param_order,
     )
+    _check_fit(joined, {key.fqn: entry.shape for key, entry in manifest.tensors.items()}, manifest.aliases)
     return replace(joined, world_size=manifest.world_size, notes=(*manifest.notes, *joined.notes))
+
+
+def _check_fit(joined: Manifest, shapes: Mapping[str, Shape], aliases: Mapping[str, str]) -> None:
+    """Raises MalformedError where the optimizer has state of a parameter that the model does not have."""
+    named = [name for group in joined.groups for name in group.params]
+    for name in (*named, *(key.fqn for key in joined.of_kind(Kind.STATE))):
+        if aliases.get(name, name) not in shapes:
+            raise MalformedError("the optimizer has it, and the model does not; they are of different models", key=name)
+    for key, entry in joined.of_kind(Kind.STATE).items():
+        if key.slot in _SHAPED and entry.shape != shapes[aliases.get(key.fqn, key.fqn)]:
+            raise MalformedError("the optimizer's state and the model's parameter have different shapes", key=str(key))
 
 
 def _name(part: str, name: str) -> str:

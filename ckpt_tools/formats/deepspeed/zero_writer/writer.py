@@ -12,6 +12,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
@@ -48,7 +49,8 @@ def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
         return []
     frozen = [name for name in state.guessed if name in state.frozen]
     buffers = [name for name in state.guessed if name in state.buffers]
-    why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed"
+    why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed, and "
+    why += f"{option('buffers')} says which are buffers"
     return [
         Note(Outcome.DEFAULTED, f"{listed(names)} taken as {what}", why, len(names))
         for names, what in ((frozen, "frozen parameters"), (buffers, "buffers"))
