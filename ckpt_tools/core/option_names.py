@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias, get_args
 
-WrittenFormat: TypeAlias = Literal["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal"]
+WrittenFormat: TypeAlias = Literal["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "sharded"]
 """What ``to`` accepts."""
-ReadFormat: TypeAlias = Literal["dcp", "universal", "deepspeed", "safetensors", "torch", "zero1", "zero2", "zero3"]
+ReadFormat: TypeAlias = Literal[
+    "dcp", "universal", "deepspeed", "safetensors", "sharded", "torch", "zero1", "zero2", "zero3"
+]
 """What ``from_`` accepts; ``deepspeed`` is any ZeRO stage."""
 State: TypeAlias = Literal["model", "all"]
 Weights: TypeAlias = Literal["master", "model"]
