@@ -101,6 +101,13 @@ def build_dcp_weights(out: str, llama: Llama) -> None:
     save({"model": get_model_state_dict(sharded_model(llama))}, checkpoint_id=out)
 
 
+def build_ranks_weights(out: str, llama: Llama) -> None:
+    """A file a rank, named as verl names it."""
+    Path(out).mkdir(exist_ok=True)
+    state = sharded_model(llama).state_dict()
+    torch.save(state, Path(out) / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
+
+
 def build_hf_weights(out: str, llama: Llama) -> None:
     weights = get_model_state_dict(sharded_model(llama))
     save(weights, storage_writer=HuggingFaceStorageWriter(out, save_distributed=True))
@@ -172,6 +179,7 @@ BUILDERS: dict[str, Callable[[str, Llama], None]] = {
     "dcp8": build_dcp,
     "dcp-weights": build_dcp_weights,
     "hf-weights": build_hf_weights,
+    "ranks-weights": build_ranks_weights,
     "tp-weights": build_tp_weights,
     "zero2": build_zero2,
     "zero3": build_zero3,

@@ -41,6 +41,9 @@ KINDS = {
     "dcp-weights": Kind("DCP of FSDP2, 4 ranks, fp32 weights", WEIGHT_BYTES, 4),
     "hf-weights": Kind("safetensors shards of DCP's Hugging Face writer, 4 ranks, fp32 weights", WEIGHT_BYTES, 4),
     "tp-weights": Kind("DCP, 4 ranks, every matrix cut along its inner axis, fp32 weights", WEIGHT_BYTES, 4),
+    "ranks-weights": Kind(
+        "a torch file of DTensors a rank, as verl saves FSDP2, 4 ranks, fp32 weights", WEIGHT_BYTES, 4
+    ),
     "zero2": Kind("DeepSpeed ZeRO-2, 4 ranks, bf16 with fp32 masters and AdamW", 14, 4),
     "zero3": Kind("DeepSpeed ZeRO-3, 4 ranks, bf16 with fp32 masters and AdamW", STATE_BYTES, 4),
     "safetensors": Kind("one safetensors file, fp32 weights", WEIGHT_BYTES),

@@ -112,6 +112,13 @@ _OF_ONE_SIZE = (
         target=_EXPORT,
     ),
     Work(
+        "ranks-safetensors",
+        "torch files of 4 ranks (DTensor), weights → safetensors",
+        "ranks-weights",
+        peers.WEIGHTS,
+        target=Target(copy=TO_COPY, copy_synced=TO_COPY_SYNCED),
+    ),
+    Work(
         "hf-safetensors",
         "DCP in Hugging Face shards, 4 ranks → safetensors",
         "hf-weights",

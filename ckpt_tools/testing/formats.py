@@ -39,6 +39,7 @@ FOREIGN: Mapping[str, tuple[str, ...]] = {
     "dcp": (".metadata", "__0_0.distcp"),
     "safetensors": ("model.safetensors",),
     "torch": ("checkpoint.pt",),
+    "sharded": ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"),
     "deepspeed": ("latest", "step1/mp_rank_00_model_states.pt", "step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     "universal": ("latest_universal", "step1/mp_rank_00_model_states.pt", "step1/zero/w/fp32.pt"),
     "megatron": ("latest_checkpointed_iteration.txt", "iter_0000001/.metadata", "iter_0000001/common.pt"),

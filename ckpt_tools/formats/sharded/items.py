@@ -250,7 +250,14 @@ def _named_rank(path: str) -> int:
 
 
 def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...]) -> Checkpoint:
-    """Items of different names: two of one name are called by the names of their files."""
+    """Items of different names: two of one name are called by the names of their files.
+
+    Raises IncompleteError where verl or accelerate would have written a model beside an optimizer.
+    """
     labels = [item.label for item in items]
+    alone = [file.path for item in items if item.is_optimizer for file in item.files.values()]
+    is_half = all(item.is_optimizer or item.label == "extra_state" for item in items)
+    if is_half and any(map(says_its_rank, alone)):
+        raise IncompleteError("this is an optimizer's state, and the files of its model are missing", path=alone[0])
     unique = (replace(item, label=item.label if labels.count(item.label) == 1 else item.template) for item in items)
     return Checkpoint(folder, tuple(unique), ranks)

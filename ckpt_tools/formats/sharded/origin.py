@@ -20,10 +20,12 @@ _BESIDE = literal_file("beside/")
 @dataclass(frozen=True, slots=True)
 class Origin:
     """``templates`` are names of files, with ``{rank}`` and ``{world}`` left out, by the entry at the top of the tree
-    that they hold; ``""`` is for the rest, or for all. ``is_numbered`` says that the optimizer knew its parameters by
-    number. ``whole`` are weights that every rank had whole. ``beside`` are small files to be laid beside the others."""
+    that they hold; ``""`` is for the rest, or for all. ``names`` are those of all files. ``is_numbered`` says that the
+    optimizer knew its parameters by number. ``whole`` are weights that every rank had whole. ``beside`` are small files
+    to be laid beside the others."""
 
     templates: Mapping[str, str]
+    names: tuple[str, ...] = ()
     is_numbered: bool = False
     device_type: str | None = None
     dim_name: str | None = None
@@ -41,4 +43,4 @@ def origin_of(manifest: Manifest) -> Origin | None:
         return None
     content: dict[str, Any] = json.loads(manifest.literals[_NAME])
     found = {n.removeprefix(_BESIDE): data for n, data in manifest.literals.items() if n.startswith(_BESIDE)}
-    return Origin(**{**content, "whole": tuple(content["whole"])}, beside=found)
+    return Origin(**{**content, "whole": tuple(content["whole"]), "names": tuple(content["names"])}, beside=found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,9 @@ from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
-from ckpt_tools.formats.rank_names import RANK, base, without_world
+from ckpt_tools.formats.rank_names import RANK, base, folder_of, without_world
 from ckpt_tools.formats.sharded.items import Checkpoint, Item, looks_sharded, read_checkpoint_files
-from ckpt_tools.formats.sharded.origin import Origin
+from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.formats.trainer_names import TRAINERS_OWN, UNREAD
@@ -79,8 +80,17 @@ class ShardedReader:
         return replace(manifest, notes=notes, literals={**manifest.literals, **origin.literals()})
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        found = read_checkpoint_files(source)
-        return found.files | _small_files(source, found.folder).keys()
+        origin = origin_of(manifest)
+        if origin is None:
+            return frozenset()
+        files = manifest.files & source.files.keys()
+        folder = folder_of(min(files, default=""))
+        named = [path for path in source.files if folder_of(path) == folder and _is_named(base(path), origin.names)]
+        return files | {*named} | _small_files(source, folder).keys()
+
+
+def _is_named(name: str, templates: Iterable[str]) -> bool:
+    return any(re.fullmatch(re.escape(each).replace(re.escape(RANK), r"\d+"), name) for each in templates)
 
 
 def _check_config(source: Source, found: Checkpoint) -> None:
@@ -308,6 +318,7 @@ class _Tree:
         small = _small_files(self.source, self.found.folder)
         return Origin(
             templates,
+            tuple(item.template for item in self.found.items),
             any(_is_numbered(file) for item in self.found.items for file in item.files.values()),
             mesh.device_type if mesh is not None else None,
             _dim_name(mesh),

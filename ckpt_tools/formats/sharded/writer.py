@@ -39,7 +39,9 @@ from ckpt_tools.serialization.pickle.sharded_tensors import MeshRecord, Shard, d
 from ckpt_tools.serialization.torch_zip import archive_segments
 
 _VERL_NAME = f"_world_size_{WORLD}_rank_{RANK}.pt"
-VERL = Origin({"model": f"model{_VERL_NAME}", "optim": f"optim{_VERL_NAME}", "": f"extra_state{_VERL_NAME}"}, True)
+VERL = Origin(
+    {"model": f"model{_VERL_NAME}", "optim": f"optim{_VERL_NAME}", "": f"extra_state{_VERL_NAME}"}, is_numbered=True
+)
 TREE = StateTree(("model",), ("optim",))
 DEVICE = "cuda"
 """What verl's mesh is of, where the source does not say (``create_device_mesh``); its dim is called ``fsdp``."""
