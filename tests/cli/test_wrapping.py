@@ -143,7 +143,7 @@ def test_endings_of_foreign_files_are_refused(
     done = piped("convert", checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / name, *more)
     assert done.returncode == 2
     assert name in done.stderr
-    assert ".safetensors, .pt, .pth or .bin" in done.stderr
+    assert ".safetensors, .pt, .pth, .bin, .gguf or .npz" in done.stderr
     assert not (tmp_path / name).exists()
 
 

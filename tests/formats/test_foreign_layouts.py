@@ -387,7 +387,7 @@ class TestWords:
 
     @pytest.mark.parametrize(
         ("name", "word"),
-        [("model.h5", "HDF5"), ("1/_CHECKPOINT_METADATA", "Orbax"), ("mp_rank_00/model_optim_rng.pt", "Megatron")],
+        [("model.h5", "HDF5"), ("1/saved_model.pb", "SavedModel"), ("mp_rank_00/model_optim_rng.pt", "Megatron")],
     )
     def test_other_formats_are_named(self, name: str, word: str, tmp_path: Path) -> None:
         """Stand-ins: the name of a file that only this format has."""
