@@ -20,7 +20,8 @@ NAMES = (
     "zero_pp_rank_0_mp_rank_00optim_states.pt",
     "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
     "model.pt", "model.pth", "pytorch_model.bin", "last.ckpt", "pytorch_model.bin.index.json",
-    "config.json", "README.md", "model.gguf", "part.gguf", "model.npz", "part.npz", "_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA",
+    "config.json", "README.md", "model.gguf", "part.gguf", "model.npz", "part.npz",
+    "_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA",
 )  # fmt: skip
 
 SOURCES = [Source.open(MemoryStore({folder + name: bytearray()})) for folder, name in product(FOLDERS, NAMES)]
