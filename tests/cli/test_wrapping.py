@@ -135,7 +135,7 @@ def test_memory_is_said_in_units(tmp_path: Path, checkpoint: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["a.gguf", "x.npz", "x.NPZ", "x.PT", "m.ckpt", "weights.tar.gz"])
+@pytest.mark.parametrize("name", ["a.onnx", "x.npy", "x.NPZ", "x.PT", "m.ckpt", "weights.tar.gz"])
 @pytest.mark.parametrize("more", [(), ("--to", "safetensors")])
 def test_endings_of_foreign_files_are_refused(
     name: str, more: tuple[str, ...], tmp_path: Path, checkpoint: Any
@@ -143,7 +143,7 @@ def test_endings_of_foreign_files_are_refused(
     done = piped("convert", checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / name, *more)
     assert done.returncode == 2
     assert name in done.stderr
-    assert ".safetensors, .pt, .pth or .bin" in done.stderr
+    assert ".safetensors, .pt, .pth, .bin, .gguf or .npz" in done.stderr
     assert not (tmp_path / name).exists()
 
 

@@ -404,7 +404,8 @@ class TestWords:
         assert ckpt_tools.inspect(tmp_path / "model.weights", from_="torch").num_parameters == 2
 
     @pytest.mark.parametrize(
-        ("name", "word"), [("model.nemo", "NeMo"), ("w/.zarray", "Zarr"), ("mp_rank_00/model_optim_rng.pt", "Megatron")]
+        ("name", "word"),
+        [("model.h5", "HDF5"), ("1/saved_model.pb", "SavedModel"), ("mp_rank_00/model_optim_rng.pt", "Megatron")],
     )
     def test_other_formats_are_named(self, name: str, word: str, tmp_path: Path) -> None:
         """Stand-ins: the name of a file that only this format has."""

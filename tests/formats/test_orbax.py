@@ -209,6 +209,14 @@ def test_an_item_without_the_marker_of_the_checkpoint_is_unfinished(tmp_path: Pa
         ckpt_tools.inspect(root)
 
 
+def test_an_item_without_its_tree_is_incomplete(tmp_path: Path) -> None:
+    root = tmp_path / "5"
+    shutil.copytree(make("orbax-manager").source, root)
+    (root / "opt_state" / "_METADATA").unlink()
+    with pytest.raises(CkptError, match="opt_state: it has no _METADATA"):
+        ckpt_tools.inspect(root)
+
+
 def test_what_lies_beside_is_read_or_noted(tmp_path: Path) -> None:
     root = tmp_path / "5"
     shutil.copytree(make("orbax-manager").source, root)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from fixtures.corpus import make
 from tests.packaging.environments import Environment, clean_variables
 from tests.support.s3_server import BUCKET, S3Server
 
@@ -134,6 +135,10 @@ def signatures(environment: Environment, material: Material) -> None:
     environment.succeed("verify", material.dcp, "--public-key", material.public_key, "--signature", signature)
 
 
+def orbax(environment: Environment, _material: Material) -> None:
+    environment.succeed("convert", make("orbax").source, environment.work / "orbax.safetensors")
+
+
 CHECKS: Mapping[str, Check] = {
     "": converter,
     "torch": loading,
@@ -142,6 +147,7 @@ CHECKS: Mapping[str, Check] = {
     "ray": ray_cluster,
     "s3": s3,
     "sign": signatures,
+    "orbax": orbax,
 }
 """By the extra that is installed; "" for none."""
 

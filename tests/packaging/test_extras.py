@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.corpus import make
 from tests.packaging.distributions import Built, build_editable
 from tests.packaging.documented import CHECKS, SOAKED, Material
 from tests.packaging.environments import Environment, installed, linked
@@ -60,13 +61,18 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
         (["inspect", "s3://bucket/model"], "s3"),
         (["sign", "MODEL", "--private-key=KEY"], "sign"),
         (["convert", "MODEL", "out.pt", "--runner=ray"], "ray"),
+        (["inspect", "ORBAX"], "orbax"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_without_the_extra_a_command_says_what_to_install(
     words: list[str], extra: str, bare: Environment, material: Material
 ) -> None:
-    given = {"MODEL": str(material.model), "--private-key=KEY": f"--private-key={material.private_key}"}
+    given = {
+        "MODEL": str(material.model),
+        "ORBAX": str(make("orbax").source),
+        "--private-key=KEY": f"--private-key={material.private_key}",
+    }
     refused(bare.run(*(given.get(word, word) for word in words)), f"pip install 'ckpt-tools[{extra}]'")
 
 

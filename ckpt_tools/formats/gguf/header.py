@@ -1,10 +1,9 @@
 """The header of a GGUF file: key-values, and where each tensor lies.
 
-Facts from ggml's specification of GGUF and ``gguf.cpp``: version 3, and version 2, which is the same in files of
-little-endian machines.
-The order is: magic, version, number of tensors, number of key-values, the key-values, one description a
-tensor, padding, tensors. Dims are stored innermost first. Each tensor starts at a multiple of the alignment, in the
-order of the descriptions, with nothing but padding between two of them.
+Facts from ggml's specification of GGUF and ``gguf.cpp``: version 3, and version 2, which differs in nothing that
+little-endian files hold. The order is: magic, version, number of tensors, number of key-values, the key-values, one
+description a tensor, padding, tensors. Dims are stored innermost first. Each tensor starts at a multiple of the
+alignment, in the order of the descriptions, with nothing but padding between two of them.
 """
 
 from __future__ import annotations
