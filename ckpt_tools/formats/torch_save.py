@@ -24,6 +24,7 @@ from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
+from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 
@@ -123,6 +124,7 @@ class _Tree:
 
 def _read_file(source: Source, file: str) -> _Tree:
     archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    refuse_call(archive.value, file)
     refuse_pieces(archive.value, file)
     refuse_deepspeed(archive.value, file)
     paths: dict[str, TreePath] = {}
