@@ -26,6 +26,7 @@ from ckpt_tools.formats.rank_names import are_those_of_ranks
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
 from ckpt_tools.formats.trainer_files import is_beside, with_scheduler
+from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 
@@ -151,6 +152,7 @@ class FileTree:
 def read_tree(source: Source, file: str) -> FileTree:
     """The leaves of a file. Raises FormatError."""
     archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    refuse_call(archive.value, file)
     refuse_pieces(archive.value, file)
     refuse_deepspeed(archive.value, file)
     paths: dict[str, TreePath] = {}

@@ -26,8 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.values import Value
-from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError
+from ckpt_tools.core.values import Opaque, Value
+from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, UnsafeError
 from ckpt_tools.serialization.pickle.allowed_calls import CALLS
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.dump import dumps
@@ -38,7 +38,7 @@ from ckpt_tools.serialization.pickle.value_limits import Checker
 if TYPE_CHECKING:
     from ckpt_tools.serialization.pickle.trace.recorder import Recording
 
-__all__ = ["PersistentLoad", "dumps", "loads", "recorded"]
+__all__ = ["PersistentLoad", "dumps", "loads", "recorded", "refuse_call"]
 
 _LANGUAGE = Language(STEPS, CALLS, MACROS)
 
@@ -123,6 +123,19 @@ def recorded(data: bytes, *, path: str) -> Recording:
             return Recorder(data, TRACING).record()
     except MemoryError as error:
         raise MemoryBudgetError("there is not enough memory to check this pickle", path=path) from error
+
+
+def refuse_call(value: Value, path: str) -> None:
+    """Raises UnsafeError if ``value`` is a call that a loader would execute instead of data."""
+    if not isinstance(value, Opaque):
+        return
+    from ckpt_tools.serialization.pickle.closed_list import refusal
+
+    if refusal(value) is not None:
+        raise UnsafeError(
+            f"the pickle is a call of {value.ref}, which a loader would execute; `ckpt-tools scan` tells more",
+            path=path,
+        )
 
 
 @contextmanager
