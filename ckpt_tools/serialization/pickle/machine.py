@@ -171,6 +171,8 @@ class Machine:
         """The one ``GlobalRef`` of a name, and what calling it builds."""
         if len(module) + len(name) > MAX_NAME_CHARS:
             self.fail("a name of absurd length")
+        if not module or not name:
+            self.fail("an empty name")
         key = (module, name) if self.protocol > 2 else in_python_3(module, name)
         ref = self.names.get(key)
         if ref is None:

@@ -78,10 +78,18 @@ class Explainer:
         return list(self._shown)
 
     def runs_as_a_pickle(self, piece: Piece) -> bool:
-        """Whether what should be no pickle is one that calls or imports something."""
-        found = self._recorded(piece.head(FIRST_READ_BYTES), piece.file)
-        uses = [use for use in found.uses if "(" in use.shown or _IMPORTABLE.fullmatch(use.shown)]
-        return bool(uses)
+        """Whether what should be no pickle is one that calls or imports something, or the first of several."""
+        at, self._left = 0, max(self._left, FREE_BYTES)
+        for _ in range(MAX_PICKLES):
+            found = self._follow(piece, at)
+            if found.nested or any("(" in use.shown or _IMPORTABLE.fullmatch(use.shown) for use in found.uses):
+                return True
+            if found.failure is not None:
+                return found.is_cut and self._left <= 0
+            at += found.stop
+            if at >= piece.size:
+                return False
+        return True
 
     def _explain(self, piece: Piece) -> None:
         if not piece.size or piece.depth > MAX_NESTING or self._left <= 0:

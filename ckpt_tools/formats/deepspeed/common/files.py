@@ -125,6 +125,7 @@ class ModelStates:
 
     @classmethod
     def _of(cls, file: File, param_shapes: tuple[Mapping[str, Shape], ...]) -> ModelStates:
+        _refuse_pipeline(file)
         return cls(
             file=file,
             module=_named(file.get("module", dict), file.path),
@@ -139,6 +140,14 @@ class ModelStates:
     def trainable(self) -> dict[str, Shape]:
         """The optimizer's parameters, all groups."""
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
+
+
+def _refuse_pipeline(file: File) -> None:
+    """The parts of such a run are layers, and no rule of tensor parallelism is for them."""
+    parallel = file.content.get("checkpoint_parallel_dimensions")
+    stages = parallel.get("pp_degree") if isinstance(parallel, dict) else None
+    if type(stages) is int and stages > 1:
+        raise UnsupportedError("it is of a pipeline-parallel run, which is not supported", path=file.path)
 
 
 def _named(found: Mapping[Value, Value], path: str) -> Mapping[str, Value]:
