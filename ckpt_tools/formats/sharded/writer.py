@@ -181,8 +181,8 @@ class _Files:
             root.setdefault("lr_scheduler", None)
         value = as_lists(root)
         self._name_parameters(value, label)
-        path = _file_name(template, rank, self._world)
-        return FileLayout(path, tuple(archive_segments(value, tensors.segments, root=root_of(path))))
+        file = _file_name(template, rank, self._world)
+        return FileLayout(file, tuple(archive_segments(value, tensors.segments, root=root_of(file))))
 
     def _value(self, name: str, tensors: _RankTensors) -> Any:
         if name not in self._entries.objects:
