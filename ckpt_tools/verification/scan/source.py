@@ -11,7 +11,6 @@ from pathlib import Path
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, StoreError
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, StorageInfo
-from ckpt_tools.serialization.zstd import inflated_frame
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.archives import MAX_INFLATED_BYTES
@@ -158,6 +157,8 @@ class _Scan:
             return piece
         if info.transform_descriptors != (_ZSTD,):
             raise NotLookedIntoError(f"it is compressed or transformed by {listed(info.transform_descriptors)}")
+        from ckpt_tools.serialization.zstd import inflated_frame
+
         return piece.holding(inflated_frame(piece.read, piece.size, piece.file, limit_bytes=MAX_INFLATED_BYTES), "")
 
 
