@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.errors import MalformedError, UnsupportedError, UsageError
 
 MAX_WINDOW_BYTES = 1 << 23
 """The window that a frame may ask for, which the reader keeps; the one of the level that torch uses is 2 MiB."""
@@ -29,7 +29,7 @@ class Inflated(Protocol):
         """The next bytes, at most ``size``; none at the end. Raises MalformedError for a damaged frame."""
 
 
-class ZstandardMissingError(UnsupportedError):
+class ZstandardMissingError(UsageError):
     """The package that decompresses is not installed."""
 
 
@@ -81,7 +81,8 @@ def _decompressor(path: str) -> tuple[Any, type[Exception]]:
         import zstandard
     except ImportError as error:
         raise ZstandardMissingError(
-            "its items are compressed with zstd, which needs the package zstandard: pip install zstandard", path=path
+            f"{path}: its items are compressed with zstd; install what reads them with: pip install 'ckpt-tools[zstd]' "
+            f"({error})"
         ) from error
     return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES), zstandard.ZstdError
 
