@@ -18,7 +18,7 @@ from ckpt_tools.core.values import StorageRef, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.load import load_first
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
-from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, TorchArchive, described_storage
+from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
 from ckpt_tools.serialization.zip_archive import ReadRange
 
 MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
@@ -179,8 +179,8 @@ class Storages:
         root = described_storage(pid)
         if len(pid) != 6:
             raise MalformedError("a storage is not described in torch's way", key=root.key)
-        _note(self._roots, root)
-        return _note(self.all, root) if pid[5] is None else self._view(root, pid[5])
+        noted(self._roots, root)
+        return noted(self.all, root) if pid[5] is None else self._view(root, pid[5])
 
     @property
     def has_views(self) -> bool:
@@ -196,7 +196,7 @@ class Storages:
             offset,
         ):
             raise MalformedError("a view of a storage leaves it, or is described in two ways", key=root.key)
-        return _note(self.all, found)
+        return noted(self.all, found)
 
     def place(self, keys: Value, at: int, size: int, path: str) -> None:
         """Note where the elements of each storage begin: they lie in the order of ``keys`` from byte ``at`` to
@@ -233,9 +233,3 @@ class Storages:
             start = self._starts[root] + offset * item
             found[key] = start, start + self.all[key].num_bytes
         return found
-
-
-def _note(known: dict[str, StorageRef], ref: StorageRef) -> StorageRef:
-    if known.setdefault(ref.key, ref) != ref:
-        raise MalformedError(f"storage {ref.key!r} is described in two ways")
-    return known[ref.key]

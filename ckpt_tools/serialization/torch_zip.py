@@ -180,12 +180,16 @@ def _interpret(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]
     storages: dict[str, StorageRef] = {}
 
     def resolve(pid: Value) -> StorageRef:
-        storage = described_storage(pid)
-        if storages.setdefault(storage.key, storage) != storage:
-            raise MalformedError(f"storage {storage.key!r} is described in two ways")
-        return storages[storage.key]
+        return noted(storages, described_storage(pid))
 
     return loads(data, path=path, persistent_load=resolve), MappingProxyType(storages)
+
+
+def noted(known: dict[str, StorageRef], storage: StorageRef) -> StorageRef:
+    """The one of its key. Raises MalformedError where another description is known."""
+    if known.setdefault(storage.key, storage) != storage:
+        raise MalformedError(f"storage {storage.key!r} is described in two ways")
+    return known[storage.key]
 
 
 def described_storage(pid: Value) -> StorageRef:

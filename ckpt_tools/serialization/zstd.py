@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from ckpt_tools.errors import MalformedError, UnsupportedError, UsageError
+from ckpt_tools.serialization.range_stream import RangeStream
+from ckpt_tools.serialization.zip_archive import ReadRange
 
 MAX_WINDOW_BYTES = 1 << 23
 """The window that a frame may ask for, which the reader keeps; the one of the level that torch uses is 2 MiB."""
@@ -18,8 +19,6 @@ FED_BYTES = 1 << 12
 """Decompressed at a time where the output is not bounded: zstd makes up to 20,000 times as much of it."""
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
-
-ReadRange = Callable[[int, int], bytes]
 
 
 class Inflated(Protocol):
@@ -36,7 +35,7 @@ class ZstandardMissingError(UsageError):
 def inflating(read: ReadRange, size: int, path: str) -> Inflated:
     """The ``size`` compressed bytes that ``read`` gives, in however many frames. Raises ZstandardMissingError."""
     decompressor, error = _decompressor(path)
-    stream = io.BufferedReader(_Compressed(read, size), READ_BYTES)
+    stream = io.BufferedReader(RangeStream(read, size), READ_BYTES)
     return _Checked(decompressor.stream_reader(stream, read_across_frames=True), error, path)
 
 
@@ -102,21 +101,3 @@ class _Checked:
             return self._stream.read(size)
         except self._error as error:
             raise _damaged(error, self._path) from error
-
-
-class _Compressed(io.RawIOBase):
-    """A range of a store as a stream."""
-
-    def __init__(self, read: ReadRange, size: int) -> None:
-        self._read = read
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._read(self._at, min(self._at + len(buffer), self._size))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)

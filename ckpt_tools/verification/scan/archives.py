@@ -11,9 +11,9 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.serialization.range_stream import RangeStream
 from ckpt_tools.serialization.zip_archive import (
     END,
     END64,
@@ -80,7 +80,7 @@ def members_of_any_zip(read: ReadRange, size: int, limit: int) -> tuple[list[Mem
         return [], "the zip archive is damaged, and too large to search for its records"
     members: list[Member] = []
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Stream(read, size))) as archive:
+        with zipfile.ZipFile(io.BufferedReader(RangeStream(read, size))) as archive:
             members.extend(_inflated(read, size, archive.infolist(), limit))
     except CkptError:
         raise
@@ -112,38 +112,6 @@ def _payload(read: ReadRange, size: int, record: zipfile.ZipInfo, limit: int) ->
     if record.compress_type != zipfile.ZIP_DEFLATED or record.flag_bits & 1:
         raise zipfile.BadZipFile(f"the record {record.filename!r} is encrypted or compressed in an unknown way")
     return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, limit)
-
-
-class _Stream(io.RawIOBase):
-    """A range reader as the file that zipfile wants."""
-
-    def __init__(self, read: ReadRange, size: int) -> None:
-        self._range = read
-        self._size = size
-        self._at = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("a negative position")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._size)
-        data = self._range(self._at, stop) if self._at < stop else b""
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 def tar_members(read: ReadRange, size: int) -> tuple[list[tuple[str, int, int]], str | None]:

@@ -20,7 +20,7 @@ from ckpt_tools.serialization.pickle.machine import PersistentLoad
 from ckpt_tools.serialization.pickle.proof import Proof, Refusal, prove
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.torch_legacy import is_legacy
-from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_storage
+from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.zip_archive import TORCHSCRIPT
 from ckpt_tools.stores.source import checked_name
 from ckpt_tools.verification.scan import kinds
@@ -143,10 +143,7 @@ class Prover:
         storages: dict[str, StorageRef] = {}
 
         def resolve(pid: Value) -> StorageRef:
-            storage = described_storage(pid)
-            if storages.setdefault(storage.key, storage) != storage:
-                raise MalformedError(f"storage {storage.key!r} is described in two ways")
-            return storages[storage.key]
+            return noted(storages, described_storage(pid))
 
         data = directory.read_record(piece.read, f"{root}/data.pkl")
         self._pickle(piece, data, f"{root}/data.pkl", resolve)
