@@ -39,6 +39,9 @@ ITEM_HEAD_BYTES: Final = 4096
 ITEM_TAIL_BYTES: Final = 2048
 """One read from the end of a DCP item that holds its directory: about 800 bytes."""
 
+ANY_ROOT: Final = "archive"
+"""The folder in a zip that torch writes to a stream, whose name it does not know."""
+
 MAX_PICKLE_BYTES: Final = 1 << 32
 """The pickle of a model of a million tensors takes 200 MB."""
 
@@ -303,7 +306,7 @@ def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -
 
 
 def archive_segments(
-    value: Value, storages: Mapping[str, Sequence[Segment]], *, root: str = "archive", base: int = 0
+    value: Value, storages: Mapping[str, Sequence[Segment]], *, root: str = ANY_ROOT, base: int = 0
 ) -> list[Segment]:
     """The torch file that holds ``value``, as segments; ``storages`` gives the segments of each storage by its key.
 
@@ -315,8 +318,7 @@ def archive_segments(
 
 
 def root_of(path: str) -> str:
-    """The folder in the zip that torch makes where it writes a file by its name: the name without its ending. Where it
-    writes to a stream, the folder is ``archive``."""
+    """The folder in the zip that torch makes where it writes a file by its name: the name without its ending."""
     name = path.rpartition("/")[2]
     return name.rpartition(".")[0] or name
 
