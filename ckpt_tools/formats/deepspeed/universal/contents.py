@@ -161,8 +161,8 @@ class Contents:
         found: dict[str, Set[str]] = {}
         for group in self.model.param_shapes:
             held = (frozenset(self.files.states.get(name, {})) for name, shape in group.items() if 0 not in shape)
-            counts = Counter(held)
-            found |= dict.fromkeys(group, max(counts, key=lambda each: (counts[each], len(each)), default=frozenset()))
+            counts = sorted(Counter(held).items(), key=lambda item: (item[1], len(item[0])))
+            found |= dict.fromkeys(group, counts[-1][0] if counts else frozenset())
         return found
 
     def _state(self, slot: str, path: str, shape: Shape, name: str) -> TensorEntry:
