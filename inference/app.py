@@ -20,7 +20,8 @@ from torch import Tensor, nn, stack
 from ckpt_tools.errors import FormatError
 
 from .batching import Batcher, QueueFullError
-from .prediction import Prediction, decode_image, predict
+from .prediction import decode_image, predict
+from .results import Prediction
 from .training_package import evaluation
 
 MAX_UPLOAD_BYTES = 16 * 2**20
@@ -145,6 +146,8 @@ def create_app(model: nn.Module) -> FastAPI:
         image = the_image(await read_form(request))
         pixels = await run_in_threadpool(read_pixels, image)
         prediction = await predicted(batcher, pixels)
+        assert prediction.label is not None
+        assert prediction.probabilities is not None
         return Answer(label=prediction.label, probabilities=list(prediction.probabilities))
 
     return app
