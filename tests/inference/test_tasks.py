@@ -70,7 +70,7 @@ def assert_scores(ours: Prediction, labels: tuple[str, ...] | None, theirs: list
     best = max(theirs, key=lambda each: float(str(each["score"])))
     assert labels[ours.label] == best["label"]
     assert dict(zip(labels, ours.probabilities, strict=True)) == pytest.approx(
-        {each["label"]: each["score"] for each in theirs}, abs=1e-5
+        {each["label"]: each["score"] for each in theirs}, abs=2e-5
     )
 
 
@@ -101,7 +101,7 @@ def test_a_text_model_answers_as_its_pipeline(problem: str | None, tmp_path: Pat
     answers = predictor.predict(inputs)
     for ours, text in zip(answers, TEXTS, strict=True):
         assert_scores(ours, predictor.labels, pipeline(text, top_k=3))
-    assert len({answer.label for answer in answers}) > 1
+    assert len({answer.probabilities for answer in answers}) == len(TEXTS)
     assert_company_changes_nothing(predictor, inputs)
 
 

@@ -42,7 +42,7 @@ def save_text_model(folder: Path, *, seed: int = 0, **config: object) -> Path:
             num_hidden_layers=2,
             num_attention_heads=2,
             max_position_embeddings=40,
-            initializer_range=0.5,
+            initializer_range=0.2,
             id2label={0: "NEGATIVE", 1: "NEUTRAL", 2: "POSITIVE"},
             label2id={"NEGATIVE": 0, "NEUTRAL": 1, "POSITIVE": 2},
             **config,
