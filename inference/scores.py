@@ -19,7 +19,8 @@ def answers(logits: Tensor, activation: Activation) -> list[Prediction]:
     """The answer for each row of float32 [n, classes]. A sigmoid gives each class a probability of its own."""
     if activation == "softmax":
         return predictions_of(logits)
-    rows = torch.sigmoid(logits).tolist()
+    # Row by row: of many elements at once, vector instructions take some and not the rest, which rounds otherwise.
+    rows = [torch.sigmoid(row).tolist() for row in logits]
     return [Prediction(label, tuple(row)) for label, row in zip(logits.argmax(1).tolist(), rows, strict=True)]
 
 

@@ -304,21 +304,43 @@ def archive_segments(
     """The torch file that holds ``value``, as segments; ``storages`` gives the segments of each storage by its key.
 
     Storages are written in the order of ``storages``; torch numbers them ``"0"``, ``"1"``, ... in the order in which
-    the pickle meets them. ``root`` is the folder in the zip (torch takes the file's name without its ending, or
-    ``archive``), ``base`` the offset in its file at which the archive starts (a DCP item): checksums cover ranges of
-    the file.
+    the pickle meets them. ``root`` is the folder in the zip, ``base`` the offset in its file at which the archive
+    starts (a DCP item): checksums cover ranges of the file.
     """
-    pickle, used = dumps_with_storages(value)
-    sizes = {key: sum(segment.num_bytes for segment in segments) for key, segments in storages.items()}
-    assert sizes == {key: ref.num_bytes for key, ref in used.items()}, "the storages are those of the value"
-    writer = ArchiveWriter(root, base=base)
-    for name, content in _HEAD_RECORDS.items():
-        writer.add(name, [Literal(content or pickle)])
-    for key, segments in storages.items():
-        writer.add(f"data/{key}", segments)
-    writer.add("version", [Literal(b"3\n")])
-    writer.add(".data/serialization_id", [Literal(_serialization_id(pickle))])
-    return writer.finish()
+    return Content.of(value, storages).segments(storages, root=root, base=base)
+
+
+def root_of(path: str) -> str:
+    """The folder in the zip that torch makes where it writes a file by its name: the name without its ending. Where it
+    writes to a stream, the folder is ``archive``."""
+    name = path.rpartition("/")[2]
+    return name.rpartition(".")[0] or name
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The pickle of a file, and how many bytes each storage has. Files of several ranks can share it."""
+
+    pickle: bytes = field(repr=False)
+    sizes: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, value: Value, storages: Mapping[str, Sequence[Segment]]) -> Content:
+        pickle, used = dumps_with_storages(value)
+        sizes = {key: sum(segment.num_bytes for segment in segments) for key, segments in storages.items()}
+        assert sizes == {key: ref.num_bytes for key, ref in used.items()}, "the storages are those of the value"
+        return cls(pickle, sizes)
+
+    def segments(self, storages: Mapping[str, Sequence[Segment]], *, root: str, base: int = 0) -> list[Segment]:
+        """The file with these ``storages``, which have the sizes that were promised."""
+        writer = ArchiveWriter(root, base=base)
+        for name, content in _HEAD_RECORDS.items():
+            writer.add(name, [Literal(content or self.pickle)])
+        for key in self.sizes:
+            writer.add(f"data/{key}", storages[key])
+        writer.add("version", [Literal(b"3\n")])
+        writer.add(".data/serialization_id", [Literal(_serialization_id(self.pickle))])
+        return writer.finish()
 
 
 _HEAD_RECORDS = {
