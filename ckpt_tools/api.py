@@ -168,6 +168,7 @@ def plan(
     param_order: str | Path | None = None,
     buffers: Sequence[str] = (),
     tag: str | None = None,
+    config: str | Path | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
     runner: Runner = DEFAULT_RUNNER,
@@ -227,6 +228,7 @@ def convert(
     param_order: str | Path | None = None,
     buffers: Sequence[str] = (),
     tag: str | None = None,
+    config: str | Path | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
     runner: Runner = DEFAULT_RUNNER,
@@ -269,6 +271,9 @@ def convert(
         buffers: Globs; tensors with matching names are buffers. They are not cast, and zero3 keeps them whole. Default:
             found by what the source says of its tensors.
         tag: Which checkpoint of a DeepSpeed folder is read, or the name of the one that is written.
+        config: A folder with ``config.json`` and what belongs to it (``generation_config.json``, a tokenizer, a
+            preprocessor), which a folder of safetensors or torch files gets. Default: what lies beside ``src``, if it
+            is there.
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
             index needs.
         workers: The number of threads, or of processes with ``runner="ray"``. Default: one for each processor.
@@ -333,6 +338,7 @@ def consolidate(
     param_order: str | Path | None = None,
     buffers: Sequence[str] = (),
     tag: str | None = None,
+    config: str | Path | None = None,
     memory: str | int | None = None,
     workers: int | None = None,
     runner: Runner = DEFAULT_RUNNER,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.core.applicability import SHARDED as MODEL_FOLDERS
 from ckpt_tools.core.applicability import WRITING, check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.json_fields import json_of
@@ -22,6 +23,7 @@ from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
 from ckpt_tools.formats.base import Writer, kept_entries
+from ckpt_tools.formats.model_files import find_model_files, missing_note, with_model_files
 from ckpt_tools.formats.reading import case_of, named, read_checkpoint
 from ckpt_tools.formats.registry import writer_for
 from ckpt_tools.planning.plan import CopyRules, Plan, make_plan, reading_bytes
@@ -168,7 +170,8 @@ def prepare(
     made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters, kept=kept_entries(writer))
     manifest, notes = made.manifest, made.notes
     layout = writer.layout(manifest, writing)
-    manifest, notes = _with_copied(manifest, layout, notes)
+    source, layout, carried = _with_model_files(src, source, manifest, layout, options, place, writer, storage_options)
+    manifest, notes = _with_copied(manifest, layout, notes, carried)
     notes = settled(notes + layout.notes)
     if strict:
         _refuse_losses(notes)
@@ -202,12 +205,38 @@ def prepare(
     )
 
 
-def _with_copied(manifest: Manifest, layout: Layout, notes: tuple[Note, ...]) -> tuple[Manifest, tuple[Note, ...]]:
+def _with_model_files(
+    src: str | Path,
+    source: Source,
+    manifest: Manifest,
+    layout: Layout,
+    options: ConvertOptions,
+    place: Place,
+    writer: Writer,
+    storage_options: StorageOptions,
+) -> tuple[Source, Layout, frozenset[str]]:
+    """A folder of weights with the files that say what the model is, the source that has them too, and their names."""
+    is_folder = writer.name in MODEL_FOLDERS and not isinstance(place.form, SingleFile)
+    if not is_folder:
+        if options.config is not None:
+            raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
+        return source, layout, frozenset()
+    found = find_model_files(src, source, manifest, config=options.config, storage_options=storage_options)
+    if found is None:
+        note = missing_note(source, manifest)
+        return source, layout if note is None else replace(layout, notes=(*layout.notes, note)), frozenset()
+    return replace(source, store=found.store), with_model_files(layout, found, manifest), found.sources
+
+
+def _with_copied(
+    manifest: Manifest, layout: Layout, notes: tuple[Note, ...], carried: frozenset[str]
+) -> tuple[Manifest, tuple[Note, ...]]:
     """The manifest with the files that the layout copies as they are, and the notes without those on what a reader made
     of them: the layout says what becomes of each."""
-    if layout.copied is None or manifest.trainer is None:
+    if layout.copied is None:
         return manifest, notes
-    notes = tuple(note for note in notes if note.what not in manifest.trainer.sources)
+    sources = manifest.trainer.sources if manifest.trainer is not None and not carried else carried
+    notes = tuple(note for note in notes if note.what not in sources)
     return replace(manifest, tensors={**manifest.tensors, **layout.copied}), notes
 
 

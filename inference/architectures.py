@@ -1,7 +1,7 @@
 """The module that a checkpoint's weights belong in: our own model, or one that a library or the user builds.
 
 A checkpoint has names and numbers, and no code. The architecture comes from the ``config.json`` beside the weights if
-transformers wrote one, or from the user:
+transformers or a training run of ours wrote one, or from the user:
 
 - ``ours``: the Vision Transformer of the training package
 - ``hf``: the class that ``config.json`` names, of transformers, without any code of the folder (``trust_remote_code``)
@@ -12,22 +12,25 @@ transformers wrote one, or from the user:
 from __future__ import annotations
 
 import ast
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import FormatError, UsageError
 
+from .beside import CONFIG, read_config
+
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 OURS = "ours"
 HUGGING_FACE = "hf"
 LIBRARIES = ("torchvision", "timm")
-CONFIG = "config.json"
 
 HOW_TO_NAME = "write ours, hf, torchvision:NAME, timm:NAME or module:function"
 
@@ -57,9 +60,9 @@ class Architecture:
             raise UsageError(f"--architecture {text}: only torchvision and timm take arguments; {HOW_TO_NAME}")
         return cls(library, name, _arguments(text, query))
 
-    def build(self, folder: Path | None) -> nn.Module:
+    def build(self, folder: Path | None, dtype: torch.dtype | None = None) -> nn.Module:
         """The module, on the CPU and with weights that are still to be loaded. ``folder`` is where ``config.json``
-        lies.
+        lies. Parameters have ``dtype``; without one, the architecture's own.
 
         Raises:
             UsageError: there is no such model, or its package is missing. FormatError: ``config.json`` is not usable.
@@ -67,18 +70,18 @@ class Architecture:
         if self.library == OURS:
             from .training_package import models
 
-            return models.build_model()
+            return models.build_model().to(dtype=dtype)
         if self.library == HUGGING_FACE:
-            return _transformers_model(folder)
+            return _transformers_model(folder, dtype)
         if self.library in LIBRARIES:
-            return self._of_library()
-        return self._of_user()
+            return self._of_library().to(dtype=dtype)
+        return self._of_user().to(dtype=dtype)
 
     def _of_library(self) -> nn.Module:
         library = _imported("torchvision.models" if self.library == "torchvision" else "timm", self.library)
         try:
             if self.library == "torchvision":
-                return library.get_model(self.name, weights=None, **self.arguments)
+                return library.get_model(self.name, weights=None, **_no_backbone(library, self.name), **self.arguments)
             return library.create_model(self.name, pretrained=False, **self.arguments)
         except (ValueError, RuntimeError, TypeError) as error:
             raise UsageError(f"{self.library} cannot build {self.name}: {_one_line(error)}") from error
@@ -96,11 +99,37 @@ class Architecture:
         return model
 
 
+def _no_backbone(library: Any, name: str) -> dict[str, None]:
+    """A model with a backbone would download the backbone's weights, which it gets from the checkpoint."""
+    has_backbone = "weights_backbone" in signature(library.get_model_builder(name)).parameters
+    return {"weights_backbone": None} if has_backbone else {}
+
+
 def architecture_of(text: str | None, folder: Path | None) -> Architecture:
-    """What the user says, else what lies beside the weights in ``folder``, else our own model."""
+    """What the user says, else what ``config.json`` in ``folder`` says, else our own model.
+
+    Raises:
+        UsageError: the user names none. FormatError: ``config.json`` is not usable.
+    """
     if text is not None:
         return Architecture.parse(text)
-    return Architecture(HUGGING_FACE if folder is not None and _is_transformers(folder / CONFIG) else OURS)
+    config = read_config(folder)
+    if "model_type" in config:
+        return Architecture(HUGGING_FACE)
+    return _named_in(config, f"{folder}/{CONFIG}") if "architecture" in config else Architecture(OURS)
+
+
+def _named_in(config: Mapping[str, Any], path: str) -> Architecture:
+    """The architecture that a ``config.json`` of ours names. A function of a module is code: a file that comes with
+    weights does not choose it."""
+    text = config["architecture"]
+    try:
+        found = Architecture.parse(str(text))
+    except UsageError as error:
+        raise FormatError(f"{path} names {text!r}, which is not an architecture") from error
+    if found.library not in (OURS, *LIBRARIES):
+        raise FormatError(f"{path} names the function {text}; a file beside weights does not choose code, so name it")
+    return found
 
 
 def _arguments(text: str, query: str) -> dict[str, Any]:
@@ -117,26 +146,13 @@ def _arguments(text: str, query: str) -> dict[str, Any]:
     return found
 
 
-def _is_transformers(config: Path) -> bool:
-    return config.is_file() and "model_type" in _read_config(config)
-
-
-def _read_config(config: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(config.read_text())
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{config} cannot be read ({_one_line(error)})") from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{config} is not a JSON object")
-    return found
-
-
-def _transformers_model(folder: Path | None) -> nn.Module:
+def _transformers_model(folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
     """The class that ``architectures`` names, with transformers' own defaults; weights are not read here."""
-    if folder is None or not _is_transformers(folder / CONFIG):
+    found = read_config(folder)
+    if folder is None or "model_type" not in found:
         raise FormatError(f"there is no {CONFIG} of transformers beside the weights, which says what the model is")
     transformers = _imported("transformers", "transformers")
-    names = _read_config(folder / CONFIG).get("architectures")
+    names = found.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise FormatError(f"{folder / CONFIG} does not name one class in architectures; name the model another way")
     model_class = getattr(transformers, str(names[0]), None)
@@ -146,9 +162,25 @@ def _transformers_model(folder: Path | None) -> nn.Module:
             "comes with the checkpoint is code, and is not run"
         )
     try:
-        return model_class(transformers.AutoConfig.from_pretrained(folder))
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with _default_dtype(dtype or getattr(config, "dtype", None)):
+            return model_class(config)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise FormatError(f"{folder / CONFIG} is not usable: {_one_line(error)}") from error
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Parameters that are made in the block have ``dtype``. A model that is cast afterwards would also cast the tables
+    that transformers keeps in float32 whatever the parameters are."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _imported(module: str, package: str) -> Any:

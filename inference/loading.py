@@ -14,6 +14,7 @@ import ckpt_tools
 from ckpt_tools.errors import FormatError, UsageError
 
 from .architectures import architecture_of
+from .beside import folder_beside
 
 if TYPE_CHECKING:
     import torch
@@ -42,18 +43,39 @@ def load_model(
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
         CkptError: as ``ckpt_tools.load_into`` says.
     """
-    model = architecture_of(architecture, _folder(url)).build(_folder(url))
-    model = model.to(device=device, dtype=dtype)
+    with folder_beside(url, storage_options) as folder:
+        built = architecture_of(architecture, folder).build(folder, dtype)
+    return filled(built.to(device=device), url, storage_options)
+
+
+def filled(model: nn.Module, url: str | Path, storage_options: Mapping[str, Any] | None) -> nn.Module:
+    """A model like ``model``, which may be that very one, with the weights of the checkpoint at ``url``. Raises as
+    ``load_model``."""
     try:
         ckpt_tools.load_into(model, None, url, storage_options=storage_options)
     except UsageError as error:
-        raise FormatError(f"{url}: {error.message}") from error
+        renamed = _by_names_of_transformers(model, url, storage_options)
+        if renamed is None:
+            raise FormatError(f"{url}: {error.message}") from error
+        return renamed
     return model.eval()
 
 
-def _folder(url: str | Path) -> Path | None:
-    """The local folder of a checkpoint, or of its file. What lies beside a remote one is not looked at."""
-    if "://" in str(url):
+def _by_names_of_transformers(
+    model: Any, url: str | Path, storage_options: Mapping[str, Any] | None
+) -> nn.Module | None:
+    """The model, if its weights are there by the names that transformers writes, and all of them.
+
+    These differ from the names of the modules where a class was rewritten after its first checkpoints. transformers
+    has the rules. It takes the tensors that are given to it without copying them.
+    """
+    if not hasattr(model, "_from_config"):
         return None
-    path = Path(url)
-    return path if path.is_dir() else path.parent
+    with ckpt_tools.open(url, storage_options=storage_options) as checkpoint:
+        found = {name: checkpoint[name].torch() for name in checkpoint}
+    made, report = type(model).from_pretrained(
+        None, config=model.config, state_dict=found, dtype=model.dtype, output_loading_info=True
+    )
+    if any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")):
+        return None
+    return made.to(device=model.device).eval()

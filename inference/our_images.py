@@ -10,10 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ckpt_tools.errors import FormatError, UsageError
-
 from .prediction import decode_image, predictions_of
 from .results import Prediction
+from .task import LABEL, check_inputs, check_labels
 from .tensor_specs import BATCH, TensorSpec
 from .training_package import data, evaluation, models
 
@@ -25,18 +24,17 @@ class OurImages:
     model: nn.Module
     labels: tuple[str, ...] | None = None
     is_exact: bool = True
+
     inputs: ClassVar[tuple[TensorSpec, ...]] = (
         TensorSpec("image", "UINT8", (BATCH, models.IMAGE_SIZE, models.IMAGE_SIZE)),
     )
-
     outputs: ClassVar[tuple[TensorSpec, ...]] = (
-        TensorSpec("label", "INT64", (BATCH,)),
+        LABEL,
         TensorSpec("probabilities", "FP32", (BATCH, models.NUM_CLASSES)),
     )
 
     def __post_init__(self) -> None:
-        if self.labels is not None and len(self.labels) != models.NUM_CLASSES:
-            raise UsageError(f"there are {len(self.labels)} labels for the model's {models.NUM_CLASSES} classes")
+        check_labels(self.labels, models.NUM_CLASSES)
 
     @property
     def max_batch(self) -> int:
@@ -61,17 +59,3 @@ class OurImages:
         if self.is_exact:
             return evaluation.all_logits(logits, pixels)
         return torch.cat([logits(data.to_input(chunk)) for chunk in pixels.split(evaluation.CHUNK)]).float()
-
-
-def check_inputs(inputs: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises FormatError if one of them has another dtype or shape."""
-    for number, tensor in enumerate(inputs):
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise FormatError(
-                f"input {number} is {_words(tensor.dtype)} {list(tensor.shape)}; "
-                f"the model takes {_words(dtype)} {list(shape)}"
-            )
-
-
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ alone as in a crowd, and the same as the run gave it that made the model.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -41,13 +42,21 @@ def predictions_of(logits: Tensor) -> list[Prediction]:
 def decode_image(file: IO[bytes], name: str) -> Tensor:
     """The pixels of an image file in any format Pillow reads: grey, scaled to 28x28; uint8 [28, 28].
 
+    Raises as :func:`decoded`.
+    """
+    return decoded(file, name, _canonical)
+
+
+def decoded(file: IO[bytes], name: str, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
+    """What ``prepare`` makes of an image file in any format Pillow reads.
+
     Raises ``FormatError``, naming the image, if the bytes are not an image, are cut short, or unpack to too much.
     """
     try:
         with Image.open(file) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise FormatError(f"{name} has {image.width}x{image.height} pixels, more than {MAX_PIXELS} in all")
-            return _canonical(image)
+            return prepare(image)
     except FormatError:
         raise
     except UnidentifiedImageError as error:

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ckpt_tools
+from ckpt_tools.errors import UsageError
 
-from .loading import load_model
+from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
+from .beside import folder_beside, read_config
+from .loading import filled
 from .results import Prediction as Prediction
+from .task import Task as Task
 from .tensor_specs import TensorSpec as TensorSpec
 
 if TYPE_CHECKING:
@@ -36,33 +40,6 @@ class Identity:
     format: str
     step: int | None
     world_size: int | None
-
-
-class Task(Protocol):
-    """What a model is for: from bytes to the input of a forward pass, and from its output to an answer.
-
-    ``labels`` are the names of the classes, if they are known. ``max_batch`` is the number of inputs in each forward
-    pass. If ``is_exact``, each pass has that number, so that an answer has the same bits in any company.
-    """
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]: ...
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]: ...
-    @property
-    def labels(self) -> tuple[str, ...] | None: ...
-    @property
-    def max_batch(self) -> int: ...
-    @property
-    def is_exact(self) -> bool: ...
-
-    def decode(self, data: bytes, name: str) -> Tensor:
-        """One input of the model, without the batch's dimension. Raises FormatError, with ``name`` in it."""
-        ...
-
-    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
-        """An answer for each input, in order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +99,7 @@ def load_predictor(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     fast: bool = False,
+    max_new_tokens: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Predictor:
     """The model of the checkpoint at ``url``, ready to answer.
@@ -135,27 +113,78 @@ def load_predictor(
         device: Where the model is to be.
         fast: Forward passes have as many inputs as there are. Answers may then differ in the last bits with the
             company that an input is predicted in.
+        max_new_tokens: That a model which continues texts writes at most. Default: what ``generation_config.json``
+            says, else 64.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
 
     Raises:
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
         CkptError: as ``ckpt_tools.load_into`` says.
     """
-    model = load_model(url, architecture=architecture, dtype=dtype, device=device, storage_options=storage_options)
-    identity = identity_of(model, url, storage_options)
-    task = task_of(model, labels=labels, fast=fast)
+    summary = ckpt_tools.inspect(url, storage_options=storage_options)
+    with folder_beside(summary.source, storage_options) as folder:
+        chosen = architecture_of(architecture, folder)
+        model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options)
+        asked = Asked(chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens)
+        task = task_of(model, asked)
+    identity = Identity(digest_of(model), summary.source, summary.format, summary.step, summary.world_size)
     return Predictor(name or name_of(url), identity, task)
 
 
-def task_of(model: nn.Module, *, labels: Sequence[str] | None, fast: bool) -> Task:
-    from .our_images import OurImages
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user asked for, and where the files lie that say the rest."""
 
-    return OurImages(model, labels=None if labels is None else tuple(labels), is_exact=not fast)
+    architecture: Architecture
+    folder: Path | None
+    labels: tuple[str, ...] | None
+    is_exact: bool
+    max_new_tokens: int | None
 
 
-def identity_of(model: nn.Module, url: str | Path, storage_options: Mapping[str, Any] | None) -> Identity:
-    summary = ckpt_tools.inspect(url, storage_options=storage_options)
-    return Identity(digest_of(model), summary.source, summary.format, summary.step, summary.world_size)
+def task_of(model: nn.Module, asked: Asked) -> Task:
+    """What the model is for.
+
+    Raises:
+        UsageError: it is for something else than can be predicted here. FormatError: what lies beside the weights does
+        not say how an input is prepared.
+    """
+    from . import image_labels
+
+    library, labels = asked.architecture.library, asked.labels
+    if library == OURS:
+        from .our_images import OurImages
+
+        return OurImages(model, labels or _our_labels(asked.folder), asked.is_exact)
+    if library == HUGGING_FACE:
+        return _task_of_transformers(model, asked)
+    if library == "torchvision":
+        return image_labels.of_torchvision(model, asked.architecture.name, labels, is_exact=asked.is_exact)
+    if library == "timm":
+        return image_labels.of_timm(model, labels, is_exact=asked.is_exact)
+    raise UsageError(
+        f"{library}:{asked.architecture.name} builds a model, but does not say how an input is prepared for it; "
+        "load it with inference.loading.load_model"
+    )
+
+
+def _task_of_transformers(model: nn.Module, asked: Asked) -> Task:
+    from . import image_labels, texts
+
+    kind, folder = type(model).__name__, asked.folder
+    assert folder is not None
+    if kind.endswith("ForImageClassification"):
+        return image_labels.of_transformers(model, folder, asked.labels, is_exact=asked.is_exact)
+    if kind.endswith("ForSequenceClassification"):
+        return texts.TextLabels.beside(model, folder, asked.labels, is_exact=asked.is_exact)
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        return texts.TextWriter.beside(model, folder, max_new_tokens=asked.max_new_tokens, is_exact=asked.is_exact)
+    raise UsageError(f"a {kind} does not label images or texts, and does not continue texts")
+
+
+def _our_labels(folder: Path | None) -> tuple[str, ...] | None:
+    found = read_config(folder).get("labels")
+    return tuple(map(str, found)) if isinstance(found, list) else None
 
 
 def digest_of(model: nn.Module) -> str:

@@ -30,6 +30,11 @@ _world_size = click.option(
     metavar="N",
     help="The number of ranks to write for (dcp and zero*). Default: that of the source.",
 )
+_config = click.option(
+    "--config",
+    metavar="DIR",
+    help="The folder with config.json, tokenizer and preprocessor files for the output. Default: beside SRC.",
+)
 _strict = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
 _resume = click.option(
@@ -50,6 +55,7 @@ _checksum = click.option("--checksum", is_flag=True, help="Also write the digest
 @_state
 @options.choosing
 @_max_shard_size
+@_config
 @options.running
 @options.clustering
 @_strict
@@ -106,6 +112,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
 @_state
 @options.choosing
 @_max_shard_size
+@_config
 @options.running
 @_strict
 @_overwrite
@@ -126,6 +133,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.reading
 @options.choosing
 @_max_shard_size
+@_config
 @options.running
 @options.clustering
 @_strict

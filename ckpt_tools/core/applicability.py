@@ -150,6 +150,12 @@ WRITING = (
         _writes,
     ),
     Rule(
+        ("config",),
+        lambda case: case.target in SHARDED,
+        f"folders that from_pretrained opens ({_listed(SHARDED)})",
+        _writes,
+    ),
+    Rule(
         ("state",),
         lambda case: case.target not in WEIGHTS_ALONE,
         "formats that can hold a whole state",

@@ -58,6 +58,7 @@ class ConvertOptions:
     buffers: Sequence[str] = ()
     tag: str | None = None
     world_size: int | None = None
+    config: str | Path | None = None
     names: Mapping[str, str] = field(default_factory=dict, init=False)
     order: ParamOrder | None = field(default=None, init=False)
 

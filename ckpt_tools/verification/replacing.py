@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
+from ckpt_tools.formats.model_files import is_model_file
 from ckpt_tools.formats.registry import reader_for
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
@@ -64,6 +65,9 @@ def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
     if present is None:
         return NOTHING
     own = _own_files(present, place.url)
+    if own:
+        # What says what the model is, if the output has the same: no such file is removed without a new one.
+        own |= {path for path in written if is_model_file(path)}
     files = {path: size for path, size in present.files.items() if path in own}
     others = present.beyond(files)
     if others and not files:

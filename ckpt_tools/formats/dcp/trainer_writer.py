@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Payload
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
+from ckpt_tools.core.copied_files import copy_of, entry_of, key_of
+from ckpt_tools.core.layout import FileSpec, Layout
+from ckpt_tools.core.manifest import Manifest, StateTree
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.trainer_folder import FILE, BesideFile, TrainerFolder
+from ckpt_tools.core.trainer_folder import BesideFile, TrainerFolder
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.formats.dcp.writer import dcp_files
@@ -26,10 +25,10 @@ def trainer_layout(manifest: Manifest, trainer: TrainerFolder, tree: StateTree, 
     """The files of the folder; the ``.metadata`` of the first part is the last one."""
     entries = entries_of(_without(manifest, trainer.entries), tree)
     kept, left = trainer.files_for(world_size)
-    files: list[FileSpec] = [_copy(name, file) for name, file in kept.items()]
+    files: list[FileSpec] = [copy_of(name, file) for name, file in kept.items()]
     for part in [*trainer.parts][::-1]:
         files += dcp_files(manifest, _part(entries, trainer, part), world_size, part)
-    copied = {_key(name): _bytes(file) for name, file in kept.items()}
+    copied = {key_of(name): entry_of(file) for name, file in kept.items()}
     return Layout(files, (*entries.notes, *_left_out(trainer, left, world_size)), copied)
 
 
@@ -51,19 +50,6 @@ def _part(entries: Entries, trainer: TrainerFolder, part: str) -> Entries:
         {name: value for name, value in entries.objects.items() if name in paths},
         (),
     )
-
-
-def _key(name: str) -> StateKey:
-    return StateKey(name, FILE)
-
-
-def _bytes(file: BesideFile) -> TensorEntry:
-    return TensorEntry((file.num_bytes,), DType.UINT8, Kind.EXTRA, file.table())
-
-
-def _copy(name: str, file: BesideFile) -> FileLayout:
-    shape = (file.num_bytes,)
-    return FileLayout(name, (Payload(_key(name), Box.whole(shape), shape, DType.UINT8),))
 
 
 def _left_out(trainer: TrainerFolder, left: Mapping[str, BesideFile], world_size: int) -> list[Note]:

@@ -1,0 +1,284 @@
+"""Files that say what a model is: ``config.json``, and a tokenizer or the preparation of images with it.
+
+They lie beside weights, in a folder ``huggingface`` there, or in the folder above. A folder of weights in safetensors
+or torch files carries them, so that ``from_pretrained`` opens it. They are copied as they are, but for the dtype in
+``config.json``, which becomes that of the written weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.copied_files import copy_of, entry_of, key_of
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.trainer_folder import BesideFile
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.stores.joined import Joined
+from ckpt_tools.stores.marker_files import MARKERS
+from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
+
+CONFIG = "config.json"
+_HUGGING_FACE = "huggingface"
+"""verl's folder for these files."""
+
+MAX_CONFIG_BYTES = 16 << 20
+MAX_FILE_BYTES = 256 << 20
+"""The largest vocabularies have some 35 MB."""
+
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_PREPARATION = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+COMPANIONS = ("generation_config.json", *_TOKENIZER, *_PREPARATION)
+"""By their names in transformers."""
+
+_SIGNS = ("model_type", "architectures", "architecture", "_class_name")
+"""Keys of a ``config.json`` of transformers, of our own training runs, or of diffusers; others' have none of them."""
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Of transformers 5, and before."""
+
+_EXTRA = re.compile(r"chat_templates/[\w.-]+\.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What was found. ``config`` is the content of ``config.json``, ``files`` are the others by name; their sources are
+    names in ``store``. ``is_above`` says that they lie in the folder above the source."""
+
+    store: Store
+    config: Mapping[str, Any]
+    config_source: str
+    files: Mapping[str, BesideFile]
+    is_above: bool = False
+
+    @property
+    def sources(self) -> frozenset[str]:
+        return frozenset([self.config_source, *(file.source for file in self.files.values())])
+
+
+def is_model_file(path: str) -> bool:
+    """Whether it has the name of such a file, in the folder of the weights."""
+    return path in (CONFIG, *COMPANIONS) or _EXTRA.fullmatch(path) is not None
+
+
+def find_model_files(
+    url: str | Path,
+    source: Source,
+    manifest: Manifest,
+    *,
+    config: str | Path | None,
+    storage_options: StorageOptions,
+) -> ModelFiles | None:
+    """Those in the folder ``config`` that the user names, else those beside the checkpoint ``source`` at ``url``.
+
+    Raises:
+        UsageError: ``config`` has no ``config.json`` of a model. SourceNotFoundError: there is no such folder.
+        CkptError: a file that was found cannot be read.
+    """
+    if config is not None:
+        return _named(config, source, storage_options)
+    for prefix in _prefixes(manifest.files - manifest.literals.keys()):
+        found = _in(source, prefix)
+        if found is not None:
+            return found
+    return _near(url, source, storage_options)
+
+
+def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> Layout:
+    """The layout with the files in front of the weights: the index or the only file of weights still comes last."""
+    dtype = _written_dtype(manifest)
+    text = json.dumps(_with_dtype(found.config, dtype), indent=2, ensure_ascii=False) + "\n"
+    files: list[FileSpec] = [FileLayout(CONFIG, (Literal(text.encode()),))]
+    files += [copy_of(name, file) for name, file in sorted(found.files.items())]
+    copied = {key_of(name): entry_of(file) for name, file in found.files.items()}
+    return replace(
+        layout,
+        files=[*files, *layout.files],
+        notes=(*layout.notes, *_notes(found, dtype)),
+        copied={**(layout.copied or {}), **copied},
+    )
+
+
+def missing_note(source: Source, manifest: Manifest) -> Note | None:
+    """About the ``config.json`` that was not found, if there are signs that transformers made the source."""
+    names = {path.rpartition("/")[2] for path in source.files}
+    is_transformers = manifest.trainer is not None and "transformers" in manifest.trainer.trainer
+    if not is_transformers and not names & {*COMPANIONS, "training_args.bin", "trainer_state.json"}:
+        return None
+    why = f"it is not beside the source, and from_pretrained needs it; name its folder with {option('config')}"
+    return Note(Outcome.DEFAULTED, CONFIG, why)
+
+
+def _prefixes(files: Iterable[str]) -> Iterator[str]:
+    """The folder that holds all the files, and those above it, the nearest first; of each also ``huggingface``."""
+    folders = [path.split("/")[:-1] for path in files]
+    common = []
+    for parts in zip(*folders, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    for depth in range(len(common), -1, -1):
+        base = "".join(f"{part}/" for part in common[:depth])
+        yield base
+        yield f"{base}{_HUGGING_FACE}/"
+
+
+def _in(source: Source, prefix: str) -> ModelFiles | None:
+    """Those in a folder of ``source``."""
+    content = _config_of(source, prefix + CONFIG) if prefix + CONFIG in source.files else None
+    if content is None:
+        return None
+    names = (path.removeprefix(prefix) for path in source.files if path.startswith(prefix))
+    files = {name: BesideFile(prefix + name, source.files[prefix + name]) for name in names if _is_companion(name)}
+    return ModelFiles(source.store, content, prefix + CONFIG, _small(files))
+
+
+def _is_companion(name: str) -> bool:
+    return name != CONFIG and is_model_file(name)
+
+
+def _small(files: Mapping[str, BesideFile]) -> Mapping[str, BesideFile]:
+    for name, file in files.items():
+        if file.num_bytes > MAX_FILE_BYTES:
+            raise MalformedError(f"{file.num_bytes:,} bytes are too many for a {name}", path=file.source)
+    return files
+
+
+def _config_of(source: Source, path: str) -> Mapping[str, Any] | None:
+    """The content, if it is of a model. Raises FormatError if it is not JSON."""
+    found = parse_json(source.read_all(path, limit_bytes=MAX_CONFIG_BYTES), path)
+    return found if isinstance(found, dict) and any(sign in found for sign in _SIGNS) else None
+
+
+def _named(folder: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles:
+    opened = open_source(folder, storage_options if is_remote(folder) else None)
+    found = _in(opened, "")
+    if found is None:
+        raise UsageError(f"{option('config', folder)} has no {CONFIG} of a model")
+    return _joined(source, found, {name: (opened.store, file.source) for name, file in found.files.items()})
+
+
+def _near(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
+    """Those in the folder of a single file, or in the folder above a folder: looked up by name, because much else may
+    lie there."""
+    base, is_above = _folder_near(url, source)
+    if base is None:
+        return None
+
+    def look(name: str) -> Source | None:
+        try:
+            return open_source(f"{base}/{name}", storage_options if is_remote(base) else None)
+        except (SourceNotFoundError, StoreError):
+            return None
+
+    opened = look(CONFIG)
+    content = None if opened is None else _readable(opened)
+    if content is None:
+        return None
+    others = {name: found for name in COMPANIONS if (found := look(name)) is not None and name in found.files}
+    files = {name: BesideFile(name, found.files[name]) for name, found in others.items()}
+    near = ModelFiles(source.store, content, CONFIG, _small(files), is_above)
+    return _joined(source, near, {name: (found.store, name) for name, found in others.items()})
+
+
+def _readable(opened: Source) -> Mapping[str, Any] | None:
+    """A file that is near, and perhaps of something else, does not stop the conversion."""
+    try:
+        return _config_of(opened, CONFIG) if CONFIG in opened.files else None
+    except CkptError:
+        return None
+
+
+def _folder_near(url: str | Path, source: Source) -> tuple[str | None, bool]:
+    """The folder, and whether it is the one above a folder."""
+    text = str(url).rstrip("/") if is_remote(url) else str(Path(url).expanduser().absolute())
+    base, _, name = text.rpartition("/")
+    if not base or base.endswith(":/"):
+        return None, False
+    is_file = set(source.files) == {name} or name.endswith(".index.json")
+    if name in MARKERS and not is_file:
+        base = base.rpartition("/")[0]
+    return base, not is_file
+
+
+def _joined(source: Source, found: ModelFiles, others: Mapping[str, tuple[Store, str]]) -> ModelFiles:
+    """``found`` with its files under names that no file of the source has."""
+    prefix = "beside/"
+    while any(path.startswith(prefix) for path in source.files):
+        prefix = f"_{prefix}"
+    store = Joined(source.store, {prefix + name: where for name, where in others.items()})
+    files = {name: replace(file, source=prefix + name) for name, file in found.files.items()}
+    return replace(found, store=store, files=files, config_source=prefix + CONFIG)
+
+
+def _written_dtype(manifest: Manifest) -> DType | None:
+    """That of most bytes of the floating-point weights; None if there are none."""
+    sizes: dict[DType, int] = {}
+    for key, entry in manifest.tensors.items():
+        if key.slot == WEIGHT and entry.kind is Kind.PARAMETER and entry.dtype.value in _NAMES:
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+_NAMES = frozenset({"float64", "float32", "bfloat16", "float16"})
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
+    """With the dtype under the key that it has, else under the one that every version of transformers reads. Quantized
+    weights are of another dtype than the one that is computed in, which stays."""
+    found = dict(config)
+    if dtype is None or "quantization_config" in config or not {"model_type", "architectures"} & {*config}:
+        return found
+    for key in [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]:
+        found[key] = dtype.value
+    nested = {key: value for key, value in config.items() if isinstance(value, dict) and {*_DTYPE_KEYS} & {*value}}
+    return found | {key: _with_own(value, dtype) for key, value in nested.items()}
+
+
+def _with_own(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
+    return {key: dtype.value if key in _DTYPE_KEYS and value else value for key, value in config.items()}
+
+
+def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:
+    before = next((found.config[key] for key in _DTYPE_KEYS if found.config.get(key)), None)
+    now = next((value for key, value in _with_dtype(found.config, dtype).items() if key in _DTYPE_KEYS), before)
+    if before is not None and now != before:
+        yield Note(Outcome.CAST, CONFIG, f"it said {before}, and says {now} now, as the weights are")
+    if found.is_above:
+        why = "it lies in the folder above the source, and is taken for that of this model"
+        yield Note(Outcome.KEPT, CONFIG, why)
+    if "architecture" not in found.config and not {*_TOKENIZER, *_PREPARATION} & {*found.files}:
+        why = f"no tokenizer or preprocessor lies beside it; name a folder that has one with {option('config')}"
+        yield Note(Outcome.DEFAULTED, CONFIG, why)
+    if "auto_map" in found.config:
+        named = found.config["auto_map"]
+        files = (
+            sorted({str(each).rpartition("--")[2].partition(".")[0] + ".py" for each in named.values()})
+            if (isinstance(named, dict))
+            else ["*.py"]
+        )
+        yield Note(Outcome.DROPPED, listed(files), "it is code, which is not copied")

@@ -1,0 +1,141 @@
+"""Models of torchvision, timm and transformers that tell images apart, prepared as their own libraries do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from ckpt_tools.errors import FormatError, UsageError
+
+from .prediction import decoded
+from .results import Prediction
+from .scores import Activation, activation_of, answers, labels_of_config, one_line
+from .task import LABEL, MAX_BATCH, check_inputs, check_labels, in_passes
+from .tensor_specs import BATCH, TensorSpec
+
+Prepare = Callable[[Image.Image], Tensor]
+"""From an image as it was opened to float32 [channels, height, width]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageLabels:
+    """Labels images, float32 of ``shape``. ``logits`` is the forward pass of a batch."""
+
+    model: nn.Module
+    logits: Callable[[Tensor], Tensor]
+    prepare: Prepare
+    shape: tuple[int, ...]
+    num_classes: int
+    labels: tuple[str, ...] | None
+    activation: Activation = "softmax"
+    is_exact: bool = True
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, self.num_classes)
+
+    @property
+    def max_batch(self) -> int:
+        return MAX_BATCH
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("image", "FP32", (BATCH, *self.shape)),)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return LABEL, TensorSpec("probabilities", "FP32", (BATCH, self.num_classes))
+
+    def decode(self, data: bytes, name: str) -> Tensor:
+        return decoded(BytesIO(data), name, self.prepare)
+
+    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
+        if not inputs:
+            return []
+        check_inputs(inputs, torch.float32, self.shape)
+        images = torch.stack(list(inputs))
+        logits = in_passes(images, self._forward, max_batch=self.max_batch, is_exact=self.is_exact)
+        return answers(logits, self.activation)
+
+    @torch.inference_mode()
+    def _forward(self, images: Tensor) -> Tensor:
+        like = next(self.model.parameters())
+        return self.logits(images.to(like.device, like.dtype)).float().cpu()
+
+
+def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+    """A classifier of torchvision; the names of its classes are those of its weights if there are as many.
+
+    Raises:
+        UsageError: the model is not a classifier of images.
+    """
+    from torchvision.models import get_model_weights
+    from torchvision.transforms._presets import ImageClassification
+
+    weights: Any = get_model_weights(name)
+    known = weights.DEFAULT if hasattr(weights, "DEFAULT") else next(iter(weights))
+    transforms = known.transforms()
+    if not isinstance(transforms, ImageClassification):
+        raise UsageError(f"torchvision:{name} does not classify images, which is what can be predicted here")
+    return _classifier(
+        model, lambda image: transforms(image.convert("RGB")), known.meta["categories"], labels, is_exact
+    )
+
+
+def of_timm(model: nn.Module, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+    """A classifier of timm, prepared as its configuration says."""
+    from timm import data
+
+    transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
+    return _classifier(model, lambda image: transform(image.convert("RGB")), (), labels, is_exact)
+
+
+def _classifier(
+    model: nn.Module, prepare: Prepare, known: Sequence[str], labels: tuple[str, ...] | None, is_exact: bool
+) -> ImageLabels:
+    """The shapes are found by one forward pass."""
+    example = prepare(Image.new("RGB", (64, 64)))
+    like = next(model.parameters())
+    with torch.inference_mode():
+        num_classes = model(example.unsqueeze(0).to(like.device, like.dtype)).shape[1]
+    if labels is None and len(known) == num_classes:
+        labels = tuple(known)
+    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, is_exact=is_exact)
+
+
+def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+    """An image classifier of transformers, prepared by the processor whose settings lie beside the weights.
+
+    Raises:
+        FormatError: there are no such settings, or the model has no classes.
+    """
+    import transformers
+
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise FormatError(
+            f"the preparation of images that preprocessor_config.json beside the weights says is not usable "
+            f"({one_line(error)})"
+        ) from error
+
+    def prepare(image: Image.Image) -> Tensor:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+        return processor(images=upright, return_tensors="pt")["pixel_values"][0]
+
+    return ImageLabels(
+        model,
+        lambda images: model(pixel_values=images).logits,
+        prepare,
+        tuple(prepare(Image.new("RGB", (64, 64))).shape),
+        model.config.num_labels,
+        labels or labels_of_config(model.config),
+        activation_of(model.config),
+        is_exact,
+    )

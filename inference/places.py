@@ -1,0 +1,36 @@
+"""Places of a URL, through fsspec, with the storage options that ``ckpt_tools`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from ckpt_tools.errors import UsageError
+
+SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
+"""Options of S3 that s3fs takes as they are."""
+
+
+def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """fsspec's file system of ``url``, and the path in it. Listings are not cached: others write there.
+
+    Raises:
+        UsageError: the scheme is unknown, or its package is missing.
+    """
+    try:
+        fs, path = url_to_fs(url, use_listings_cache=False, **_translated(url, options or {}))
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{url} cannot be used: {error}") from error
+    return fs, str(path).rstrip("/")
+
+
+def _translated(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """S3 in the words of s3fs; other stores are fsspec's, and take their options as they are."""
+    if not url.startswith("s3://"):
+        return dict(options)
+    found = {name: value for name, value in options.items() if name in SAME_IN_S3FS}
+    if "region" in options:
+        found["client_kwargs"] = {"region_name": options["region"]}
+    return found

@@ -1,0 +1,221 @@
+"""Folders of weights come out whole: transformers itself opens them, and gives the answers of the source's model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import transformers
+from torch.distributed import checkpoint
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
+from tests.inference.tiny_models import save_image_model, save_text_model, save_writer
+
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_writer(tmp_path_factory.mktemp("models") / "llama", dtype=torch.bfloat16)
+
+
+def sharded(model: Path, folder: Path, to: Any = "dcp") -> Path:
+    """The weights alone, as a checkpoint of two ranks."""
+    ckpt_tools.convert(model / "model.safetensors", folder, to=to, world_size=2)
+    return folder
+
+
+def companions(model: Path, into: Path) -> None:
+    into.mkdir(exist_ok=True, parents=True)
+    for file in model.glob("*.json"):
+        shutil.copy(file, into)
+
+
+@torch.no_grad()
+def logits_of(folder: Path, **kwargs: Any) -> torch.Tensor:
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    assert not any(report.values()), report
+    return model(torch.arange(12).reshape(2, 6)).logits
+
+
+def assert_whole(folder: Path, source: Path) -> None:
+    """The folder gives the source's logits to the bit, and its tokenizer the source's tokens."""
+    assert torch.equal(logits_of(folder), logits_of(source))
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (folder, source))
+    assert ours("a text").input_ids == theirs("a text").input_ids
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+@pytest.mark.parametrize("place", ["{}", "{}/huggingface", "{}/.."])
+def test_what_lies_beside_a_sharded_checkpoint_is_carried(place: str, to: Any, llama: Path, tmp_path: Path) -> None:
+    run = sharded(llama, tmp_path / "run" / "step")
+    companions(llama, Path(place.format(run)).resolve())
+    report = ckpt_tools.convert(run, tmp_path / "out", to=to)
+    assert_whole(tmp_path / "out", llama)
+    for name in TOKENIZER | {"generation_config.json"}:
+        assert (tmp_path / "out" / name).read_bytes() == (llama / name).read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
+    assert [note.what for note in report.plan.notes] == (["config.json"] if place == "{}/.." else [])
+
+
+@pytest.mark.parametrize("source", ["", "model.safetensors"])
+def test_a_folder_and_the_file_in_it_are_carried_alike(source: str, llama: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(llama / source, tmp_path / "out", to="safetensors", max_shard_size="20KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert_whole(tmp_path / "out", llama)
+
+
+def test_the_last_file_is_still_that_of_the_weights(llama: Path, tmp_path: Path) -> None:
+    plan = ckpt_tools.plan(llama, tmp_path / "out", to="safetensors")
+    assert [*plan.files][-1] == "model.safetensors"
+    assert plan.num_tensors == len(ckpt_tools.open(llama))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_the_config_says_the_dtype_that_is_written(key: str | None, llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    before = config.pop("dtype")
+    (source / "config.json").write_text(json.dumps(config if key is None else {**config, key: before}))
+    report = ckpt_tools.convert(source, tmp_path / "out", to="safetensors", dtype="float32")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {**config, key or "torch_dtype": "float32"}
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
+    assert torch.equal(logits_of(tmp_path / "out"), logits_of(llama, dtype=torch.float32))
+    said = [note.why for note in report.plan.notes if note.what == "config.json"]
+    assert said == ([] if key is None else ["it said bfloat16, and says float32 now, as the weights are"])
+
+
+def test_a_quantized_model_keeps_the_dtype_that_it_computes_in(llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    config = {**json.loads((source / "config.json").read_text()), "quantization_config": {"quant_method": "x"}}
+    (source / "config.json").write_text(json.dumps(config))
+    ckpt_tools.convert(source, tmp_path / "out", to="safetensors", dtype="float32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
+def test_a_folder_of_the_user_wins(llama: Path, tmp_path: Path) -> None:
+    run = sharded(llama, tmp_path / "run")
+    companions(save_text_model(tmp_path / "other"), run)
+    words = ["convert", run, tmp_path / "out", "--to=safetensors", f"--config={llama}"]
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_whole(tmp_path / "out", llama)
+    ckpt_tools.consolidate(run, tmp_path / "again", config=llama)
+    assert_whole(tmp_path / "again", llama)
+
+
+@pytest.mark.parametrize("model", ["image", "text"])
+def test_models_of_images_and_texts_come_out_whole(model: str, tmp_path: Path) -> None:
+    source = (save_image_model if model == "image" else save_text_model)(tmp_path / "source")
+    run = sharded(source, tmp_path / "run", "zero3")
+    companions(source, run)
+    ckpt_tools.convert(run, tmp_path / "out", to="safetensors")
+    task = "image-classification" if model == "image" else "text-classification"
+    asked: Any = torch.zeros(3, 40, 40) if model == "image" else "a good film"
+    ours, theirs = (transformers.pipeline(task, str(path), device="cpu") for path in (tmp_path / "out", source))
+    assert ours(asked) == theirs(asked)
+
+
+def test_a_model_that_was_saved_under_the_names_of_its_modules_is_opened(tmp_path: Path) -> None:
+    """As a training loop saves it with DCP; transformers has other names in its own files for this class."""
+    source = save_image_model(tmp_path / "source")
+    own = transformers.AutoModelForImageClassification.from_pretrained(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.save({"model": own.state_dict()}, checkpoint_id=tmp_path / "run", no_dist=True)
+    ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to="safetensors", config=source)
+    made, report = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(report.values())
+    assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in made.state_dict().items())
+
+
+def test_a_remote_folder_is_carried_to_a_remote_folder(llama: Path, tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    for file in llama.iterdir():
+        fs.pipe(f"/carried/llama/{file.name}", file.read_bytes())
+    ckpt_tools.convert("memory://carried/llama", "memory://carried/out", to="torch")
+    ckpt_tools.convert("memory://carried/llama/model.safetensors", "memory://carried/file", to="safetensors")
+    ckpt_tools.convert(
+        llama / "model.safetensors", tmp_path / "named", to="safetensors", config="memory://carried/llama"
+    )
+    for name in ("out", "file"):
+        fs.get(f"/carried/{name}/", f"{tmp_path / name}/", recursive=True)
+    for name in ("out", "file", "named"):
+        assert_whole(tmp_path / name, llama)
+
+
+def test_a_replaced_folder_gets_the_new_files(llama: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(llama, tmp_path / "out", to="safetensors")
+    ckpt_tools.convert(llama, tmp_path / "out", to="safetensors", dtype="float32", overwrite=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_config_is_not_removed_without_a_new_one(llama: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(llama, tmp_path / "out", to="safetensors")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(llama / "model.safetensors", tmp_path / "bare" / "weights.safetensors")
+    with pytest.raises(DestinationExistsError, match="not part of its checkpoint"):
+        ckpt_tools.convert(tmp_path / "bare", tmp_path / "out", to="safetensors", overwrite=True)
+
+
+@pytest.mark.parametrize("dst", ["model.safetensors", "model.pt"])
+def test_a_single_file_gets_nothing_beside_it(dst: str, llama: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(llama, tmp_path / "out" / dst)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [dst]
+    with pytest.raises(UsageError, match=rf"config= is for folders; {dst} is one file"):
+        ckpt_tools.plan(llama, tmp_path / "other" / dst, config=llama)
+
+
+def test_a_config_is_for_what_transformers_opens(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is for folders that from_pretrained opens"):
+        ckpt_tools.plan(llama, tmp_path / "out", to="dcp", config=llama)
+
+
+def test_what_is_missing_is_said(llama: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(llama, tmp_path / "bare")
+    (bare / "config.json").unlink()
+    (note,) = ckpt_tools.plan(bare, tmp_path / "out", to="safetensors").notes
+    assert (note.what, "from_pretrained needs it" in note.why) == ("config.json", True)
+    (bare / "config.json").write_bytes((llama / "config.json").read_bytes())
+    for name in TOKENIZER:
+        (bare / name).unlink()
+    (note,) = ckpt_tools.plan(bare, tmp_path / "out", to="safetensors").notes
+    assert "no tokenizer or preprocessor lies beside it" in note.why
+
+
+def test_the_config_of_another_program_is_left_alone(llama: Path, tmp_path: Path) -> None:
+    run = sharded(llama, tmp_path / "run")
+    (run / "config.json").write_text('{"learning_rate": 1}')
+    assert [*ckpt_tools.plan(run, tmp_path / "out", to="safetensors").files] == ["model.safetensors"]
+    with pytest.raises(UsageError, match=r"has no config\.json of a model"):
+        ckpt_tools.plan(run, tmp_path / "out", to="safetensors", config=run)
+
+
+def test_a_config_that_is_broken_is_named(llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    (source / "config.json").write_text("{")
+    with pytest.raises(CkptError, match=r"config\.json"):
+        ckpt_tools.plan(source, tmp_path / "out", to="safetensors")
+
+
+def test_code_that_a_config_names_is_not_copied(llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    config = {**json.loads((source / "config.json").read_text()), "auto_map": {"AutoModel": "modeling_x.XModel"}}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "modeling_x.py").write_text("raise SystemExit")
+    (note,) = ckpt_tools.convert(source, tmp_path / "out", to="safetensors").plan.notes
+    assert (note.what, note.why) == ("modeling_x.py", "it is code, which is not copied")
+    assert not (tmp_path / "out" / "modeling_x.py").exists()
