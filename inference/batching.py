@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,15 @@ class QueueFullError(Exception):
     """As many requests wait as may: the client should come again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One call of ``work``: how many items it had, how long they had waited in all, and how long it took."""
+
+    num_items: int
+    queue_seconds: float
+    work_seconds: float
+
+
 @dataclass(eq=False, slots=True)
 class _Waiting(Generic[Item, Result]):
     """One item, and the request that waits for its result. ``is_gone`` once nobody does any more."""
@@ -30,34 +40,20 @@ class _Waiting(Generic[Item, Result]):
     item: Item
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Result]
+    since: float = field(default_factory=time.perf_counter)
     is_gone: bool = False
-
-    def answer(self, result: Result) -> None:
-        self._tell(lambda: self.result.set_result(result))
-
-    def fail(self, error: BaseException) -> None:
-        self._tell(lambda: self.result.set_exception(error))
-
-    def _tell(self, set_: Callable[[], None]) -> None:
-        def once() -> None:
-            if not self.result.done():
-                set_()
-
-        try:
-            self.loop.call_soon_threadsafe(once)
-        except RuntimeError:
-            # The loop is closed: the service has ended, and with it whoever waited.
-            self.is_gone = True
 
 
 @dataclass(slots=True)
 class Batcher(Generic[Item, Result]):
     """``work`` gets at most ``max_batch`` items and gives a result for each, in order. At most ``max_waiting`` items
-    wait. Use as a context manager: its thread ends with the block, after what it has begun."""
+    wait. ``observe`` is told of each call of ``work``. Use as a context manager: its thread ends with the block, after
+    what it has begun."""
 
     work: Callable[[Sequence[Item]], Sequence[Result]]
     max_batch: int
     max_waiting: int
+    observe: Callable[[Execution], None] = lambda _: None
     _queue: deque[_Waiting[Item, Result]] = field(default_factory=deque, init=False, repr=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False, repr=False)
     _is_closed: bool = field(default=False, init=False, repr=False)
@@ -76,11 +72,15 @@ class Batcher(Generic[Item, Result]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+        assert self._thread is not None
+        self._thread.join()
+
+    def close(self) -> None:
+        """Take nothing any more. The thread ends when all that waits is answered; nobody waits for that here."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        assert self._thread is not None
-        self._thread.join()
 
     @property
     def num_waiting(self) -> int:
@@ -90,29 +90,36 @@ class Batcher(Generic[Item, Result]):
         """The result for ``item``. A caller that is cancelled takes its item out of the queue.
 
         Raises:
-            QueueFullError: too many wait. What ``work`` raises, for every item of its batch.
+            QueueFullError: too many wait. What ``work`` raises for this item alone.
         """
+        return (await self.submit_all([item]))[0]
+
+    async def submit_all(self, items: Sequence[Item]) -> list[Result]:
+        """The results for ``items``, in order, which are taken into the queue all or none. As :meth:`submit`."""
         loop = asyncio.get_running_loop()
-        waiting: _Waiting[Item, Result] = _Waiting(item, loop, loop.create_future())
+        waiting: list[_Waiting[Item, Result]] = [_Waiting(item, loop, loop.create_future()) for item in items]
         self._put(waiting)
         try:
-            return await waiting.result
-        except asyncio.CancelledError:
+            return [await each.result for each in waiting]
+        except BaseException:
             self._withdraw(waiting)
             raise
 
-    def _put(self, waiting: _Waiting[Item, Result]) -> None:
+    def _put(self, waiting: Sequence[_Waiting[Item, Result]]) -> None:
         with self._changed:
-            if self._is_closed or len(self._queue) >= self.max_waiting:
+            if self._is_closed or len(self._queue) + len(waiting) > self.max_waiting:
                 raise QueueFullError
-            self._queue.append(waiting)
+            self._queue.extend(waiting)
             self._changed.notify()
 
-    def _withdraw(self, waiting: _Waiting[Item, Result]) -> None:
+    def _withdraw(self, waiting: Sequence[_Waiting[Item, Result]]) -> None:
         with self._changed:
-            waiting.is_gone = True
-            if waiting in self._queue:
-                self._queue.remove(waiting)
+            for each in waiting:
+                each.is_gone = True
+                if not each.result.cancel() and not each.result.cancelled():
+                    each.result.exception()  # Nobody else asks, and asyncio would complain of that.
+                if each in self._queue:
+                    self._queue.remove(each)
 
     def _run(self) -> None:
         while batch := self._next_batch():
@@ -127,11 +134,43 @@ class Batcher(Generic[Item, Result]):
     def _answer(self, batch: Sequence[_Waiting[Item, Result]]) -> None:
         if not batch:
             return
+        begun = time.perf_counter()
         try:
             results = self.work([waiting.item for waiting in batch])
         except Exception as error:
-            for waiting in batch:
-                waiting.fail(error)
+            self._fail(batch, error)
             return
-        for waiting, result in zip(batch, results, strict=True):
-            waiting.answer(result)
+        ended = time.perf_counter()
+        self.observe(Execution(len(batch), sum(begun - waiting.since for waiting in batch), ended - begun))
+        _tell(batch, results)
+
+    def _fail(self, batch: Sequence[_Waiting[Item, Result]], error: Exception) -> None:
+        """The error is for the item that it comes from, and not for its company: each is tried alone."""
+        if len(batch) == 1:
+            _tell(batch, [error])
+            return
+        for waiting in batch:
+            self._answer([waiting])
+
+
+def _tell(batch: Sequence[_Waiting[Item, Result]], outcomes: Sequence[Result | Exception]) -> None:
+    """Give everybody their result, or their error: each event loop is woken once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Result], Result | Exception]]] = {}
+    for waiting, outcome in zip(batch, outcomes, strict=True):
+        by_loop.setdefault(waiting.loop, []).append((waiting.result, outcome))
+    for loop, told in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_set_all, told)
+        except RuntimeError:
+            # The loop is closed: the service has ended, and with it whoever waited.
+            continue
+
+
+def _set_all(told: Sequence[tuple[asyncio.Future[Result], Result | Exception]]) -> None:
+    for future, outcome in told:
+        if future.done():
+            continue
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

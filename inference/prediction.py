@@ -7,7 +7,6 @@ alone as in a crowd, and the same as the run gave it that made the model.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError
 
+from .results import Prediction
 from .training_package import evaluation, models
 
 # Far above any sensible picture of one digit; keeps a small file that unpacks to gigabytes from being decoded.
@@ -26,17 +26,14 @@ MAX_PIXELS = 64_000_000
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The most probable class, and the probability of each class in order."""
-
-    label: int
-    probabilities: tuple[float, ...]
-
-
 def predict(model: nn.Module, pixels: Tensor) -> list[Prediction]:
     """A prediction for each of uint8 [n, 28, 28], in order."""
     logits = evaluation.all_logits(evaluation.plain_logits(model), pixels)
+    return predictions_of(logits)
+
+
+def predictions_of(logits: Tensor) -> list[Prediction]:
+    """The most probable class and the probabilities of each row of float32 [n, classes]."""
     rows = torch.softmax(logits, dim=1).tolist()
     return [Prediction(label, tuple(row)) for label, row in zip(logits.argmax(1).tolist(), rows, strict=True)]
 

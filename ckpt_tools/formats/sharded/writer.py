@@ -181,14 +181,15 @@ class _Files:
             root.setdefault("lr_scheduler", None)
         value = as_lists(root)
         self._name_parameters(value, label)
-        path = _file_name(template, rank, self._world)
-        return FileLayout(path, tuple(archive_segments(value, tensors.segments, root=root_of(path))))
+        file = _file_name(template, rank, self._world)
+        return FileLayout(file, tuple(archive_segments(value, tensors.segments, root=root_of(file))))
 
     def _value(self, name: str, tensors: _RankTensors) -> Any:
         if name not in self._entries.objects:
             return tensors.part(self._entries.tensors[self._entries.aliases.get(name, name)])
         value = self._entries.objects[name]
-        if self._names and self._paths[name][-1] == "params" and "param_groups" in self._paths[name]:
+        groups = (*(self._tree.optim or ()), "param_groups")
+        if self._names and self._paths[name][-1] == "params" and self._paths[name][: len(groups)] == groups:
             return _numbers(self._manifest, value)
         return replaced(value, lambda ref: tensors.whole(ref.key))
 

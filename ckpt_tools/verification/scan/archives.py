@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
+from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.zip_archive import (
     END,
     END64,
@@ -170,37 +170,3 @@ def _tar_header(header: bytes) -> tuple[str, int | None, str]:
     except ValueError:
         length = None
     return name, length, chr(header[156])
-
-
-MAX_ZSTD_WINDOW_BYTES = 1 << 23
-"""The window that a frame may ask for; the one of the level that torch uses is 2 MiB."""
-
-
-def inflated_zstd(read: ReadRange, size: int) -> bytes:
-    """An item of a DCP that torch's ZStandard extension wrote: one frame, to the last byte.
-
-    Raises:
-        UnsupportedError: the package is not installed, or it is too large. MalformedError: it is not one frame.
-    """
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UnsupportedError("it is compressed with zstd; to look into it, install the package zstandard") from error
-    reader = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).decompressobj()
-    data = b""
-    try:
-        for start in range(0, size, _PACKED_BYTES):
-            data += reader.decompress(read(start, min(start + _PACKED_BYTES, size)))
-            if len(data) > MAX_INFLATED_BYTES:
-                raise UnsupportedError(
-                    "it is compressed with zstd, and decompresses to more than the limit of the scan"
-                )
-    except zstandard.ZstdError as error:
-        raise MalformedError(f"it is compressed with zstd, and damaged: {error}") from error
-    if not reader.eof or reader.unused_data or read(0, 4) != b"\x28\xb5\x2f\xfd":
-        raise MalformedError("it is not one frame of zstd")
-    return data
-
-
-_PACKED_BYTES = 1 << 12
-"""Inflated at a time: zstd makes up to 20,000 times as much of it."""

@@ -15,9 +15,9 @@ from dataclasses import replace
 from ckpt_tools.core.dtypes import from_torch_storage
 from ckpt_tools.core.values import GlobalRef, Value
 from ckpt_tools.errors import FormatError, UnsafeError
-from ckpt_tools.serialization.legacy_proof import MAGIC_NUMBER
 from ckpt_tools.serialization.pickle.load import recorded
 from ckpt_tools.serialization.pickle.trace.recorder import Recording
+from ckpt_tools.serialization.torch_legacy import FIRST_READ_BYTES, MAGIC_NUMBER
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.verification.scan.archives import (
     MAX_INFLATED_BYTES,
@@ -29,9 +29,6 @@ from ckpt_tools.verification.scan.archives import (
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.strict_zip import TAIL_BYTES
-
-FIRST_READ_BYTES = 1 << 16
-"""Most pickles are smaller: one read. Others take a read of eight times as much until they fit."""
 
 BUDGET_BYTES = 1 << 25
 """Of what is followed in one scan, inflated and nested data included; about 10 seconds for the worst of it."""

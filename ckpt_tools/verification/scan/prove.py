@@ -14,11 +14,12 @@ from typing import Any
 from ckpt_tools.core.dtypes import from_safetensors
 from ckpt_tools.core.values import StorageRef, Value, are_naturals
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
-from ckpt_tools.serialization.legacy_proof import inner_storage, is_legacy, read_legacy
+from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.machine import PersistentLoad
 from ckpt_tools.serialization.pickle.proof import Proof, Refusal, prove
 from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.serialization.torch_legacy import is_legacy
 from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_storage
 from ckpt_tools.serialization.zip_archive import TORCHSCRIPT
 from ckpt_tools.stores.source import checked_name
@@ -118,8 +119,8 @@ class Prover:
         return found
 
     def _legacy(self, piece: Piece) -> None:
-        found = read_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed)
-        for proof in found.proofs:
+        found = prove_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed)
+        for proof in found.pickles:
             self._note(piece, "", proof)
 
     # Archives

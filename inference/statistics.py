@@ -1,0 +1,53 @@
+"""What the service counts of each version of a model: the source of ``/metrics``, of ``/stats`` and of the page."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from .batching import Execution
+
+BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Of the histogram of the time that a request takes, in seconds."""
+
+REASONS = ("BACKEND", "CANCELED", "REJECTED", "OTHER")
+"""Why a request failed, in Triton's words: the model, a client that left, a full queue or a deadline, a bad request."""
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts since this version was loaded. Durations are sums, in nanoseconds."""
+
+    successes: int = 0
+    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    inferences: int = 0
+    executions: int = 0
+    request_ns: int = 0
+    failure_ns: int = 0
+    queue_ns: int = 0
+    compute_ns: int = 0
+    last_inference_ms: int = 0
+    histogram: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def executed(self, execution: Execution) -> None:
+        """By the thread of the model."""
+        with self._lock:
+            self.inferences += execution.num_items
+            self.executions += 1
+            self.queue_ns += round(execution.queue_seconds * 1e9)
+            self.compute_ns += round(execution.work_seconds * execution.num_items * 1e9)
+            self.last_inference_ms = round(time.time() * 1e3)
+
+    def succeeded(self, seconds: float) -> None:
+        with self._lock:
+            self.successes += 1
+            self.request_ns += round(seconds * 1e9)
+            self.histogram[bisect_left(BOUNDS, seconds)] += 1
+
+    def failed(self, reason: str, seconds: float) -> None:
+        with self._lock:
+            self.failures[reason] += 1
+            self.failure_ns += round(seconds * 1e9)
