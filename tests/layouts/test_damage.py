@@ -97,6 +97,19 @@ _LAST_SHARD = ("*shard-00002-*", "if one after shard-00001-")
 UNPROVABLE = {"dcp-hf-pieces": _LAST_SHARD, "torchtitan-hf": _LAST_SHARD}
 """Layouts of which a file can be missing without a trace, that file, and the note that says so."""
 
+NAMELESS = ("__*_*.distcp", "zero/*/*.pt")
+"""Files of equal sizes that do not say which ones they are: the items of a DCP have neither names nor checksums, and a
+universal checkpoint says the parameter in the name of the folder alone. Swapped with another of its kind, such a file
+is that other."""
+
+
+def is_nameless(damage: Damage, folder: Path) -> bool:
+    """Whether nothing in two files that were swapped tells them apart."""
+    files = (damage.file, damage.other)
+    alike = any(all(fnmatchcase(file, f"*{kind}") for file in files) for kind in NAMELESS)
+    same_slot = damage.file.endswith(".distcp") or Path(files[0]).name == Path(files[1]).name
+    return alike and same_slot and len({(folder / file).stat().st_size for file in files}) == 1
+
 
 def outcome(name: str, damage: Damage, source: Path) -> Contents | CkptError | None:
     """What is read; None if the loss cannot be seen and a note says so."""
@@ -135,6 +148,9 @@ def test_no_damage_gives_another_content(name: str, tmp_path: Path, pytestconfig
         folder = tmp_path / str(number)
         shutil.copytree(made.folder, folder)
         damage.do(folder)
+        if damage.other and is_nameless(damage, folder):
+            shutil.rmtree(folder)
+            continue
         problem = wrong(damage, made.layout.optional, before, outcome(name, damage, folder / made.layout.source))
         found += [] if problem is None else [f"{damage}: {problem}"]
         shutil.rmtree(folder)

@@ -8,7 +8,7 @@ ties come from the model's file alone, for in ``zero/`` DeepSpeed leaves copies 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -156,13 +156,15 @@ class Contents:
             raise MalformedError("the other parameters of its group have no such file", path=paths[more[0]], key=name)
 
     @cached_property
-    def usual_slots(self) -> Mapping[str, Set[str]]:
+    def usual_slots(self) -> Mapping[str, frozenset[str]]:
         """Of each parameter that trains, the slots that most parameters of its group have."""
-        found: dict[str, Set[str]] = {}
+        found: dict[str, frozenset[str]] = {}
         for group in self.model.param_shapes:
             held = (frozenset(self.files.states.get(name, {})) for name, shape in group.items() if 0 not in shape)
-            counts = sorted(Counter(held).items(), key=lambda item: (item[1], len(item[0])))
-            found |= dict.fromkeys(group, counts[-1][0] if counts else frozenset())
+            counts = Counter(held)
+            found |= dict.fromkeys(
+                group, max(counts, key=lambda each: (counts[each], len(each)), default=frozenset[str]())
+            )
         return found
 
     def _state(self, slot: str, path: str, shape: Shape, name: str) -> TensorEntry:
