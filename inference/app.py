@@ -1,42 +1,50 @@
-"""The HTTP application: ``POST /predict``, ``GET /healthz``. Nothing that is posted is ever written to the disk."""
+"""The HTTP application: a page, ``POST /predict``, the Open Inference Protocol, ``/metrics``, ``/healthz``.
+
+Nothing that is posted is ever written to the disk.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from torch import Tensor, nn, stack
+from starlette.responses import Response
+from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
-from .batching import Batcher, QueueFullError
-from .prediction import decode_image, predict
-from .results import Prediction
-from .training_package import evaluation
+from .asking import held, predictions
+from .endpoints import Endpoints
+from .front import TOO_LARGE, Front, Traffic
+from .metrics import CONTENT_TYPE, exposition
+from .predictor import Prediction, Predictor
+from .refusals import Refused, answer
+from .repository import Repository
+from .settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
 
-MAX_UPLOAD_BYTES = 16 * 2**20
-
-# What a multipart form takes around one file: its boundaries, headers and the file's name.
-MAX_BODY_BYTES = MAX_UPLOAD_BYTES + 2**16
-
-MAX_WAITING = 256
-"""Images that may wait for the model: about nine forward passes. A client that meets a full queue gets 503 at once."""
-
-RETRY_AFTER = {"Retry-After": "1"}
-
-TOO_LARGE = f"the image is larger than {MAX_UPLOAD_BYTES // 2**20} MiB"
 HOW_TO_POST = "post the image as the one file of a multipart form field named image"
-CLOSE = {"Connection": "close"}
+HOW_TO_POST_TEXT = "post the text as the one multipart form field named text"
+PAGE = Path(__file__).with_name("page.html")
+
+# The page is one file and asks nobody but this service.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 
 FORM = {
     "content": {
@@ -55,63 +63,14 @@ if not (find_spec("python_multipart") or find_spec("multipart")):
     # starlette finds this out only when a form comes in.
     raise ModuleNotFoundError("No module named 'python_multipart'", name="python_multipart")
 
+Result = TypeVar("Result")
+
 
 class Answer(BaseModel):
     """The most probable class, and the probability of each class in order."""
 
     label: int
     probabilities: list[float]
-
-
-class BodyLimit:
-    """Refuses a body over ``MAX_BODY_BYTES`` before it is read: by its declared length, else by counting what arrives.
-
-    It also answers a request that is still incomplete when the service ends, which is cancelled then.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-        elif _declared_bytes(scope) > MAX_BODY_BYTES:
-            await JSONResponse({"detail": TOO_LARGE}, 413, CLOSE)(scope, receive, send)
-        else:
-            await self._pass_on(scope, _counting(receive), send)
-
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
-        async def watch(message: Message) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watch)
-        except asyncio.CancelledError:
-            if not has_started:
-                await JSONResponse({"detail": "the service is stopping"}, 503, CLOSE)(scope, receive, send)
-
-
-def _declared_bytes(scope: Scope) -> int:
-    return max((int(value) for name, value in scope["headers"] if name == b"content-length"), default=0)
-
-
-def _counting(receive: Receive) -> Receive:
-    """``receive`` that raises ``HTTPException`` 413 as soon as the body is larger than it may be."""
-    num_bytes = 0
-
-    async def count() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > MAX_BODY_BYTES:
-            raise HTTPException(413, TOO_LARGE, CLOSE)
-        return message
-
-    return count
 
 
 class InMemoryParser(MultiPartParser):
@@ -121,76 +80,136 @@ class InMemoryParser(MultiPartParser):
     max_file_size = MAX_BODY_BYTES  # its name in older versions of starlette
 
 
-def create_app(model: nn.Module) -> FastAPI:
-    """The application over a loaded model."""
-
-    def predict_together(images: Sequence[Tensor]) -> list[Prediction]:
-        return predict(model, stack(list(images)))
-
-    batcher = Batcher(predict_together, max_batch=evaluation.CHUNK, max_waiting=MAX_WAITING)
+def create_app(
+    repository: Repository,
+    settings: Settings | None = None,
+    *,
+    beside: AbstractContextManager[object] | None = None,
+) -> FastAPI:
+    """The application over models that are loaded. It closes them when it ends; ``beside`` is open while it runs."""
+    chosen, traffic = settings or Settings(), Traffic()
 
     @asynccontextmanager
-    async def run_batcher(_: FastAPI) -> AsyncIterator[None]:
-        with batcher:
+    async def run(_: FastAPI) -> AsyncIterator[None]:
+        with beside or nullcontext():
             yield
+        repository.close()
 
-    app = FastAPI(title="ckpt-tools inference", lifespan=run_batcher)
-    app.add_middleware(BodyLimit)
+    endpoints = Endpoints(repository, chosen, traffic)
+    app = FastAPI(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
+    app.state.traffic = traffic
+    app.add_middleware(Front, settings=chosen, traffic=traffic)
+    app.router.routes.extend(endpoints.routes())
+    for kind in (Refused, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(page_text(), headers=PAGE_HEADERS)
 
     @app.get("/healthz")
-    def healthz() -> dict[str, str]:
+    async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.post("/predict", openapi_extra={"requestBody": FORM})
-    async def predict_image(request: Request) -> Answer:
-        image = the_image(await read_form(request))
-        pixels = await run_in_threadpool(read_pixels, image)
-        prediction = await predicted(batcher, pixels)
-        assert prediction.label is not None
-        assert prediction.probabilities is not None
-        return Answer(label=prediction.label, probabilities=list(prediction.probabilities))
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(exposition(repository, traffic), media_type=CONTENT_TYPE)
+
+    @app.post("/predict", openapi_extra={"requestBody": FORM}, response_model=Answer)
+    async def predict(request: Request, model: str | None = None) -> Response:
+        form = await read_form(request)
+        with held(repository, request, the_model(repository, model), None) as version:
+            item = await read_item(form, version.predictor)
+            (prediction,) = await predictions(version, [item], chosen.timeout)
+        headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}
+        return JSONResponse(shown(prediction, version.predictor), headers=headers)
 
     return app
 
 
+@cache
+def page_text() -> str:
+    return PAGE.read_text(encoding="utf-8")
+
+
+async def refuse(request: Request, error: Exception) -> JSONResponse:
+    """What is no answer, as the path's protocol has it."""
+    if isinstance(error, HTTPException):
+        error = Refused(error.status_code, error.detail, error.headers)
+    if not isinstance(error, Refused):
+        error = Refused(500, "the service failed on this request; its log says why")
+    return answer(request.url.path, error)
+
+
+def the_model(repository: Repository, name: str | None) -> str:
+    """The name that a request gives, or the only one. Raises ``Refused`` 400."""
+    if name is not None:
+        return name
+    if len(repository.names) > 1:
+        raise Refused(400, f"say which model: ?model=NAME with one of {', '.join(repository.names)}")
+    return repository.names[0]
+
+
+def shown(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
+    """What the prediction has, and the name of its label if there is one."""
+    fields = ("label", "probabilities", "text", "embedding")
+    found = {name: getattr(prediction, name) for name in fields if getattr(prediction, name) is not None}
+    if predictor.labels and prediction.label is not None:
+        found["name"] = predictor.labels[prediction.label]
+    return found
+
+
 async def read_form(request: Request) -> FormData:
-    """The posted form, in memory. Raises ``HTTPException`` 422 for another kind of body, 400 for a broken one."""
+    """The posted form, in memory. Raises ``Refused`` 422 for another kind of body, 400 for a broken one."""
     if not request.headers.get("Content-Type", "").lower().startswith("multipart/form-data"):
-        raise HTTPException(422, HOW_TO_POST)
+        raise Refused(422, HOW_TO_POST)
     try:
         return await InMemoryParser(request.headers, request.stream()).parse()
     except MultiPartException as error:
-        raise HTTPException(400, f"the form cannot be read ({error.message}); {HOW_TO_POST}") from error
+        raise Refused(400, f"the form cannot be read ({error.message}); {HOW_TO_POST}") from error
     except ClientDisconnect as error:
-        raise HTTPException(400, "the connection was closed before the whole form was there") from error
+        raise Refused(400, "the connection was closed before the whole form was there") from error
+
+
+async def read_item(form: FormData, predictor: Predictor) -> Tensor:
+    """What the model takes, of a form: an image, or a text if the model reads texts."""
+    if predictor.inputs[0].datatype == "BYTES":
+        return await decoded(predictor, the_text(form).encode("utf-8", "surrogatepass"), "the posted text")
+    image = the_image(form)
+    return await decoded(predictor, await image.read(), image.filename or "the posted file")
 
 
 def the_image(form: FormData) -> UploadFile:
-    """The one file of a form; raises ``HTTPException`` 422 that says what else is in it, 413 for too large a file."""
+    """The one file of a form; raises ``Refused`` 422 that says what else is in it, 413 for too large a file."""
+    image = the_field(form, "image", HOW_TO_POST)
+    if not isinstance(image, UploadFile):
+        raise Refused(422, HOW_TO_POST)
+    if (image.size or 0) > MAX_UPLOAD_BYTES:
+        raise Refused(413, TOO_LARGE)
+    return image
+
+
+def the_text(form: FormData) -> str:
+    text = the_field(form, "text", HOW_TO_POST_TEXT)
+    if not isinstance(text, str):
+        raise Refused(422, HOW_TO_POST_TEXT)
+    return text
+
+
+def the_field(form: FormData, name: str, how: str) -> UploadFile | str:
     items = form.multi_items()
-    if unknown := sorted({name for name, _ in items if name != "image"}):
-        raise HTTPException(422, f"the form has the unknown field {unknown[0][:100]!r}; {HOW_TO_POST}")
+    if unknown := sorted({key for key, _ in items if key != name}):
+        raise Refused(422, f"the form has the unknown field {unknown[0][:100]!r}; {how}")
     if len(items) > 1:
-        raise HTTPException(422, f"the form has {len(items)} fields named image; {HOW_TO_POST}")
-    if not items or not isinstance(items[0][1], UploadFile):
-        raise HTTPException(422, HOW_TO_POST)
-    if (items[0][1].size or 0) > MAX_UPLOAD_BYTES:
-        raise HTTPException(413, TOO_LARGE)
+        raise Refused(422, f"the form has {len(items)} fields named {name}; {how}")
+    if not items:
+        raise Refused(422, how)
     return items[0][1]
 
 
-def read_pixels(image: UploadFile) -> Tensor:
-    """The pixels of one file, uint8 [28, 28]; raises ``HTTPException`` 400 if it is not a usable image."""
+async def decoded(predictor: Predictor, data: bytes, name: str) -> Tensor:
+    """One input of the model; raises ``Refused`` 400 if the bytes are not a usable one."""
     try:
-        return decode_image(image.file, image.filename or "the posted file")
+        return await asyncio.to_thread(predictor.decode, data, name)
     except FormatError as error:
-        raise HTTPException(400, str(error)) from error
-
-
-async def predicted(batcher: Batcher[Tensor, Prediction], pixels: Tensor) -> Prediction:
-    """The answer for one image; raises ``HTTPException`` 503 if too many wait already."""
-    try:
-        return await batcher.submit(pixels)
-    except QueueFullError as error:
-        detail = f"{batcher.max_waiting} images wait to be predicted, which is the limit; try again in a second"
-        raise HTTPException(503, detail, RETRY_AFTER) from error
+        raise Refused(400, str(error)) from error

@@ -90,7 +90,7 @@ class Batcher(Generic[Item, Result]):
         """The result for ``item``. A caller that is cancelled takes its item out of the queue.
 
         Raises:
-            QueueFullError: too many wait. What ``work`` raises, for every item of its batch.
+            QueueFullError: too many wait. What ``work`` raises for this item alone.
         """
         return (await self.submit_all([item]))[0]
 
@@ -138,11 +138,19 @@ class Batcher(Generic[Item, Result]):
         try:
             results = self.work([waiting.item for waiting in batch])
         except Exception as error:
-            _tell(batch, [error] * len(batch))
+            self._fail(batch, error)
             return
         ended = time.perf_counter()
         self.observe(Execution(len(batch), sum(begun - waiting.since for waiting in batch), ended - begun))
         _tell(batch, results)
+
+    def _fail(self, batch: Sequence[_Waiting[Item, Result]], error: Exception) -> None:
+        """The error is for the item that it comes from, and not for its company: each is tried alone."""
+        if len(batch) == 1:
+            _tell(batch, [error])
+            return
+        for waiting in batch:
+            self._answer([waiting])
 
 
 def _tell(batch: Sequence[_Waiting[Item, Result]], outcomes: Sequence[Result | Exception]) -> None:

@@ -1,8 +1,8 @@
-"""``python -m inference.serve MODEL``: a small HTTP service over one checkpoint.
+"""``python -m inference.serve MODEL``: an HTTP service over one or several checkpoints.
 
-``POST /predict`` takes an image as the multipart form field ``image`` and gives the answer that the batch script gives
-for the same file. ``GET /healthz`` is 200 once the model is loaded, for a load balancer to ask. What is wrong with
-a request comes back as one sentence in ``detail``. Options are checked and the port is taken before torch is loaded.
+It speaks the Open Inference Protocol v2. ``POST /predict`` takes an image as the multipart form field ``image`` and
+gives the answer that the batch script gives for the same file. ``/`` is a page for people. What is wrong with a request
+comes back as one sentence. Options are checked and the port is taken before torch is loaded.
 """
 
 from __future__ import annotations
@@ -10,33 +10,147 @@ from __future__ import annotations
 from ckpt_tools.signals import killed_by_interrupts
 
 with killed_by_interrupts():
+    import re
+    import ssl
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from dataclasses import dataclass
     from pathlib import Path
     from typing import TYPE_CHECKING
 
     import click
 
+    from ckpt_tools.errors import FormatError, StoreError, UsageError
+
     from .files import check_model
     from .listening import bind, check_address, listen
-    from .reporting import report_errors
+    from .reporting import printable, report_errors
+    from .settings import Settings, read_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from .predictor import Predictor
+    from .repository import Repository
+
+NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
+
+DEFAULT_NAME = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """All that the command line says beside the address. ``models`` are ``URL`` or ``NAME=URL``."""
+
+    models: Sequence[str]
+    settings: Settings
+    watch: float | None = None
+    architecture: str | None = None
+    threads: int | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise UsageError("there is no model to serve; name one, as MODEL or by --model NAME=URL")
+        if self.watch is not None and not self.watch > 0:
+            raise UsageError(f"--watch is a number of seconds above 0, not {self.watch:g}")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is a number from 1, not {self.threads}")
+        if self.key is not None and self.certificate is None:
+            raise UsageError("--keyfile needs --certfile")
+
+    def named(self) -> list[tuple[str, str]]:
+        """Each model's name and URL. A path with ``=`` in it that exists is a path."""
+        return [_named(text) for text in self.models]
+
+
+def _named(text: str) -> tuple[str, str]:
+    match = None if Path(text).exists() else NAMED.fullmatch(text)
+    return (match[1], match[2]) if match else (DEFAULT_NAME, text)
+
 
 def create_app(model: str | Path) -> FastAPI:
     """The application over a checkpoint, which is loaded here: a bad one stops the start, not the first request."""
-    from . import app
-    from .architectures import OURS
-    from .loading import load_model
+    return application(Options([str(model)], Settings()))
 
-    return app.create_app(load_model(model, architecture=OURS))
+
+def application(options: Options) -> FastAPI:
+    """The application over models, which are loaded here."""
+    from . import app
+    from .repository import Repository, Source
+
+    _limit_threads(options.threads)
+    sources = [Source(name, url) for name, url in options.named()]
+    repository = Repository(sources, _loader(options.architecture))
+    watching = _watching(repository, options.watch)
+    repository.load_all()
+    return app.create_app(repository, options.settings, beside=watching)
+
+
+def _loader(architecture: str | None) -> Callable[[str, str], Predictor]:
+    from .predictor import load_predictor
+
+    return lambda url, name: load_predictor(url, name=name, architecture=architecture)
+
+
+def _watching(repository: Repository, seconds: float | None) -> AbstractContextManager[object] | None:
+    """Made before the models are loaded: what it sees then is what is loaded."""
+    from .watching import Watcher
+
+    return None if seconds is None else Watcher(repository, seconds, tell)
+
+
+def tell(sentence: str) -> None:
+    """One line for the operator."""
+    click.echo(printable(sentence), err=True)
+
+
+def _limit_threads(threads: int | None) -> None:
+    """A forward pass takes all processors, and no more threads than they are."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.argument("model")
+@click.argument("model", required=False)
+@click.option(
+    "--model",
+    "models",
+    metavar="[NAME=]URL",
+    multiple=True,
+    help="A model to serve, and the name of it; can be given several times. The same name again is a newer version.",
+)
+@click.option("--architecture", help="The module of the weights: ours, hf, torchvision:NAME, ...")
 @click.option("--host", default="127.0.0.1", help="The address to listen on.")
 @click.option("--port", type=int, default=8000, help="The port to listen on; 0 takes a free one.")
-def main(model: str, host: str, port: int) -> None:
+@click.option("--watch", type=float, metavar="SECONDS", help="Look so often for a newer checkpoint, and serve it.")
+@click.option("--timeout", type=float, default=30.0, help="The seconds that a request may wait for the model.")
+@click.option("--drain", type=float, default=0.0, help="After a signal, serve so many seconds more, as not ready.")
+@click.option(
+    "--token", type=click.Path(path_type=Path), metavar="FILE", help="A file with the bearer token to ask for."
+)
+@click.option("--certfile", type=click.Path(path_type=Path), help="The certificate (PEM): serve HTTPS.")
+@click.option("--keyfile", type=click.Path(path_type=Path), help="Its key, if it is in a file of its own.")
+@click.option("--access-log", is_flag=True, help="Print a line of JSON for each request.")
+@click.option("--threads", type=int, help="The threads of a forward pass; default: one for each processor.")
+def main(
+    model: str | None,
+    models: tuple[str, ...],
+    architecture: str | None,
+    host: str,
+    port: int,
+    watch: float | None,
+    timeout: float,
+    drain: float,
+    token: Path | None,
+    certfile: Path | None,
+    keyfile: Path | None,
+    access_log: bool,
+    threads: int | None,
+) -> None:
     """Serve MODEL, a checkpoint of any format, local or remote, over HTTP, until SIGTERM, SIGINT or SIGHUP.
 
     \b
@@ -45,17 +159,37 @@ def main(model: str, host: str, port: int) -> None:
     """
     with report_errors():
         check_address(host, port)
-        run(check_model(model), host, port)
+        word = None if token is None else read_token(token)
+        settings = Settings(timeout=timeout, drain=drain, token=word, has_access_log=access_log)
+        named = (*([model] if model else []), *models)
+        options = Options(named, settings, watch, architecture, threads, certfile, keyfile)
+        check_certificate(options)
+        for _, url in options.named():
+            check_model(url)
+        run(options, host, port)
 
 
-def run(model: str, host: str, port: int) -> None:
+def check_certificate(options: Options) -> None:
+    """Raises ``CkptError`` for files that TLS cannot be served with."""
+    if options.certificate is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.certificate, options.key)
+    except ssl.SSLError as error:
+        raise FormatError(f"--certfile and --keyfile are not a certificate and its key ({error.reason})") from error
+    except OSError as error:
+        raise StoreError(f"--certfile or --keyfile cannot be read ({error.strerror or error})") from error
+
+
+def run(options: Options, host: str, port: int) -> None:
     """Serve until told to stop; the address is printed once the service listens, so port 0 is of use."""
     with bind(host, port) as bound:
         from .server import serve
 
-        app = create_app(model)
-        click.echo(f"serving on {listen(bound, host)}")
-        serve(app, bound)
+        app = application(options)
+        url = listen(bound, host)
+        click.echo(f"serving on {url.replace('http', 'https', 1) if options.certificate else url}")
+        serve(app, bound, drain=options.settings.drain, certificate=options.certificate, key=options.key)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,91 @@
-"""uvicorn as this service runs it: how it ends."""
+"""uvicorn as this service runs it: how it ends, and how long it waits for somebody who does not say what he wants."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ckpt_tools.signals import Stopped
 
 # Requests that are whole are answered well within it; a client that hangs holds the end no longer.
 GRACE_SECONDS = 10
 
+HEAD_SECONDS = 10.0
+"""In which the head of a request has to arrive. Whoever takes longer is cut off: heads have no other limit of time."""
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class PromptProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's own, with a limit of time for the head of each request."""
+
+    _head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_idle() and self._head is None:
+            self._await_head()
+        super().data_received(data)
+        if self._head is not None and not self._is_idle():
+            self._stop_waiting()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(error)
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._head = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._cut_off)
+
+    def _stop_waiting(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _cut_off(self) -> None:
+        self._head = None
+        if self._is_idle():
+            self.transport.close()
+
+
 class Server(uvicorn.Server):
-    """Ends alike by SIGTERM, SIGINT and SIGHUP: takes no connection any more, and answers the requests in flight."""
+    """Ends alike by SIGTERM, SIGINT and SIGHUP: says that it is not ready, and goes on for ``drain`` seconds. Then it
+    takes no connection any more, and answers the requests in flight. A second signal ends the drain."""
 
     stopped_by: int | None = None
+    stops_at: float | None = None
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, drain: float) -> None:
+        super().__init__(config)
+        self.traffic, self.drain = app.state.traffic, drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.traffic.is_draining = True
+        if self.drain and self.stopped_by is None:
+            self.stopped_by, self.stops_at = sig, time.monotonic() + self.drain
+            return
         self.stopped_by = self.stopped_by or sig
         super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        is_over = self.stops_at is not None and time.monotonic() >= self.stops_at
+        return await super().on_tick(counter) or is_over
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,10 +101,20 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def serve(app: FastAPI, listening: socket.socket) -> None:
+def serve(
+    app: FastAPI,
+    listening: socket.socket,
+    *,
+    drain: float = 0,
+    certificate: Path | None = None,
+    key: Path | None = None,
+) -> None:
     """Serve until a signal asks for the end; raises it as :class:`Stopped` then."""
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
-    server = Server(config)
+    tls: dict[str, Any] = {} if certificate is None else {"ssl_certfile": certificate, "ssl_keyfile": key}
+    config = uvicorn.Config(
+        app, http=PromptProtocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, ws="none", **tls
+    )
+    server = Server(config, app, drain)
     server.run(sockets=[listening])
     if server.stopped_by:
         raise Stopped(server.stopped_by)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any, Protocol
 
-from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.errors import MalformedError, UnsupportedError, UsageError
 from ckpt_tools.serialization.range_stream import RangeStream
 from ckpt_tools.serialization.zip_archive import ReadRange
 
@@ -28,7 +28,7 @@ class Inflated(Protocol):
         """The next bytes, at most ``size``; none at the end. Raises MalformedError for a damaged frame."""
 
 
-class ZstandardMissingError(UnsupportedError):
+class ZstandardMissingError(UsageError):
     """The package that decompresses is not installed."""
 
 
@@ -54,8 +54,8 @@ def inflated_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -
     """What every decompressor makes of it: of several frames, some read the first alone.
 
     Raises:
-        UnsupportedError: the package is not installed, or it holds more than ``limit_bytes``. MalformedError: it is
-        damaged, or not one frame to the last byte.
+        UnsupportedError: it holds more than ``limit_bytes``. MalformedError: it is damaged, or not one frame to the
+        last byte. ZstandardMissingError.
     """
     decompressor, error = _decompressor(path)
     frame = decompressor.decompressobj()
@@ -80,7 +80,8 @@ def _decompressor(path: str) -> tuple[Any, type[Exception]]:
         import zstandard
     except ImportError as error:
         raise ZstandardMissingError(
-            "its items are compressed with zstd, which needs the package zstandard: pip install zstandard", path=path
+            f"{path}: its items are compressed with zstd; install what reads them with: pip install 'ckpt-tools[zstd]' "
+            f"({error})"
         ) from error
     return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES), zstandard.ZstdError
 

@@ -109,11 +109,13 @@ CKPT_TOOLS_SERVE = ("ckpt_tools", "serve")
 
 
 @contextmanager
-def running_service(folder: Path, model: Path, *args: str, module: Sequence[str] = SERVE) -> Iterator[Service]:
+def running_service(
+    folder: Path, model: Path | None, *args: str, module: Sequence[str] = SERVE, scheme: str = "http"
+) -> Iterator[Service]:
     """``python -m inference.serve`` on a port that the system chose; its temporary files are in a folder of its own."""
     temporary, log = folder / "temporary", folder / "log"
     temporary.mkdir(parents=True)
-    command = [sys.executable, "-m", *module, str(model), "--port", "0", *args]
+    command = [sys.executable, "-m", *module, *([] if model is None else [str(model)]), "--port", "0", *args]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with (
         log.open("wb") as stderr,
@@ -122,7 +124,7 @@ def running_service(folder: Path, model: Path, *args: str, module: Sequence[str]
         try:
             assert process.stdout is not None
             line = process.stdout.readline().decode()
-            assert line.startswith("serving on http://"), log.read_text()
+            assert line.startswith(f"serving on {scheme}://"), log.read_text()
             yield Service(process, line.removeprefix("serving on ").strip(), log, temporary)
         finally:
             process.kill()

@@ -87,7 +87,7 @@ def test_an_item_of_somebody_who_left_is_not_worked_on() -> None:
     asyncio.run(run())
 
 
-def test_an_error_is_told_to_all_of_the_batch_and_the_next_batch_is_worked_on() -> None:
+def test_an_error_is_for_its_item_and_not_for_its_company() -> None:
     async def run() -> None:
         work = Work()
         with Batcher(work, max_batch=2, max_waiting=5) as batcher:
@@ -95,7 +95,7 @@ def test_an_error_is_told_to_all_of_the_batch_and_the_next_batch_is_worked_on() 
             others = await waiting(batcher, 13, 1, 2)
             work.may_go_on.set()
             results = await asyncio.gather(first, *others, return_exceptions=True)
-        assert [type(result) for result in results] == [int, ValueError, ValueError, int]
+        assert [type(result) for result in results] == [int, ValueError, int, int]
 
     asyncio.run(run())
 

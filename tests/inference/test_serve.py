@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -25,12 +25,13 @@ import psutil
 import pytest
 import uvicorn
 from click.testing import CliRunner
+from fastapi import FastAPI
 from PIL import Image
 
 from inference import batch
-from inference.app import MAX_UPLOAD_BYTES
 from inference.listening import bind, listen
 from inference.serve import create_app
+from inference.settings import MAX_UPLOAD_BYTES
 from tests.inference.conftest import CKPT_TOOLS_SERVE, SERVE, Service, running_service
 
 ROOT = Path(__file__).parents[2]
@@ -276,7 +277,7 @@ def run_serve(*args: object) -> subprocess.CompletedProcess[str]:
 def test_a_bad_model_stops_the_start(tmp_path: Path) -> None:
     done = run_serve(tmp_path / "none.pt")
     assert done.returncode == 3
-    assert done.stderr == f"error: there is no model file {tmp_path / 'none.pt'}\n"
+    assert done.stderr == f"error: there is no file or folder {tmp_path / 'none.pt'}\n"
 
 
 @pytest.mark.parametrize(
@@ -328,10 +329,14 @@ def test_a_kept_alive_connection_is_answered_as_fast_as_by_uvicorn_alone(client:
     assert statistics.median(seconds[client]) < 5 * statistics.median(seconds[other]), seconds
 
 
-@contextmanager
-def plain_uvicorn(model: Path) -> Iterator[str]:
+def plain_uvicorn(model: Path) -> AbstractContextManager[str]:
     """The same application as uvicorn serves it by itself, in a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(create_app(model), port=0, log_level="warning"))
+    return plain_uvicorn_of(create_app(model))
+
+
+@contextmanager
+def plain_uvicorn_of(app: FastAPI) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

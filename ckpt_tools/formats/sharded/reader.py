@@ -58,7 +58,7 @@ def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Man
     ties = _ties(tree.tensors)
     tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
     manifest = manifest_of(
-        Leaves(tree.paths, tensors, tree.objects, tree.inner),
+        Leaves(tree.paths, tensors, tree.objects, tree.inner, own=frozenset(tree.own)),
         format_name=format_name,
         model_key=options.model_key,
         optim_key=options.optim_key,
@@ -155,6 +155,7 @@ class _Tree:
     objects: dict[str, Any] = field(default_factory=dict)
     inner: dict[StateKey, TensorLeaf] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    own: set[str] = field(default_factory=set)
     _whole: set[str] = field(default_factory=set)
     _homes: dict[str, str] = field(default_factory=dict)
 
@@ -261,9 +262,12 @@ class _Tree:
                 where = path if dotted(path) not in self.paths else (item.label, *path)
                 self._place(where, TensorLeaf(held.shape, held.dtype, _table(dotted(path), held, held.shards)))
                 self._whole.add(dotted(where))
+                self.own.add(dotted(where))
         for path, value in first.objects.items():
             if str(path[0]) not in own and not (path == ("lr_scheduler",) and value is None):
-                self._place_object(path if dotted(path) not in self.paths else (item.label, *path), value, first)
+                where = path if dotted(path) not in self.paths else (item.label, *path)
+                self._place_object(where, value, first)
+                self.own.add(dotted(where))
         for top, what in own.items():
             why = f"each rank has its own {what[0]}, which cannot be given to other ranks"
             self.notes.append(Note(Outcome.DROPPED, f"{top} of {item.label}", why))

@@ -188,7 +188,8 @@ class _Files:
         if name not in self._entries.objects:
             return tensors.part(self._entries.tensors[self._entries.aliases.get(name, name)])
         value = self._entries.objects[name]
-        if self._names and self._paths[name][-1] == "params" and "param_groups" in self._paths[name]:
+        groups = (*(self._tree.optim or ()), "param_groups")
+        if self._names and self._paths[name][-1] == "params" and self._paths[name][: len(groups)] == groups:
             return _numbers(self._manifest, value)
         return replaced(value, lambda ref: tensors.whole(ref.key))
 
