@@ -54,8 +54,8 @@ def inflated_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -
     """What every decompressor makes of it: of several frames, some read the first alone.
 
     Raises:
-        UnsupportedError: the package is not installed, or it holds more than ``limit_bytes``. MalformedError: it is
-        damaged, or not one frame to the last byte.
+        UnsupportedError: it holds more than ``limit_bytes``. MalformedError: it is damaged, or not one frame to the
+        last byte. ZstandardMissingError.
     """
     decompressor, error = _decompressor(path)
     frame = decompressor.decompressobj()

@@ -36,6 +36,9 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(UsageError, match=r"pip install 'ckpt-tools\[zstd\]'"):
         ckpt_tools.inspect(make("dcp-zstd").source)
+    report = ckpt_tools.scan(make("dcp-zstd").source)
+    assert not report.clean
+    assert all("zstd" in finding.what for finding in report.findings)
 
 
 @pytest.mark.parametrize("copied", ["dcp-zstd"], indirect=True)

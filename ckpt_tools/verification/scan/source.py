@@ -157,9 +157,13 @@ class _Scan:
             return piece
         if info.transform_descriptors != (_ZSTD,):
             raise NotLookedIntoError(f"it is compressed or transformed by {listed(info.transform_descriptors)}")
-        from ckpt_tools.serialization.zstd import inflated_frame
+        from ckpt_tools.serialization.zstd import ZstandardMissingError, inflated_frame
 
-        return piece.holding(inflated_frame(piece.read, piece.size, piece.file, limit_bytes=MAX_INFLATED_BYTES), "")
+        try:
+            data = inflated_frame(piece.read, piece.size, piece.file, limit_bytes=MAX_INFLATED_BYTES)
+        except ZstandardMissingError as error:
+            raise NotLookedIntoError(error.message.removeprefix(f"{piece.file}: ")) from error
+        return piece.holding(data, "")
 
 
 def _infos(metadata: Metadata) -> list[StorageInfo]:
