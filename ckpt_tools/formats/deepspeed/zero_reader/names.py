@@ -1,8 +1,8 @@
 """Where the files of a DeepSpeed checkpoint lie, from their names alone.
 
 A save directory holds a folder for each tag, and ``latest`` names one of them. deepspeed/runtime/engine.py:
-``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name``. Folders of expert parallel runs and of NVMe offload are recognised so
-that they can be refused by name.
+``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name``. Folders of expert parallel runs and of NVMe offload are recognised
+so that they can be refused by name.
 """
 
 from __future__ import annotations
