@@ -68,11 +68,21 @@ class Contents:
         )
 
     def _notes(self) -> Iterator[Note]:
-        """Stages 2 and 3 list frozen parameters, and None in place of the list says that they were not to be saved."""
+        """Stages 2 and 3 list frozen parameters, and None in place of the list says that they were not to be saved.
+        Stage 1 never lists them; if it has one, it has them all."""
         content = self.model.file.content
-        if self.optim.stage > 1 and "frozen_param_shapes" in content and content["frozen_param_shapes"] is None:
-            why = "the checkpoint was saved with exclude_frozen_parameters"
-            yield Note(Outcome.DEFAULTED, "weights of frozen parameters, if the run has any", why)
+        if "frozen_param_shapes" not in content or content["frozen_param_shapes"] is not None:
+            return
+        what = "weights of frozen parameters, if the run has any"
+        if self.optim.stage > 1:
+            yield Note(Outcome.DEFAULTED, what, "the checkpoint was saved with exclude_frozen_parameters")
+        elif not self._has_frozen():
+            why = "there are none, and stage 1 does not say whether exclude_frozen_parameters left them out"
+            yield Note(Outcome.DEFAULTED, what, why)
+
+    def _has_frozen(self) -> bool:
+        known = {*self.trainable, *self.model.buffers, *self.aliases}
+        return any(isinstance(value, StoredTensor) for name, value in self.model.module.items() if name not in known)
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
