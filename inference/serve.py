@@ -81,7 +81,6 @@ def application(options: Options) -> FastAPI:
     from . import app
     from .repository import Repository, Source
 
-    _limit_threads(options.threads)
     sources = [Source(name, url) for name, url in options.named()]
     repository = Repository(sources, _loader(options.architecture))
     watching = _watching(repository, options.watch)
@@ -190,6 +189,7 @@ def run(options: Options, host: str, port: int) -> None:
     with bind(host, port) as bound:
         from .server import serve
 
+        _limit_threads(options.threads)
         app = application(options)
         url = listen(bound, host)
         click.echo(f"serving on {url.replace('http', 'https', 1) if options.certificate else url}")
