@@ -853,7 +853,7 @@ def formats() -> tuple[FormatInfo, ...]:
     Example:
         >>> import ckpt_tools
         >>> [row.name for row in ckpt_tools.formats() if row.writes][:3]
-        ['dcp', 'zero1', 'zero2']
+        ['dcp', 'megatron', 'zero1']
     """
     from ckpt_tools.formats.registry import table
 

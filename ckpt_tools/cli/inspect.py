@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import MAX_NOTES, print_json, show, table
+from ckpt_tools.cli.render import MAX_NOTES, print_json, show, show_notes, table
 from ckpt_tools.cli.wrapping import columns, say
 from ckpt_tools.core.value_text import one_line
 from ckpt_tools.core.wording import count, listed, printable, size
@@ -56,6 +56,7 @@ def _show_summary(summary: Summary) -> None:
     for name, value in _rows(summary):
         drawn.add_row(name, value)
     show(drawn)
+    show_notes(summary.notes, MAX_NOTES)
 
 
 def _rows(summary: Summary) -> Iterator[tuple[str, str]]:

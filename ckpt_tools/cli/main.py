@@ -28,7 +28,9 @@ COMMANDS = {
     "consolidate": Home(
         "convert", "Write the model's weights alone, as safetensors or in the format that DST's ending implies."
     ),
-    "make-loadable": Home("make_loadable", "Write a foreign .pt again, so that torch.load takes it safely."),
+    "make-loadable": Home(
+        "make_loadable", "Write a file of torch.save again, so that torch.load(weights_only=True) takes it."
+    ),
     "verify": Home(
         "verify",
         "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli.wrapping import say
-from ckpt_tools.core.wording import listed, printable, size
+from ckpt_tools.core.wording import count, listed, printable, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,13 +63,15 @@ def show(drawn: Table) -> None:
     console.print(drawn)
 
 
-def show_notes(notes: Iterable[Note]) -> None:
-    """Print the ledger, one line for each outcome and reason."""
+def show_notes(notes: Iterable[Note], limit: int | None = None) -> None:
+    """Print the ledger, one line for each outcome and reason; of more than ``limit`` lines, how many more there are."""
     lines: dict[tuple[str, str], list[str]] = {}
     for note in notes:
         lines.setdefault((note.outcome.value, note.why), []).append(note.what)
-    for (outcome, why), what in lines.items():
+    for (outcome, why), what in islice(lines.items(), limit):
         say(printable(f"{outcome}: {listed(what, MAX_NOTES)} ({why})"))
+    if limit is not None and len(lines) > limit:
+        say(f"and {count(len(lines) - limit, 'more note')}; see --json")
 
 
 @contextmanager

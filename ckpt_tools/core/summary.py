@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
+from ckpt_tools.core.notes import Note, settled
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.shown_values import ShownValues
 
@@ -49,6 +50,9 @@ class Summary(Shown):
     read, each in its own dtype; ``file_bytes`` is the size of the ``num_files`` files that hold them. A file may hold
     a weight and its fp32 master once, so that ``num_bytes`` can be the larger.
 
+    ``notes`` say what was read in a way that the files do not state, what lies beside the checkpoint and was not read,
+    and what was not understood and is only carried along.
+
     The options of ``groups`` and the values of ``extras`` are bounded, as ``core.shown_values`` says.
     """
 
@@ -68,6 +72,7 @@ class Summary(Shown):
     groups: tuple[GroupSummary, ...]
     aliases: Mapping[str, str]
     extras: Mapping[str, Any]
+    notes: tuple[Note, ...]
     tensors: tuple[TensorSummary, ...]
 
     def shown(self) -> dict[str, object]:
@@ -79,6 +84,7 @@ class Summary(Shown):
             "num_parameters": self.num_parameters,
             "num_tensors": self.num_tensors,
             "num_bytes": self.num_bytes,
+            "notes": len(self.notes),
         }
 
     def to_json(self, *, tensors: bool = True) -> dict[str, Any]:
@@ -120,6 +126,7 @@ def summarize(manifest: Manifest, source: str, files: Mapping[str, int]) -> Summ
         groups=tuple(GroupSummary(len(group.params), shown.of(group.options)) for group in manifest.groups),
         aliases=dict(manifest.aliases),
         extras={name: shown.of(value) for name, value in manifest.extra.items()},
+        notes=settled(manifest.notes),
         tensors=tensors,
     )
 

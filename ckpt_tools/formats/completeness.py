@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
+from ckpt_tools.formats.rank_names import MANAGER, says_its_rank
 from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, parent_of
 from ckpt_tools.formats.trainer_files import marks_unfinished
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
@@ -113,14 +114,24 @@ def format_of(saved: Saved) -> str:
     if any(name == "manifest.ocdbt" or name.startswith("_CHECKPOINT_METADATA") for name in names):
         return "orbax"
     if any(_METADATA.fullmatch(name) or _DATA.fullmatch(name) for name in names):
-        return "torch_dist" if _is_torch_dist(saved) else "dcp"
+        return "megatron" if _is_torch_dist(saved) else "dcp"
     if any(path.endswith("/fp32.pt") for path in saved.files):
         return "universal"
     if any(name.endswith("_states.pt") for name in names):
         return "deepspeed"
-    if any(_LEGACY_MEGATRON.search(path) for path in saved.files):
+    if _is_legacy(saved):
         return "megatron"
+    if MANAGER in names or any(map(says_its_rank, names)):
+        return "sharded"
+    for name in ("gguf", "npz"):
+        if any(each.endswith(f".{name}") for each in names):
+            return name
     return "safetensors" if any(name.endswith(".safetensors") for name in names) else "torch"
+
+
+def _is_legacy(saved: Saved) -> bool:
+    """Whether Megatron-LM wrote it in its older format, a file for each tensor and pipeline parallel rank."""
+    return any(_LEGACY_MEGATRON.search(path) for path in saved.files)
 
 
 def world_size_of(saved: Saved) -> int | None:
@@ -189,7 +200,7 @@ def _is_torch_dist(saved: Saved) -> bool:
 
 
 def _torch_dist(saved: Saved) -> str | None:
-    if format_of(saved) != "torch_dist" or "metadata.json" in saved.files:
+    if format_of(saved) != "megatron" or "metadata.json" in saved.files or _is_legacy(saved):
         return None
     return "no metadata.json, which Megatron-Core writes last: the save did not finish"
 
@@ -230,7 +241,7 @@ def _of_ranks(ranks: list[int]) -> str:
 
 
 def _torch_checkpointing(saved: Saved) -> str | None:
-    """``metadata.pkl`` lists the items, each of which has a file a rank."""
+    """``metadata.pkl`` says the number of ranks, and lists items that can be resharded. Each item has a file a rank."""
     if "metadata.pkl" not in saved.files:
         is_bare = {"model_0.pt", "optimizer_0.pt"} <= saved.files.keys()
         return "no metadata.pkl: the save did not finish" if is_bare else None
@@ -239,8 +250,12 @@ def _torch_checkpointing(saved: Saved) -> str | None:
     items = found.get("metadata") if isinstance(found, dict) else None
     if type(size) is not int or not 0 < size <= 1 << 24 or not isinstance(items, dict):
         return "metadata.pkl does not list the items of a checkpoint"
-    for item in items:
-        ranks = {rank for rank in range(size) if f"{item}_{rank}.pt" in saved.files}
+    held: dict[str, set[int]] = {str(item): set() for item in items}
+    for path in saved.files:
+        match = re.fullmatch(r"([^/]+)_(\d{1,9})\.pt", path)
+        if match is not None and int(match[2]) < size:
+            held.setdefault(match[1], set()).add(int(match[2]))
+    for item, ranks in held.items():
         missing = sorted(set(range(size)) - ranks)
         if ranks and missing:
             return f"{item} lacks the files of {_of_ranks(missing)}: the save did not finish"
@@ -343,6 +358,18 @@ def _indexed(saved: Saved, path: str) -> str | None:
         if saved.files[file] < end:
             return f"{file} has {saved.files[file]:,} bytes instead of {end:,}: it is cut off"
     return None
+
+
+def _olmo(saved: Saved) -> str | None:
+    """OLMo-core writes ``.metadata.json`` last, and takes a folder for a checkpoint if these three files are there
+    (train/checkpoint.py, ``dir_is_checkpoint``)."""
+    if _OLMO_FILES[0] not in saved.files or not any(path.startswith("train/rank") for path in saved.files):
+        return None
+    missing = next((path for path in _OLMO_FILES if path not in saved.files), None)
+    return None if missing is None else f"no {missing}: the save did not finish"
+
+
+_OLMO_FILES = ("model_and_optim/.metadata", "train/rank0.pt", ".metadata.json")
 
 
 def _trainer(saved: Saved) -> str | None:
@@ -465,7 +492,7 @@ def _stops(header: Any) -> Iterator[int]:
 
 
 _RULES: tuple[Callable[[Saved], str | None], ...] = (
-    _name, _marker, _orbax, _orbax_commit, _torch_dist, _dcp, _meta, _ranks, _torch_checkpointing, _universal,
+    _name, _marker, _orbax, _orbax_commit, _torch_dist, _dcp, _olmo, _meta, _ranks, _torch_checkpointing, _universal,
     _deepspeed, _latest, _tracker, _trainer, _accelerate, _record, _index, _shards, _weightless, _empty, _ends,
 )  # fmt: skip
 """Those that say most about the trainer come first."""

@@ -19,14 +19,14 @@ from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.base import Reader
+from ckpt_tools.formats.trainer_names import OPTIMIZER_HALF
 from ckpt_tools.stores.source import Source, Store, StoreWrapper
-
-_OPTIM = "optim/.metadata"
 
 
 def halves_prefix(source: Source) -> str | None:
     """Where the folders ``model`` and ``optim`` of the one such checkpoint lie, if there is one."""
-    found = [path.removesuffix(_OPTIM) for path in source.files if path == _OPTIM or path.endswith(f"/{_OPTIM}")]
+    ends = (OPTIMIZER_HALF, f"/{OPTIMIZER_HALF}")
+    found = [path.removesuffix(OPTIMIZER_HALF) for path in source.files if path == ends[0] or path.endswith(ends[1])]
     if len(found) != 1 or sum(path.rpartition("/")[2] == ".metadata" for path in source.files) != 1:
         return None
     folder = f"{found[0]}model/"
@@ -114,7 +114,7 @@ def _fits(key: StateKey, entry: TensorEntry, weights: Mapping[StateKey, Any]) ->
 
 def _beside(source: Source, prefix: str, manifest: Manifest) -> list[Note]:
     """Notes on the files that are part of neither half."""
-    used = manifest.files | {f"{prefix}{_OPTIM}"}
+    used = manifest.files | {f"{prefix}{OPTIMIZER_HALF}"}
     left = [path for path in source.files if path.startswith(prefix) and path not in used]
     return [
         Note(Outcome.DROPPED, path, "it is beside the model's and the optimizer's files and is not read")

@@ -35,7 +35,8 @@ _OF_THE_RANK = re.compile(
 def is_candidate(path: str) -> bool:
     """Whether a file could be a rank's: one of torch's, and not one that is known to be a trainer's own."""
     name = base(path)
-    return name.endswith(SUFFIXES) and not any(fnmatchcase(name, pattern) for pattern in TRAINERS_OWN)
+    is_trainers_own = any(fnmatchcase(name, pattern) for pattern in TRAINERS_OWN)
+    return name.endswith(SUFFIXES) and (says_its_rank(path) or not is_trainers_own)
 
 
 def base(path: str) -> str:

@@ -12,10 +12,9 @@ from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import SeveralCheckpointsError
 from ckpt_tools.formats.base import Reader, Serving
-from ckpt_tools.formats.halves import halves_prefix, read_halves
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for, readers
 from ckpt_tools.formats.trainer_files import with_trainer_files
-from ckpt_tools.formats.trainer_names import OPTIMIZERS
+from ckpt_tools.formats.trainer_names import OPTIMIZER_HALF, OPTIMIZERS
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_source
@@ -54,7 +53,7 @@ def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path
 
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
     """As ``read_checkpoint``, of a source that is open."""
-    prefix = halves_prefix(source) if format_name in (None, "dcp") else None
+    prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
     own: frozenset[str] = frozenset()
     optimizer = next((name for name in OPTIMIZERS if name in source.files and len(source.files) > 1), None)
     try:
@@ -66,6 +65,8 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
                 manifest, is_joined = _read_both(reader, source, optimizer, options)
                 own = frozenset([optimizer] if is_joined else [])
         else:
+            from ckpt_tools.formats.halves import read_halves
+
             reader, models = readers()["dcp"], readers()["safetensors"]
             manifest = read_halves(source, prefix, options, dcp=reader, safetensors=models)
     except SeveralCheckpointsError as error:
@@ -77,6 +78,15 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
         source = reader.served(source, manifest)
     manifest = with_trainer_files(manifest, source, own)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+
+
+def _prefix_of_halves(source: Source) -> str | None:
+    """As ``halves_prefix``, which is imported if there is such a file at all."""
+    if not any(path.endswith(OPTIMIZER_HALF) for path in source.files):
+        return None
+    from ckpt_tools.formats.halves import halves_prefix
+
+    return halves_prefix(source)
 
 
 def _read_both(reader: Reader, source: Source, optimizer: str, options: ReadOptions) -> tuple[Manifest, bool]:

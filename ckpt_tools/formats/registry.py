@@ -75,7 +75,7 @@ _READERS = {
     "universal": "deepspeed.universal.reader:UniversalReader",
     "deepspeed": "deepspeed.zero_reader.reader:DeepSpeedReader",
     "safetensors": "safetensors.files:SafetensorsReader",
-    "sharded": "sharded.reader:ShardedReader",
+    "sharded": "sharded.files:ShardedReader",
     "torch": "torch_save:TorchReader",
     "gguf": "gguf.files:GgufReader",
     "npz": "npz.files:NpzReader",
@@ -83,7 +83,7 @@ _READERS = {
 """Where each is, the most telling first: their order is the order of detection."""
 
 _SIGNS = {
-    "megatron": (".metadata", "/metadata.json", "common.pt", "_rng.pt", "distrib_optim.pt"),
+    "megatron": ("common.pt", "metadata.json", "_rng.pt", "distrib_optim.pt"),
     "dcp": (".metadata",),
     "orbax": ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
     "universal": ("/fp32.pt",),
@@ -188,9 +188,9 @@ def table() -> tuple[FormatInfo, ...]:
     built_in = (
         FormatInfo(
             name,
-            _READ_AS.get(name, name) in readers(),
-            name in writers(),
-            _HOLDS.get(name) or _holds(writers()[name].holds_optimizer),
+            _READ_AS.get(name, name) in _READERS,
+            name in _WRITERS,
+            _HOLDS.get(name) or _holds(_writer(name).holds_optimizer),
             about,
         )
         for name, about in _ABOUT.items()

@@ -23,9 +23,11 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Severa
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.rank_names import are_those_of_ranks
-from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
+from ckpt_tools.formats.state_dict.build import Entries, is_model_only
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
+from ckpt_tools.formats.state_dict.read_back import entries_read_back
 from ckpt_tools.formats.trainer_files import is_beside, with_scheduler
+from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 
@@ -151,6 +153,7 @@ class FileTree:
 def read_tree(source: Source, file: str) -> FileTree:
     """The leaves of a file. Raises FormatError."""
     archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    refuse_call(archive.value, file)
     refuse_pieces(archive.value, file)
     refuse_deepspeed(archive.value, file)
     paths: dict[str, TreePath] = {}
@@ -259,7 +262,7 @@ class TorchWriter:
             raise UnsupportedError(
                 f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
             )
-        entries = entries_of(manifest, StateTree(("model",), ("optim",)))
+        entries = entries_read_back(manifest, StateTree(("model",), ("optim",)))
         return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
 
 

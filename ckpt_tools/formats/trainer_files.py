@@ -12,14 +12,17 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import FormatError, IncompleteError
 from ckpt_tools.formats.foreign import rank_in_name
 from ckpt_tools.formats.trainer_names import UNREAD
 from ckpt_tools.stores.source import Source
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.state_dict.parse import TensorLeaf
 
 MAX_COMPANION_BYTES = 64 << 20
 """A trainer's log of a million steps; what is larger is none of these files."""
@@ -39,6 +42,7 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
     ``own`` are files of the checkpoint that hold no tensor, such as a ZeRO-3 rank's model file: they are not noted.
     """
     extra, notes, step = dict(manifest.extra), [], manifest.step
+    tensors: dict[StateKey, TensorEntry] = {}
     used = manifest.files
     folders = _folders(used)
     noted = {note.what for note in manifest.notes}
@@ -51,10 +55,11 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
         if marks_unfinished(name) and path.rpartition("/")[0] in folders:
             raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
         if name in _READ:
-            found, note = _read(source, path, _READ[name])
+            found, inner, note = _read(source, path, _READ[name], extra.keys())
             if path in copied:
-                entries |= found.keys() - extra.keys()
-            extra = {**found, **extra}
+                entries |= found.keys()
+            extra |= found
+            tensors |= inner
             notes += note
         elif path == ADAPTER and manifest.format in ("safetensors", "torch"):
             notes.append(_adapter(source, path))
@@ -68,7 +73,9 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
     if step is None and type(extra.get("global_step")) is int:
         step = extra["global_step"]
     trainer = None if manifest.trainer is None else replace(manifest.trainer, entries=frozenset(entries))
-    return replace(manifest, extra=extra, notes=(*manifest.notes, *notes), step=step, trainer=trainer)
+    tensors = {**manifest.tensors, **tensors}
+    notes = [*manifest.notes, *notes]
+    return replace(manifest, tensors=tensors, extra=extra, notes=tuple(notes), step=step, trainer=trainer)
 
 
 def marks_unfinished(name: str) -> bool:
@@ -105,7 +112,7 @@ def _folders(files: Iterable[str]) -> set[str]:
 def _adapter(source: Source, path: str) -> Note:
     """About a folder of PEFT (0.21), whose tensors are no model."""
     try:
-        kind = _content(source, path).get("peft_type")
+        kind = _json(source, path).get("peft_type")
     except (FormatError, ValueError, RecursionError, AttributeError):
         kind = None
     known = f" ({kind})" if isinstance(kind, str) and kind.isidentifier() else ""
@@ -121,23 +128,41 @@ def _is_foreign_part(name: str, manifest: Manifest) -> bool:
     return manifest.format == "safetensors" and _WEIGHTS_IN_TORCH.fullmatch(name) is not None
 
 
-def _read(
-    source: Source, path: str, meaning: Callable[[Any], Mapping[str, Any]]
-) -> tuple[Mapping[str, Any], list[Note]]:
+_Read = tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]
+"""What a file adds: entries, the tensors to which these refer, and notes."""
+
+
+def _read(source: Source, path: str, meaning: Callable[[Any], Mapping[str, Any]], known: Collection[str]) -> _Read:
+    """What the file at ``path`` says, without the entries that are ``known``."""
     try:
-        return meaning(_content(source, path)), []
+        if path.endswith(".json"):
+            said = meaning(_json(source, path))
+            return {name: value for name, value in said.items() if name not in known}, {}, []
+        return _read_archive(source, path, meaning, known)
     except (FormatError, ValueError, RecursionError) as error:
         reason = error.message if isinstance(error, FormatError) else str(error)
-        return {}, [Note(Outcome.DROPPED, path, f"it is beside the checkpoint and cannot be read: {reason}")]
+        return {}, {}, [Note(Outcome.DROPPED, path, f"it is beside the checkpoint and cannot be read: {reason}")]
 
 
-def _content(source: Source, path: str) -> Any:
-    if path.endswith(".json"):
-        return json.loads(source.read_all(path, limit_bytes=MAX_COMPANION_BYTES))
+def _json(source: Source, path: str) -> Any:
+    return json.loads(source.read_all(path, limit_bytes=MAX_COMPANION_BYTES))
+
+
+def _read_archive(
+    source: Source, path: str, meaning: Callable[[Any], Mapping[str, Any]], known: Collection[str]
+) -> _Read:
     # Pickles are read for these few files alone: of other formats they are no part.
+    from ckpt_tools.formats.torch_save import with_references
     from ckpt_tools.serialization.torch_zip import open_archive
 
-    return open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path).value
+    archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    inner: dict[StateKey, TensorLeaf] = {}
+    found = {
+        name: with_references(value, archive, path, name, inner)
+        for name, value in meaning(archive.value).items()
+        if name not in known
+    }
+    return found, {key: TensorEntry(leaf.shape, leaf.dtype, Kind.EXTRA, leaf.shards) for key, leaf in inner.items()}, []
 
 
 def _scheduler(content: Any) -> Mapping[str, Any]:

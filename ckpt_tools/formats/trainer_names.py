@@ -3,6 +3,9 @@
 OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 """Of accelerate and transformers: the optimizer of a model that lies beside it (``formats.huggingface``)."""
 
+OPTIMIZER_HALF = "optim/.metadata"
+"""Of NeMo Automodel: the optimizer of a model that lies in a folder beside it (``formats.halves``)."""
+
 _UNREAD_OWN = (
     "random_states_*.pkl",
     "rng_state*.pth",

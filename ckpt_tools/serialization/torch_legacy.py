@@ -9,14 +9,16 @@ from the sizes of those before it, so opening reads the pickles alone; no tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 from ckpt_tools.core.values import StorageRef, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.serialization.pickle.load import PersistentLoad, loads, recorded
-from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, TorchArchive, described_storage
+from ckpt_tools.serialization.pickle.load import load_first
+from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
+from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
 from ckpt_tools.serialization.zip_archive import ReadRange
 
 MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
@@ -38,6 +40,35 @@ def is_legacy(head: bytes) -> bool:
     return _MAGIC.match(head) is not None
 
 
+class FirstPickle(Protocol):
+    """What was read of the first of several pickles."""
+
+    @property
+    def value(self) -> Value: ...
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+
+
+Read = TypeVar("Read", bound=FirstPickle)
+
+ReadFirst = Callable[[bytes, PersistentLoad | None], Read]
+"""Reads the pickle that some bytes begin with. Raises EndsEarlyError where they may not be all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyFile(Generic[Read]):
+    """The five pickles, and the storages of which the fourth describes the tensors."""
+
+    pickles: tuple[Read, ...]
+    storages: Storages
+
+    @property
+    def value(self) -> Value:
+        return self.pickles[3].value
+
+
 def open_legacy(read: ReadRange, size: int, path: str) -> TorchArchive:
     """Open the file of ``size`` bytes that ``read(start, stop)`` reads and that ``is_legacy``.
 
@@ -45,46 +76,63 @@ def open_legacy(read: ReadRange, size: int, path: str) -> TorchArchive:
         MalformedError: it is damaged. IncompleteError: it ends too early. UnsupportedError: it is of a big-endian
         machine, or holds a tensor of a kind that is not handled.
     """
-    pickles = _Pickles(read, size, path)
-    _check_head(pickles.take(), pickles.take(), pickles.take(), path)
-    known = _Storages()
-    value = pickles.take(known.resolve)
-    starts = known.starts(pickles.take(), pickles.position, size, path)
+
+    def read_first(data: bytes, persistent_load: PersistentLoad | None) -> FirstPickle:
+        return load_first(data, path=path, persistent_load=persistent_load)
+
+    found = read_legacy(read, size, path, read_first)
+    storages = found.storages
 
     def locate() -> Mapping[str, tuple[int, int]]:
-        return {**known.ranges(starts, read, path), **known.view_ranges(starts)}
+        return {**storages.ranges(read, path), **storages.view_ranges()}
 
-    return TorchArchive(path, value, MappingProxyType({}), MappingProxyType(known.all), locate)
+    return TorchArchive(path, found.value, MappingProxyType({}), MappingProxyType(storages.all), locate)
 
 
-class _Pickles:
+def read_legacy(read: ReadRange, size: int, path: str, read_first: ReadFirst[Read]) -> LegacyFile[Read]:
+    """The legacy file of ``size`` bytes, each of whose bytes belongs to a pickle or to a storage.
+
+    The number of elements that precedes each storage is not read; ``Storages.ranges`` compares it.
+
+    Raises:
+        MalformedError, IncompleteError, UnsupportedError: as ``open_legacy``.
+    """
+    pickles = _Pickles(read, size, path, read_first)
+    magic, version, machine = pickles.take(), pickles.take(), pickles.take()
+    _check_head(magic.value, version.value, machine.value, path)
+    storages = Storages()
+    value, keys = pickles.take(storages.resolve), pickles.take()
+    storages.place(keys.value, pickles.position, size, path)
+    return LegacyFile((magic, version, machine, value, keys), storages)
+
+
+class _Pickles(Generic[Read]):
     """The pickles at the start of a file, one after the other."""
 
-    def __init__(self, read: ReadRange, size: int, path: str) -> None:
-        self._read, self._size, self._path = read, size, path
+    def __init__(self, read: ReadRange, size: int, path: str, read_first: ReadFirst[Read]) -> None:
+        self._read, self._size, self._path, self._read_first = read, size, path, read_first
         self._known_start, self._known = 0, b""
         self.position = 0
 
-    def take(self, persistent_load: PersistentLoad | None = None) -> Value:
-        data = self._next()
-        self.position += len(data)
-        return loads(data, path=self._path, persistent_load=persistent_load)
-
-    def _next(self) -> bytes:
-        """The bytes of the next pickle. Where it ends is known once it was followed."""
+    def take(self, persistent_load: PersistentLoad | None = None) -> Read:
         num_bytes = 1
         while True:
             data = self._ahead(num_bytes)
-            found = recorded(data, path=self._path)
-            if found.failure is None:
-                return data[: found.stop]
-            if not found.is_cut:
-                raise MalformedError(found.failure, path=self._path)
-            if self.position + len(data) >= self._size:
-                raise IncompleteError("it ends within a pickle; it is truncated", path=self._path)
-            if len(data) >= MAX_PICKLE_BYTES:
-                raise MalformedError(f"one of its pickles has more than {MAX_PICKLE_BYTES:,} bytes", path=self._path)
-            num_bytes = min(len(data) * 8, MAX_PICKLE_BYTES)
+            try:
+                found = self._read_first(data, persistent_load)
+            except EndsEarlyError as error:
+                num_bytes = self._more_than(len(data), error)
+            else:
+                self.position += found.stop
+                return found
+
+    def _more_than(self, num_bytes: int, error: EndsEarlyError) -> int:
+        """How many bytes to try, where the pickle may be longer than ``num_bytes``."""
+        if self.position + num_bytes >= self._size:
+            raise IncompleteError(f"it is truncated, or damaged: {error.message}", path=self._path) from error
+        if num_bytes >= MAX_PICKLE_BYTES:
+            raise MalformedError(f"one of its pickles has more than {MAX_PICKLE_BYTES:,} bytes", path=self._path)
+        return min(num_bytes * 8, MAX_PICKLE_BYTES)
 
     def _ahead(self, num_bytes: int) -> bytes:
         """What follows: as much as was read already, if that is ``num_bytes`` at least."""
@@ -105,15 +153,20 @@ def _check_head(magic: Value, version: Value, machine: Value, path: str) -> None
             "it was written on a big-endian machine; open it there with torch.load and save it again with torch.save",
             path=path,
         )
-    if little is not True:
-        raise MalformedError("it does not say on what machine it was written", path=path)
+    if little is not True or machine.get("protocol_version") != VERSION:
+        raise MalformedError("it does not say on which machine and in which version it was written", path=path)
 
 
-class _Storages:
-    """The storages that the pickle describes: ``all`` by key, views of them included."""
+class Storages:
+    """The storages that the pickle describes: ``all`` by key, views of them included.
+
+    ``has_sources`` says whether classes of modules came with the text of their source.
+    """
 
     def __init__(self) -> None:
         self.all: dict[str, StorageRef] = {}
+        self.has_sources = False
+        self._starts: dict[str, int] = {}
         self._roots: dict[str, StorageRef] = {}
         self._views: dict[str, tuple[str, int]] = {}
 
@@ -121,13 +174,17 @@ class _Storages:
         """``("storage", class, key, location, numel, view)``, where a view (torch before 0.4) is ``(key, offset,
         numel)``; or ``("module", class, file, source)``, which stands for the class."""
         if type(pid) is tuple and len(pid) == 4 and pid[0] == "module":
+            self.has_sources = True
             return pid[1]
         root = described_storage(pid)
-        _note(self._roots, root)
-        view = pid[5] if len(pid) > 5 else None
-        if view is None:
-            return _note(self.all, root)
-        return self._view(root, view)
+        if len(pid) != 6:
+            raise MalformedError("a storage is not described in torch's way", key=root.key)
+        noted(self._roots, root)
+        return noted(self.all, root) if pid[5] is None else self._view(root, pid[5])
+
+    @property
+    def has_views(self) -> bool:
+        return bool(self._views)
 
     def _view(self, root: StorageRef, view: Value) -> StorageRef:
         if type(view) is not tuple or len(view) != 3 or type(view[1]) is not int:
@@ -139,11 +196,12 @@ class _Storages:
             offset,
         ):
             raise MalformedError("a view of a storage leaves it, or is described in two ways", key=root.key)
-        return _note(self.all, found)
+        return noted(self.all, found)
 
-    def starts(self, keys: Value, at: int, size: int, path: str) -> dict[str, int]:
-        """Where the elements of each storage begin: they lie in the order of ``keys`` from byte ``at`` to ``size``."""
-        starts: dict[str, int] = {}
+    def place(self, keys: Value, at: int, size: int, path: str) -> None:
+        """Note where the elements of each storage begin: they lie in the order of ``keys`` from byte ``at`` to
+        ``size``."""
+        starts = self._starts
         for key in keys if isinstance(keys, list) else ():
             if type(key) is not str or key not in self._roots or key in starts:
                 raise MalformedError(f"storage {key!s:.40} is listed, and no tensor is a view of it", path=path)
@@ -156,12 +214,11 @@ class _Storages:
             raise IncompleteError(f"it has {size:,} bytes instead of {at:,}; it is truncated", path=path)
         if at < size:
             raise MalformedError(f"{size - at:,} bytes follow the last storage", path=path)
-        return starts
 
-    def ranges(self, starts: Mapping[str, int], read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
+    def ranges(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
         """The bytes of each storage, after a look at the count before them."""
         found = {}
-        for key, start in starts.items():
+        for key, start in self._starts.items():
             ref = self._roots[key]
             count = int.from_bytes(read(start - COUNT_BYTES, start), "little")
             if count != ref.numel:
@@ -169,16 +226,10 @@ class _Storages:
             found[key] = start, start + ref.num_bytes
         return found
 
-    def view_ranges(self, starts: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    def view_ranges(self) -> dict[str, tuple[int, int]]:
         found = {}
         for key, (root, offset) in self._views.items():
             item = self._roots[root].dtype.item_bytes if self._roots[root].dtype else 1  # type: ignore[union-attr]
-            start = starts[root] + offset * item
+            start = self._starts[root] + offset * item
             found[key] = start, start + self.all[key].num_bytes
         return found
-
-
-def _note(known: dict[str, StorageRef], ref: StorageRef) -> StorageRef:
-    if known.setdefault(ref.key, ref) != ref:
-        raise MalformedError(f"storage {ref.key!r} is described in two ways")
-    return known[ref.key]

@@ -39,6 +39,9 @@ ITEM_HEAD_BYTES: Final = 4096
 ITEM_TAIL_BYTES: Final = 2048
 """One read from the end of a DCP item that holds its directory: about 800 bytes."""
 
+ANY_ROOT: Final = "archive"
+"""The folder in a zip that torch writes to a stream, whose name it does not know."""
+
 MAX_PICKLE_BYTES: Final = 1 << 32
 """The pickle of a model of a million tensors takes 200 MB."""
 
@@ -180,12 +183,16 @@ def _interpret(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]
     storages: dict[str, StorageRef] = {}
 
     def resolve(pid: Value) -> StorageRef:
-        storage = described_storage(pid)
-        if storages.setdefault(storage.key, storage) != storage:
-            raise MalformedError(f"storage {storage.key!r} is described in two ways")
-        return storages[storage.key]
+        return noted(storages, described_storage(pid))
 
     return loads(data, path=path, persistent_load=resolve), MappingProxyType(storages)
+
+
+def noted(known: dict[str, StorageRef], storage: StorageRef) -> StorageRef:
+    """The one of its key. Raises MalformedError where another description is known."""
+    if known.setdefault(storage.key, storage) != storage:
+        raise MalformedError(f"storage {storage.key!r} is described in two ways")
+    return known[storage.key]
 
 
 def described_storage(pid: Value) -> StorageRef:
@@ -299,26 +306,47 @@ def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -
 
 
 def archive_segments(
-    value: Value, storages: Mapping[str, Sequence[Segment]], *, root: str = "archive", base: int = 0
+    value: Value, storages: Mapping[str, Sequence[Segment]], *, root: str = ANY_ROOT, base: int = 0
 ) -> list[Segment]:
     """The torch file that holds ``value``, as segments; ``storages`` gives the segments of each storage by its key.
 
     Storages are written in the order of ``storages``; torch numbers them ``"0"``, ``"1"``, ... in the order in which
-    the pickle meets them. ``root`` is the folder in the zip (torch takes the file's name without its ending, or
-    ``archive``), ``base`` the offset in its file at which the archive starts (a DCP item): checksums cover ranges of
-    the file.
+    the pickle meets them. ``root`` is the folder in the zip, ``base`` the offset in its file at which the archive
+    starts (a DCP item): checksums cover ranges of the file.
     """
-    pickle, used = dumps_with_storages(value)
-    sizes = {key: sum(segment.num_bytes for segment in segments) for key, segments in storages.items()}
-    assert sizes == {key: ref.num_bytes for key, ref in used.items()}, "the storages are those of the value"
-    writer = ArchiveWriter(root, base=base)
-    for name, content in _HEAD_RECORDS.items():
-        writer.add(name, [Literal(content or pickle)])
-    for key, segments in storages.items():
-        writer.add(f"data/{key}", segments)
-    writer.add("version", [Literal(b"3\n")])
-    writer.add(".data/serialization_id", [Literal(_serialization_id(pickle))])
-    return writer.finish()
+    return Content.of(value, storages).segments(storages, root=root, base=base)
+
+
+def root_of(path: str) -> str:
+    """The folder in the zip that torch makes where it writes a file by its name: the name without its ending."""
+    name = path.rpartition("/")[2]
+    return name.rpartition(".")[0] or name
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The pickle of a file, and how many bytes each storage has. Files of several ranks can share it."""
+
+    pickle: bytes = field(repr=False)
+    sizes: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, value: Value, storages: Mapping[str, Sequence[Segment]]) -> Content:
+        pickle, used = dumps_with_storages(value)
+        sizes = {key: sum(segment.num_bytes for segment in segments) for key, segments in storages.items()}
+        assert sizes == {key: ref.num_bytes for key, ref in used.items()}, "the storages are those of the value"
+        return cls(pickle, sizes)
+
+    def segments(self, storages: Mapping[str, Sequence[Segment]], *, root: str, base: int = 0) -> list[Segment]:
+        """The file with these ``storages``, which have the sizes that were promised."""
+        writer = ArchiveWriter(root, base=base)
+        for name, content in _HEAD_RECORDS.items():
+            writer.add(name, [Literal(content or self.pickle)])
+        for key in self.sizes:
+            writer.add(f"data/{key}", storages[key])
+        writer.add("version", [Literal(b"3\n")])
+        writer.add(".data/serialization_id", [Literal(_serialization_id(self.pickle))])
+        return writer.finish()
 
 
 _HEAD_RECORDS = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
-from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.errors import MalformedError, UnsupportedError, UsageError
+from ckpt_tools.serialization.range_stream import RangeStream
+from ckpt_tools.serialization.zip_archive import ReadRange
 
 MAX_WINDOW_BYTES = 1 << 23
 """The window that a frame may ask for, which the reader keeps; the one of the level that torch uses is 2 MiB."""
@@ -14,7 +15,10 @@ MAX_WINDOW_BYTES = 1 << 23
 READ_BYTES = 256 << 10
 """Of the compressed bytes at a time."""
 
-ReadRange = Callable[[int, int], bytes]
+FED_BYTES = 1 << 12
+"""Decompressed at a time where the output is not bounded: zstd makes up to 20,000 times as much of it."""
+
+_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class Inflated(Protocol):
@@ -24,21 +28,15 @@ class Inflated(Protocol):
         """The next bytes, at most ``size``; none at the end. Raises MalformedError for a damaged frame."""
 
 
-class ZstandardMissingError(UnsupportedError):
+class ZstandardMissingError(UsageError):
     """The package that decompresses is not installed."""
 
 
 def inflating(read: ReadRange, size: int, path: str) -> Inflated:
-    """The ``size`` compressed bytes that ``read`` gives. Raises ZstandardMissingError."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ZstandardMissingError(
-            "its items are compressed with zstd, which needs the package zstandard: pip install zstandard", path=path
-        ) from error
-    stream = io.BufferedReader(_Compressed(read, size), READ_BYTES)
-    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-    return _Checked(decompressor.stream_reader(stream, read_across_frames=True), zstandard.ZstdError, path)
+    """The ``size`` compressed bytes that ``read`` gives, in however many frames. Raises ZstandardMissingError."""
+    decompressor, error = _decompressor(path)
+    stream = io.BufferedReader(RangeStream(read, size), READ_BYTES)
+    return _Checked(decompressor.stream_reader(stream, read_across_frames=True), error, path)
 
 
 def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
@@ -52,6 +50,46 @@ def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> byte
     return bytes(found)
 
 
+def inflated_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
+    """What every decompressor makes of it: of several frames, some read the first alone.
+
+    Raises:
+        UnsupportedError: the package is not installed, or it holds more than ``limit_bytes``. MalformedError: it is
+        damaged, or not one frame to the last byte.
+    """
+    decompressor, error = _decompressor(path)
+    frame = decompressor.decompressobj()
+    found = bytearray()
+    try:
+        for start in range(0, size, FED_BYTES):
+            found += frame.decompress(read(start, min(start + FED_BYTES, size)))
+            if len(found) > limit_bytes:
+                raise UnsupportedError(
+                    f"it is compressed with zstd, and decompresses to more than {limit_bytes:,} bytes", path=path
+                )
+    except error as damage:
+        raise _damaged(damage, path) from damage
+    if not frame.eof or frame.unused_data or not read(0, len(_MAGIC)).startswith(_MAGIC):
+        raise MalformedError("it is not one frame of zstd", path=path)
+    return bytes(found)
+
+
+def _decompressor(path: str) -> tuple[Any, type[Exception]]:
+    """One, and what it raises. Raises ZstandardMissingError."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ZstandardMissingError(
+            f"{path}: its items are compressed with zstd; install what reads them with: pip install 'ckpt-tools[zstd]' "
+            f"({error})"
+        ) from error
+    return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES), zstandard.ZstdError
+
+
+def _damaged(error: Exception, path: str) -> MalformedError:
+    return MalformedError(f"an item is compressed with zstd, and damaged: {error}", path=path)
+
+
 class _Checked:
     def __init__(self, stream: Inflated, error: type[Exception], path: str) -> None:
         self._stream = stream
@@ -62,22 +100,4 @@ class _Checked:
         try:
             return self._stream.read(size)
         except self._error as error:
-            raise MalformedError(f"an item is compressed with zstd, and damaged: {error}", path=self._path) from error
-
-
-class _Compressed(io.RawIOBase):
-    """A range of a store as a stream."""
-
-    def __init__(self, read: ReadRange, size: int) -> None:
-        self._read = read
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._read(self._at, min(self._at + len(buffer), self._size))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+            raise _damaged(error, self._path) from error

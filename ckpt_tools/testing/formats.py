@@ -17,7 +17,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, Tenso
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.value_refs import replaced
-from ckpt_tools.errors import CkptError, FormatError
+from ckpt_tools.errors import CkptError, FormatError, UnsupportedError
 from ckpt_tools.formats.base import Reader, Writer
 from ckpt_tools.formats.registry import readers
 from ckpt_tools.planning.plan import make_plan
@@ -25,7 +25,7 @@ from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
-from ckpt_tools.testing.manifests import FORMAT, StoredCheckpoint, stored_checkpoints
+from ckpt_tools.testing.manifests import FORMAT, StoredCheckpoint, checkpoints_with_user_tensors, stored_checkpoints
 from ckpt_tools.testing.stored import arbitrary_elements
 from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.runners.threads import ThreadRunner
@@ -89,6 +89,23 @@ class FormatTests:
             assert self._facts(manifest, _elements(source, manifest)) == _facts(
                 checkpoint.manifest, checkpoint.elements
             )
+
+        check()
+
+    def test_tensors_of_the_user_are_no_weights(self) -> None:
+        """Whatever the user's own entries look like, the weights that are read are those that were written; or writing
+        or reading is refused."""
+        if not (self.keeps_state and self.keeps_user_tensors):
+            return
+
+        @_MANY
+        @given(checkpoints_with_user_tensors(without=self.unsupported_dtypes))
+        def check(checkpoint: StoredCheckpoint) -> None:
+            try:
+                _, manifest = self._read(self._written(checkpoint))
+            except UnsupportedError:
+                return
+            assert _weights(manifest) == _weights(checkpoint.manifest)
 
         check()
 
@@ -219,6 +236,11 @@ def _facts(manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, 
         "groups": [(group.params, dict(group.options)) for group in manifest.groups],
         "extra": {name: replaced(value, lambda ref: fact(ref.key)) for name, value in manifest.extra.items()},
     }
+
+
+def _weights(manifest: Manifest) -> set[str]:
+    weights = {key.fqn for kind in (Kind.PARAMETER, Kind.BUFFER) for key in manifest.of_kind(kind)}
+    return weights | manifest.aliases.keys()
 
 
 def _checkpoint_of(dtype: DType, shape: tuple[int, ...] = (3, 2), *, is_whole: bool = False) -> StoredCheckpoint:

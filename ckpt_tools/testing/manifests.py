@@ -68,6 +68,42 @@ def stored_checkpoints(
     )
 
 
+PLACES = ("ema", "model", "state_dict", "module", "0", "optim", "größe", "bias")
+"""Names of the user's own entries: what models are called, what optimizers are called, and a weight's name."""
+
+
+@st.composite
+def checkpoints_with_user_tensors(draw: st.DrawFn, *, without: Collection[DType] = ()) -> StoredCheckpoint:
+    """A checkpoint, with or without an optimizer, whose user keeps tensors in dicts that look like models: as large,
+    larger, of the same names, deeper, and beside an optimizer of their own."""
+    base = draw(stored_checkpoints(without=without, has_user_tensors=False))
+    tensors, elements, files = dict(base.manifest.tensors), dict(base.elements), dict(base.store.files)
+    extra = dict(base.manifest.extra)
+
+    def own(path: tuple[str, ...]) -> TensorRef:
+        tensor = draw(stored_tensors(prefix=f"own/{'/'.join(path)}/", dtype=DType.FLOAT32))
+        key = StateKey(".".join(("own", *path)), "extra")
+        tensors[key] = _of_kind(tensor, Kind.EXTRA).entry
+        elements[key] = tensor.elements.tobytes()
+        files.update({file: bytearray(data) for file, data in tensor.files.items()})
+        return TensorRef(key)
+
+    for place in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3, unique=True)):
+        if draw(st.booleans()):
+            extra[place] = own((place,))
+            continue
+        inner = draw(st.sampled_from(["", "model", "state_dict"]))
+        names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True))
+        model = {name: own((place, inner, name)) for name in names}
+        extra[place] = {inner: model} if inner else model
+        if draw(st.booleans()):
+            extra[f"{place}_optimizer"] = {
+                "state": {name: {"exp_avg": own((place, inner, name, "exp_avg"))} for name in names},
+                "param_groups": [{"params": names, "lr": 0.5}],
+            }
+    return StoredCheckpoint(replace(base.manifest, tensors=tensors, extra=extra), elements, MemoryStore(files))
+
+
 def _stored(draw: st.DrawFn, prefix: str, without: Collection[DType]) -> StoredTensor:
     """A tensor that torch would call a parameter if its elements are real floats, and a buffer if they are not."""
     tensor = draw(stored_tensors(prefix=prefix).filter(lambda each: each.entry.dtype not in without))

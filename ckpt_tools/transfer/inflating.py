@@ -11,10 +11,13 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.errors import IncompleteError, MalformedError
-from ckpt_tools.serialization.zstd import Inflated, inflating
+
+if TYPE_CHECKING:
+    from ckpt_tools.serialization.zstd import Inflated
 
 BLOCK_BYTES = 1 << 20
 """Of what comes out at a time."""
@@ -150,6 +153,8 @@ class Inflating:
             return found
 
     def _opened(self, at: ByteRange) -> _Stream:
+        from ckpt_tools.serialization.zstd import inflating
+
         def source() -> Inflated:
             return inflating(
                 lambda start, stop: self.read(at.file, at.start + start, at.start + stop), at.stop - at.start, at.file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import ckpt_tools
 from ckpt_tools.cli.inspect import folded
 from ckpt_tools.cli.main import group
 from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shown_values import MAX_ITEMS, MAX_TEXT_CHARS, ShownValues
 from tests.cli.terminals import shown as on_terminal
 
@@ -145,3 +147,42 @@ def test_the_size_of_tensors_is_the_same_in_every_command(tmp_path: Path) -> Non
     assert [(report.num_tensors, report.num_bytes) for report in reports] == [figures] * len(reports)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     assert done.plan.file_bytes == done.bytes_written == written
+
+
+def numbered(path: Path) -> Path:
+    """A model with an optimizer whose numbers could mean several parameters, and a note of a reader with it."""
+    weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ("a", "b", "c")}
+    optimizer = torch.optim.AdamW([{"params": [weights["c"]]}, {"params": [weights["a"], weights["b"]], "lr": 0.5}])
+    torch.stack([*weights.values()]).sum().backward()
+    optimizer.step()
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, path / "m.pt")
+    return path / "m.pt"
+
+
+def test_what_reading_did_not_settle_is_told(tmp_path: Path) -> None:
+    source = numbered(tmp_path)
+    (note,) = ckpt_tools.inspect(source).notes
+    assert (note.outcome.value, note.what) == ("kept", "optimizer")
+    said = printed("inspect", source)
+    assert f"kept: optimizer ({note.why})" in said.split("\n")
+    assert json.loads(printed("inspect", source, "--json"))["notes"] == [note.to_json()]
+
+
+def test_files_that_are_left_out_are_told(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "scheduler.pt").write_bytes(b"damaged")
+    said = printed("inspect", tmp_path)
+    assert "dropped: scheduler.pt (it is beside the checkpoint and cannot be read" in said
+
+
+def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Few lines of few names in the terminal, all of them in JSON, and a short line in Python."""
+    notes = tuple(Note(Outcome.DROPPED, f"file {n}", f"reason {n % 30}") for n in range(3000))
+    known = ckpt_tools.inspect(saved(tmp_path))
+    monkeypatch.setattr(ckpt_tools.api, "inspect", lambda *_, **__: replace(known, notes=notes))
+    said = printed("inspect", tmp_path / "m.pt").split("\n")
+    told = [line for line in said if line.startswith("dropped: ")]
+    assert len(told) == 20 and max(map(len, told)) < 400
+    assert "and 10 more notes; see --json" in said
+    assert len(json.loads(printed("inspect", tmp_path / "m.pt", "--json"))["notes"]) == 3000
+    assert len(repr(replace(known, notes=notes))) < 200 and "notes=3000" in repr(replace(known, notes=notes))

@@ -36,8 +36,8 @@ with open(target, "w") as file:
 MACHINERY = {"core", "stores", "formats", "serialization"}
 """What reading a checkpoint takes."""
 
-READING = {"formats.base", "formats.foreign", "formats.hf_index", "formats.reading", "formats.registry",
-           "formats.state_dict", "formats.trainer_files"}  # fmt: skip
+READING = {"formats.base", "formats.foreign", "formats.hf_index", "formats.rank_names", "formats.reading",
+           "formats.registry", "formats.state_dict", "formats.trainer_files", "formats.trainer_names"}  # fmt: skip
 """What readers share."""
 
 
@@ -57,31 +57,31 @@ ALLOWED = {
     "--help": LISTING,
     "--version": LISTING,
     "convert --help": LISTING,
-    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 56, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"torch_save"}, 70, {"click", "numpy", "rich"}),
+    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 58, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"sharded", "torch_save"}, 76, {"click", "numpy", "rich"}),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors", "torch_save"},
-        94,
+        95,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer"}, {"safetensors"}, 100, {"click", "isal", "numpy", "xxhash"}
+        {"cli", *MACHINERY, "planning", "transfer"}, {"safetensors"}, 104, {"click", "isal", "numpy", "xxhash"}
     ),
     "verify": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 84, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}
     ),
     "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 84, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}
     ),
     "diff": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 84, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 78, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 80, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", *MACHINERY},
-        {"dcp", "deepspeed", "plugins", "safetensors", "torch_save"},
-        110,
+        {"dcp", "deepspeed", "megatron", "plugins", "safetensors", "sharded", "torch_save"},
+        112,
         {"click", "numpy", "rich"},
     ),
     "clean": Allowed({"cli", "core", "stores"}, set(), 42, {"click"}),
@@ -158,5 +158,6 @@ def test_the_list_of_commands_says_what_their_helps_say(name: str) -> None:
 def test_every_command_is_in_the_list_of_commands() -> None:
     modules = [path.stem for path in Path(cli.__path__[0]).glob("*.py")]
     names = {name for module in modules for name in vars(import_module(f"ckpt_tools.cli.{module}"))}
-    found = {name.removesuffix("_command") for name in names if name.endswith("_command") and not name.startswith("_")}
+    functions = [name for name in names if name.endswith("_command") and not name.startswith("_")]
+    found = {name.removesuffix("_command").replace("_", "-") for name in functions}
     assert found == set(COMMANDS) == set(group.commands)

@@ -20,7 +20,7 @@ from ckpt_tools.core import applicability
 from ckpt_tools.core.matching import check_globs, check_renaming
 from ckpt_tools.core.option_names import flag
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from ckpt_tools.formats.registry import writers
+from ckpt_tools.formats.registry import readers, writers
 
 Paths = Mapping[str, Path]
 
@@ -46,6 +46,13 @@ APPLY_ALWAYS = {
     "tensors": "lists more",
     "top": "how many differences are listed",
     "list_all": "lists every difference",
+    "keep_last": "required",
+    "keep_every": "adds to what is kept",
+    "keep_best": "adds to what is kept; a metric that no checkpoint has is an error",
+    "incomplete": "adds to what is removed",
+    "yes": "removes, where nothing else would",
+    "allow": "vouches for a name, wherever it is",
+    "form": "how the result is printed",
     "verbose": "how errors are shown",
     "version": "asks for nothing else",
     "help": "asks for nothing else",
@@ -81,8 +88,14 @@ def test_every_option_is_in_the_table_or_always_applies() -> None:
 
 
 def test_the_table_speaks_of_formats_that_there_are() -> None:
-    named = {*applicability.RANKED, *applicability.SHARDED, *applicability.TAGGED, *applicability.TREES}
-    assert named == set(writers())
+    named = {
+        *applicability.RANKED,
+        *applicability.SHARDED,
+        *applicability.TAGGED,
+        *applicability.TREES,
+        *applicability.WEIGHTS_ALONE,
+    }
+    assert named == {*writers(), *readers()} - {"deepspeed"}
 
 
 @pytest.fixture(scope="module")

@@ -188,7 +188,7 @@ def test_megatron_writes_its_own_metadata_last(checkpoint: Any, tmp_path: Path) 
     assert "no metadata.json" in (listed(run)["iter_0000010"].problem or "")
     (run / "iter_0000010" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     found = listed(run)["iter_0000010"]
-    assert (found.problem, found.format, found.step) == (None, "torch_dist", 10)
+    assert (found.problem, found.format, found.step) == (None, "megatron", 10)
 
 
 def test_ray_names_a_checkpoint_when_all_workers_have_uploaded(tmp_path: Path) -> None:

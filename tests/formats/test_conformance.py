@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+import ckpt_tools
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import FormatError
@@ -16,7 +20,7 @@ from ckpt_tools.formats.megatron.reader import MegatronReader
 from ckpt_tools.formats.megatron.writer import MegatronWriter
 from ckpt_tools.formats.npz.files import NpzReader, NpzWriter
 from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
-from ckpt_tools.formats.sharded.reader import ShardedReader
+from ckpt_tools.formats.sharded.files import ShardedReader
 from ckpt_tools.formats.sharded.writer import ShardedWriter
 from ckpt_tools.formats.torch_save import TorchReader, TorchWriter
 from ckpt_tools.testing.formats import FormatTests
@@ -51,6 +55,18 @@ class TestNpz(FormatTests):
 class TestMegatron(FormatTests):
     reader, writer = MegatronReader(), MegatronWriter()
     optional_files = (TRACKER,)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_an_empty_parameter_gets_no_master(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        """As every other parameter: it has no item of a DCP that its master could share."""
+        model = torch.nn.ParameterDict({"empty": torch.zeros(0, dtype=dtype), "b": torch.ones(2, dtype=dtype)})
+        optimizer = torch.optim.Adam(model.parameters())
+        sum(each.sum() for each in model.values()).backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to="megatron", state="all")
+        read, given = (ckpt_tools.open(tmp_path / name).manifest.tensors.keys() for name in ("out", "in.pt"))
+        assert read == given
 
 
 class TestSharded(FormatTests):

@@ -233,11 +233,38 @@ def test_a_parameter_that_never_got_a_gradient_has_a_master_alone(edited: Callab
 
 def test_another_optimizer_s_slots_keep_their_names(edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
     folder = edited(STAGE1)
-    (folder / TAG / "zero/norm.bias/exp_avg.pt").rename(folder / TAG / "zero/norm.bias/momentum_buffer.pt")
+    for path in (folder / TAG / "zero").glob("*/exp_avg.pt"):
+        torch.save(torch.load(path, weights_only=False), path.with_name("momentum_buffer.pt"))
+        path.unlink()
     truth = truth_of(checkpoint, STAGE1).tensors
     got = gathered(folder, read(folder))
     assert_same_bits({0: truth["norm.bias", "exp_avg"]}, {0: got["norm.bias", "momentum_buffer"]})
     assert ("norm.bias", "exp_avg") not in got
+
+
+@pytest.mark.parametrize("lost", ["exp_avg", "step"])
+def test_a_lost_file_of_a_parameter_is_missed(lost: str, edited: Callable[[str], Path]) -> None:
+    folder = edited(STAGE1)
+    (folder / TAG / f"zero/norm.bias/{lost}.pt").unlink()
+    with pytest.raises(IncompleteError, match=rf"norm.bias: there is no file zero/.../{lost}.pt"):
+        read(folder)
+
+
+def test_a_copy_of_a_file_is_no_slot(edited: Callable[[str], Path]) -> None:
+    folder = edited(STAGE1)
+    shutil.copy(folder / TAG / "zero/norm.bias/exp_avg.pt", folder / TAG / "zero/norm.bias/exp_avg (1).pt")
+    with pytest.raises(MalformedError, match=r"exp_avg \(1\).pt: norm.bias: the other parameters"):
+        read(folder)
+
+
+def test_slots_that_were_swapped_are_refused(edited: Callable[[str], Path]) -> None:
+    folder = edited(STAGE1)
+    one, other = (folder / TAG / f"zero/norm.bias/{slot}.pt" for slot in ("exp_avg", "exp_avg_sq"))
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+    with pytest.raises(MalformedError, match=r"exp_avg.pt: it was saved as exp_avg_sq.pt"):
+        read(folder)
 
 
 Change = tuple[str, str, Callable[[Any], Any], type[Exception], str]
@@ -251,7 +278,7 @@ REFUSED: dict[str, Change] = {
     "rows without a vocabulary": (STAGE1, UP, lambda v: {"param": v["param"].T}, MalformedError, "its shape is"),
     "no tensor": (STAGE1, UP, lambda v: {"cat_dim": 0}, MalformedError, "does not contain a tensor"),
     "an expert": (STAGE1, UP, lambda v: {**v, "is_expert_param": True}, UnsupportedError, "experts"),
-    "tensor parallel": (STAGE1, MODEL1, lambda v: {**v, "mp_world_size": 2}, UnsupportedError, "tensor-"),
+    "tensor parallel": (STAGE1, MODEL1, lambda v: {**v, "mp_world_size": 2}, IncompleteError, "mp_rank_01"),
     "pipeline parallel": (
         STAGE1,
         MODEL1,
@@ -283,7 +310,7 @@ def test_refuses_in_one_sentence(case: str, edited: Callable[[str], Path]) -> No
         read(folder)
 
 
-@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_00-model_states.pt", "expert_0.pt"])
+@pytest.mark.parametrize("name", ["layer_00-model_00-model_states.pt", "expert_0.pt"])
 def test_refuses_other_parallelism_by_the_names_of_its_files(name: str, edited: Callable[[str], Path]) -> None:
     folder = edited(STAGE1)
     (folder / TAG / name).touch()

@@ -1,17 +1,23 @@
 """docs/layouts.md, made of the corpus: "I have these files: what is it, what can I do?"
 
-It is the same wherever it is made: it has names of files and counts of tensors, no sizes, times or paths.
+It is the same wherever it is made: it has names of files, counts of tensors and messages, no sizes, times or paths.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 
+import pytest
+
+import ckpt_tools
+from ckpt_tools.core.option_names import on_command_line
 from ckpt_tools.core.wording import count
+from ckpt_tools.errors import CkptError
 from fixtures.corpus import layouts, make
 from fixtures.corpus.layout import Made
 
@@ -20,41 +26,98 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "layouts.md"
 INTRO = """# Layouts
 
 You have files and want to know what they are, and what you can do with them. This page shows every layout that the
-tests of ckpt-tools know: its files, who writes it, and how ckpt-tools opens it, or the sentence that refuses it. Each
+tests of ckpt-tools know: its files, who writes it, and how ckpt-tools opens it, or the message that refuses it. Each
 layout is made by its real writer in the tests. Of those that open, every tensor is compared bit by bit with what the
-framework itself holds. A layout that could not be made that way is marked as a stand-in: it is made from the
+framework itself holds. A layout whose writer does not run in the tests is marked as a stand-in: it is made from the
 documented layout.
 
-`ckpt-tools inspect PATH` says what you have, and `ckpt-tools ls RUN` lists the checkpoints of a run ([runs](runs.md)).
-In the names below, `N` and `M` stand for numbers, such as that of a rank. The [glossary](glossary.md) explains the
-words.
+Start with the first two of these commands.
+
+| command | what it does |
+|---|---|
+| `ckpt-tools inspect PATH` | says what you have: format, step, parameters, optimizer. \
+PATH is a file, or the folder of one checkpoint |
+| `ckpt-tools ls RUN` | lists the checkpoints of a run and says whether each is complete ([runs](runs.md)). \
+`RUN@latest` names the newest complete one in every command |
+| `ckpt-tools convert PATH OUT --to FORMAT` | writes another format: `dcp`, `zero1`, `zero2`, `zero3`, `universal`, \
+`sharded` or `megatron` to go on with training, `safetensors`, `torch`, `gguf` or `npz` for the model |
+| `ckpt-tools reshard PATH OUT --world-size N` | writes the same format for another number of ranks |
+| `ckpt-tools consolidate PATH model.safetensors` | writes the model's weights as one file |
+| `ckpt-tools scan PATH` | says whether loading the files could run code ([scanning](scanning.md)) |
+
+[The command line](cli.md) has all options, and the [glossary](glossary.md) explains the words. In the names below, `N`
+and `M` stand for numbers, such as that of a rank, and `HASH` for letters and digits of chance.
 
 ## Find it by a file's name
 
+If many layouts have a file, its sections are named, with the number of their layouts that have it.
+
 """
+
+FAMILIES = {
+    "Hugging Face and Lightning": "Folders of transformers, accelerate and PEFT, and Lightning's `.ckpt`, where one "
+    "process or DDP wrote them, or FSDP gathered the whole state ([Hugging Face](formats/huggingface.md)).",
+    "PyTorch": "What torch and safetensors write themselves ([DCP](formats/dcp.md), [torch files](formats/torch.md)).",
+    "Variants of DCP": "`torch.distributed.checkpoint` with other settings than its defaults ([DCP](formats/dcp.md)).",
+    "Trainers around DCP": "Folders of trainers that save through `torch.distributed.checkpoint` "
+    "([which trainers](formats/dcp.md#a-trainers-folder-is-given-back)).",
+    "Files of ranks": "A `torch.save` file a rank, each with its part of every tensor ([sharded](formats/sharded.md)).",
+    "DeepSpeed": "Folders of `save_checkpoint` ([DeepSpeed](formats/deepspeed.md)) and universal checkpoints "
+    "([universal](formats/universal.md)).",
+    "Megatron": "Folders of Megatron-LM and of what is built on it ([Megatron](formats/megatron.md)).",
+    "Quantized weights": "Models whose weights are packed. The tensors are copied as they are.",
+    "llama.cpp": "[GGUF](formats/gguf.md) files.",
+    "MLX": "Models of Apple's MLX ([MLX](formats/mlx.md)).",
+    "JAX": "Folders of Orbax ([Orbax](formats/orbax.md)). Reading them needs `pip install ckpt-tools[orbax]`.",
+    "numpy": "Arrays ([npz](formats/npz.md)).",
+    "Other frameworks": "Known, and not read.",
+}
+"""The sections in their order, each with what it is about."""
+
+MAX_LINKS = 6
+"""Of a file in the table; if more layouts have it, their sections are named."""
+
+OF_TESTS = ("order.txt", "slots.pt")
+"""Files that tests keep beside a layout."""
+
+OF_CHANCE = re.compile(r"HASH|[NM](?:\.[NM])*|README\.md")
+"""Names by which nobody finds anything."""
 
 MIN_ALIKE = 3
 """So many folders with the same files are shown as one."""
 
 _HASH = re.compile(r"[0-9a-f]{16,}")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<!\d)(?<!fp)(?<!bf)(?<!\.h)(?<!\.pt)\d+")
+"""Those that count something, unlike those of ``fp32``, ``bf16``, ``.h5`` and ``.pt2``."""
 
 
 def page() -> str:
     """The whole page. Makes every layout that is not in the cache."""
     every = [make(name) for name in layouts()]
-    families = [(family, list(group)) for family, group in groupby(every, key=lambda made: made.layout.family)]
-    sections = (section for family, group in families for section in (f"## {family}\n", *map(_section, group)))
-    return INTRO + _table(every) + "\n" + "\n".join(sections)
+    sections = {family: [made for made in every if made.layout.family == family] for family in FAMILIES}
+    assert sum(map(len, sections.values())) == len(every), "each layout is of a family that the page has"
+    return INTRO + _table(every) + "\n" + "\n".join(_of_family(family, found) for family, found in sections.items())
+
+
+def _of_family(family: str, found: Sequence[Made]) -> str:
+    return "\n".join([f"## {family}\n", f"{FAMILIES[family]}\n", *map(_section, found)])
 
 
 def _table(every: Sequence[Made]) -> str:
-    found: dict[str, dict[str, None]] = {}
+    found: dict[str, list[Made]] = {}
     for made in every:
-        for path in files_of(made):
-            found.setdefault(pattern(path.rpartition("/")[2]), {})[made.layout.name] = None
-    rows = (f"| `{name}` | {', '.join(map(_link, found[name]))} |" for name in sorted(found, key=_order))
-    return "| file | layouts |\n|---|---|\n" + "".join(f"{row}\n" for row in rows)
+        for name in dict.fromkeys(pattern(path.rpartition("/")[2]) for path in files_of(made)):
+            found.setdefault(name, []).append(made)
+    names = sorted((name for name in found if not OF_CHANCE.fullmatch(name)), key=_order)
+    return "| file | layouts |\n|---|---|\n" + "".join(f"| `{name}` | {_links(found[name])} |\n" for name in names)
+
+
+def _links(found: Sequence[Made]) -> str:
+    """The layouts; or the sections of many, in the page's order."""
+    if len(found) <= MAX_LINKS:
+        return ", ".join(_link(made.layout.name) for made in found)
+    counts = Counter(made.layout.family for made in found)
+    return ", ".join(f"{_link(family)} ({counts[family]})" for family in FAMILIES if counts[family])
 
 
 def _order(name: str) -> tuple[str, str]:
@@ -73,7 +136,7 @@ def _section(made: Made) -> str:
         lines += ["", layout.advice]
     if layout.optional:
         names = ", ".join(f"`{each}`" for each in layout.optional)
-        lines += ["", f"It can lack {names}, and is read without what these files hold."]
+        lines += ["", f"It is read without {names} too, and then lacks what they hold."]
     return "\n".join(lines) + "\n"
 
 
@@ -81,15 +144,27 @@ def _outcome(made: Made) -> str:
     layout = made.layout
     where = "" if layout.source == "." else f" from `{layout.source}`"
     if layout.refusal is not None:
-        return f"**Refused**: {layout.refusal}."
+        return f"**Refused**{where}:\n\n```\n{message(made)}\n```"
     weights = count(len(made.state.weights), "weight")
     state = count(len(made.state.optimizer), "tensor")
     optimizer = f" and {state} of the optimizer" if made.state.optimizer else ""
     return f"**Opens as `{layout.opens_as}`**{where}, with {weights}{optimizer} in this example."
 
 
+def message(made: Made) -> str:
+    """How the command line refuses it."""
+    with on_command_line(), pytest.raises(CkptError) as refused:
+        ckpt_tools.inspect(made.source)
+    said = str(refused.value).replace(f"{made.folder}/", "").replace(str(made.folder), ".")
+    return "\n".join(wrap(said, 118, break_long_words=False, break_on_hyphens=False))
+
+
 def files_of(made: Made) -> list[str]:
-    return sorted(path.relative_to(made.folder).as_posix() for path in made.folder.rglob("*") if path.is_file())
+    """What belongs to the source, and what lies beside it or above."""
+    above = {made.source, *(made.folder / each for each in Path(made.layout.source).parents)}
+    shown = (each for each in made.folder.rglob("*") if each.is_relative_to(made.source) or each.parent in above)
+    files = (each.relative_to(made.folder).as_posix() for each in shown if each.is_file())
+    return sorted(path for path in files if path not in OF_TESTS)
 
 
 def pattern(name: str) -> str:

@@ -89,11 +89,12 @@ def damages(files: Sequence[str], *, soak: bool, seed: str) -> Iterator[Damage]:
     for file in chosen:
         yield from (Damage(what, file) for what in ALONE)
         kind = [each for each in files if Path(each).suffix == Path(file).suffix and each != file]
-        for other in kind if soak else rng.sample(kind, min(1, len(kind))):
+        for other in (each for each in kind if each > file) if soak else rng.sample(kind, min(1, len(kind))):
             yield Damage("swapped", file, other)
 
 
-UNPROVABLE = {"dcp-hf-pieces": ("shard-00002-*", "if one after shard-00001-")}
+_LAST_SHARD = ("*shard-00002-*", "if one after shard-00001-")
+UNPROVABLE = {"dcp-hf-pieces": _LAST_SHARD, "torchtitan-hf": _LAST_SHARD}
 """Layouts of which a file can be missing without a trace, that file, and the note that says so."""
 
 

@@ -15,7 +15,7 @@ import zstandard
 
 import ckpt_tools
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.transfer import inflating
 from ckpt_tools.transfer.inflating import Inflating, inflated_name
 from fixtures.corpus import make
@@ -34,7 +34,7 @@ def copied(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(UnsupportedError, match="pip install zstandard"):
+    with pytest.raises(UsageError, match=r"pip install 'ckpt-tools\[zstd\]'"):
         ckpt_tools.inspect(make("dcp-zstd").source)
 
 

@@ -139,6 +139,10 @@ def orbax(environment: Environment, _material: Material) -> None:
     environment.succeed("convert", make("orbax").source, environment.work / "orbax.safetensors")
 
 
+def zstd(environment: Environment, _material: Material) -> None:
+    environment.succeed("convert", make("dcp-zstd").source, environment.work / "zstd.safetensors")
+
+
 CHECKS: Mapping[str, Check] = {
     "": converter,
     "torch": loading,
@@ -148,6 +152,7 @@ CHECKS: Mapping[str, Check] = {
     "s3": s3,
     "sign": signatures,
     "orbax": orbax,
+    "zstd": zstd,
 }
 """By the extra that is installed; "" for none."""
 

@@ -62,6 +62,7 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
         (["sign", "MODEL", "--private-key=KEY"], "sign"),
         (["convert", "MODEL", "out.pt", "--runner=ray"], "ray"),
         (["inspect", "ORBAX"], "orbax"),
+        (["inspect", "ZSTD"], "zstd"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
@@ -71,6 +72,7 @@ def test_without_the_extra_a_command_says_what_to_install(
     given = {
         "MODEL": str(material.model),
         "ORBAX": str(make("orbax").source),
+        "ZSTD": str(make("dcp-zstd").source),
         "--private-key=KEY": f"--private-key={material.private_key}",
     }
     refused(bare.run(*(given.get(word, word) for word in words)), f"pip install 'ckpt-tools[{extra}]'")

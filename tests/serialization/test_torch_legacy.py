@@ -17,6 +17,8 @@ from ckpt_tools.serialization.torch_zip import TorchArchive
 from tests.serialization.archives import opened, saved, zipped
 
 MAGIC = 0x1950A86A20F9469CFC6C
+MACHINE = {"protocol_version": 1001, "little_endian": True}
+OTHER_MACHINE = {**MACHINE, "little_endian": False}
 
 
 def legacy(value: Any, **options: Any) -> bytes:
@@ -113,7 +115,7 @@ class _Tensor:
 
 
 def by_hand(value: Any, keys: list[str], storages: bytes, **changed: Any) -> bytes:
-    head = {"magic": MAGIC, "version": 1001, "machine": {"little_endian": True}, **changed}
+    head = {"magic": MAGIC, "version": 1001, "machine": MACHINE, **changed}
     stream = io.BytesIO()
     for part in head.values():
         pickle.dump(part, stream, protocol=2)
@@ -152,7 +154,12 @@ def test_a_view_of_a_storage_is_read_as_torch_reads_it() -> None:
         (by_hand(one(), [["k"]], storage(1, 2, 3)), MalformedError, "listed"),  # type: ignore[list-item]
         (by_hand(one(), ["k"], storage(1, 2, 3), version=1002), MalformedError, "version"),
         (by_hand(one(), ["k"], storage(1, 2, 3), machine={}), MalformedError, "machine"),
-        (by_hand(one(), ["k"], storage(1, 2, 3), machine={"little_endian": False}), UnsupportedError, "big-endian"),
+        (by_hand(one(), ["k"], storage(1, 2, 3), machine={"little_endian": True}), MalformedError, "which version"),
+        (
+            by_hand(one(), ["k"], storage(1, 2, 3), machine={**MACHINE, "little_endian": False}),
+            UnsupportedError,
+            "big-endian",
+        ),
         (by_hand(one(view=("v", 2, 2)), ["k"], storage(1, 2, 3)), MalformedError, "leaves it"),
         (by_hand(one(view=("v", -1, 2)), ["k"], storage(1, 2, 3)), MalformedError, "leaves it"),
         (by_hand(one(view=("v", "1", 2)), ["k"], storage(1, 2, 3)), MalformedError, "not described"),

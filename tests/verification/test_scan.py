@@ -33,6 +33,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 import fixtures
+from ckpt_tools.errors import UnsafeError
 from ckpt_tools.serialization.pickle.closed_list import is_listed
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
 from ckpt_tools.serialization.pickle.load import dumps
@@ -422,3 +423,48 @@ def test_the_time_grows_with_the_size_alone(name: str, tmp_path: Path) -> None:
 
     small, large = (min(seconds(times) for _ in range(3)) for times in (4_000, 16_000))
     assert large < 8 * small + 0.05, f"{name}: {small:.3f} s, {large:.3f} s for four times as much"
+
+
+class Own:
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+
+def test_what_the_user_vouches_for_is_clean_and_said(tmp_path: Path) -> None:
+    name = f"{Own.__module__}.{Own.__name__}"
+    torch.save({"config": Own()}, tmp_path / "state.pt")
+    refused = ckpt_tools.scan(tmp_path)
+    assert (refused.clean, refused.names) == (False, (name,))
+    allowed = ckpt_tools.scan(tmp_path, allow=[name])
+    assert (allowed.clean, allowed.allowed, allowed.num_files) == (True, (name,), 1)
+    assert not ckpt_tools.scan(tmp_path, allow=[f"{Own.__module__}.*"]).clean
+
+
+def test_sarif_has_every_finding(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(HARM)
+    code, out, _ = command("scan", tmp_path, "--format", "sarif")
+    (run,) = json.loads(out)["runs"]
+    (result,) = run["results"]
+    assert (code, result["ruleId"], result["message"]["text"][: len(CALL)]) == (7, "runs", CALL)
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "model.pt"
+
+
+def test_a_call_in_the_place_of_data_is_refused_as_unsafe(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+    with pytest.raises(UnsafeError, match=r"ckpt-tools scan. tells more"):
+        ckpt_tools.inspect(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("model.safetensors.index.json", b'{"weight_map": {"w": "../secret.safetensors"}}'),
+        ("latest", b"../elsewhere"),
+        ("config.yaml", b"a: !!python/object/apply:os.system ['id']\n"),
+        ("modeling.py", b"print(1)\n"),
+        ("config.json", b'{"auto_map": {"AutoModel": "modeling.Model"}}'),
+    ],
+)
+def test_texts_that_lead_to_code_or_out_are_findings(name: str, data: bytes, tmp_path: Path) -> None:
+    assert found(data, tmp_path, name)[0]
+    assert command("scan", tmp_path / "found")[0] == 7

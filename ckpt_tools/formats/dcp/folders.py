@@ -8,7 +8,7 @@ transformers' Trainer, which saves through it: their trees, ``{"model": ...}`` a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import IncompleteError, SeveralCheckpointsError
@@ -68,6 +68,7 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
     if len(found) == 1 or _is_one_of_accelerates(folders):
         for folder in folders:
             _refuse_both(alone, folder)
+        _refuse_undescribed(paths, {*folders, *(path.rpartition("/")[0] for path in alone)})
         return found
     raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(folders)}); name the folder of one")
 
@@ -79,6 +80,19 @@ def _refuse_both(alone: list[str], folder: str) -> None:
         raise SeveralCheckpointsError(
             f"two checkpoints were saved into this folder, one with .metadata and one with {of_ranks[0]} "
             "(use_collectives=False); their data files have the same names; save them into folders of their own"
+        )
+
+
+def _refuse_undescribed(paths: Iterable[str], described: Container[str]) -> None:
+    """Raises IncompleteError for the data of a DCP in a folder without ``.metadata``: a half of what was saved, or
+    another checkpoint whose save did not finish."""
+    names = (path.rpartition("/") for path in paths)
+    found = next((folder for folder, _, name in names if _DATA.fullmatch(name) and folder not in described), None)
+    if found is not None:
+        raise IncompleteError(
+            f"{METADATA} of this folder is missing, without which nothing says what its other files hold; if it is "
+            "another checkpoint, name the folder of the one that you mean",
+            path=found or ".",
         )
 
 

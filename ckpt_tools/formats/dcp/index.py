@@ -22,7 +22,7 @@ from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TensorLeaf, TreePath
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
-from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.serialization.pickle.load import loads, refuse_call
 from ckpt_tools.stores.source import Source, checked_name
 
 MAX_METADATA_BYTES = 4 << 30
@@ -61,6 +61,7 @@ def read_index(source: Source, path: str) -> Index:
         FormatError: it breaks a rule, or names a file or a range that is not there. UnsafeError: it names one outside.
     """
     metadata = loads(source.read_all(path, limit_bytes=MAX_METADATA_BYTES), path=path)
+    refuse_call(metadata, path)
     if not isinstance(metadata, Metadata):
         raise MalformedError("it does not contain DCP metadata", path=path)
     files = _Files(source, path.rpartition("/")[0])

@@ -26,7 +26,8 @@ from ckpt_tools.formats.dcp.trainers import trainer_folder
 from ckpt_tools.formats.foreign import megatron_folders
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
-from ckpt_tools.serialization.zstd import ReadRange, inflated
+from ckpt_tools.serialization.zip_archive import ReadRange
+from ckpt_tools.serialization.zstd import inflated
 from ckpt_tools.stores.source import Source
 
 

@@ -7,7 +7,7 @@ they are left out, and the note says how the trainer goes on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.boxes import Box
@@ -16,6 +16,7 @@ from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.trainer_folder import FILE, BesideFile, TrainerFolder
+from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.formats.dcp.writer import dcp_files
 from ckpt_tools.formats.state_dict.build import Entries, entries_of
@@ -23,14 +24,21 @@ from ckpt_tools.formats.state_dict.build import Entries, entries_of
 
 def trainer_layout(manifest: Manifest, trainer: TrainerFolder, tree: StateTree, world_size: int) -> Layout:
     """The files of the folder; the ``.metadata`` of the first part is the last one."""
-    extra = {name: value for name, value in manifest.extra.items() if name not in trainer.entries}
-    entries = entries_of(replace(manifest, extra=extra), tree)
+    entries = entries_of(_without(manifest, trainer.entries), tree)
     kept, left = trainer.files_for(world_size)
     files: list[FileSpec] = [_copy(name, file) for name, file in kept.items()]
     for part in [*trainer.parts][::-1]:
         files += dcp_files(manifest, _part(entries, trainer, part), world_size, part)
     copied = {_key(name): _bytes(file) for name, file in kept.items()}
     return Layout(files, (*entries.notes, *_left_out(trainer, left, world_size)), copied)
+
+
+def _without(manifest: Manifest, names: Collection[str]) -> Manifest:
+    """``manifest`` without these entries, which are in files that are copied, and their tensors."""
+    extra = {name: value for name, value in manifest.extra.items() if name not in names}
+    gone = {ref.key for name in names for ref in references(manifest.extra.get(name))}
+    tensors = {key: entry for key, entry in manifest.tensors.items() if key not in gone}
+    return replace(manifest, extra=extra, tensors=tensors)
 
 
 def _part(entries: Entries, trainer: TrainerFolder, part: str) -> Entries:

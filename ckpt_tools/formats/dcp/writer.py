@@ -29,7 +29,8 @@ from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.values import GlobalRef, Opaque, Size
 from ckpt_tools.formats.dcp.chunks import is_cut, row_chunks
 from ckpt_tools.formats.dcp.items import Item, Items
-from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
+from ckpt_tools.formats.state_dict.build import Entries, chosen_tree
+from ckpt_tools.formats.state_dict.read_back import entries_of_own_tree, entries_read_back
 from ckpt_tools.serialization.pickle.dcp_metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -61,8 +62,9 @@ class DcpWriter:
             from ckpt_tools.formats.dcp.trainer_writer import trainer_layout
 
             return trainer_layout(manifest, manifest.trainer, tree, options.world_size)
-        entries = entries_of(manifest, tree)
-        return Layout(dcp_files(manifest, entries, options.world_size), entries.notes)
+        is_own = manifest.format == self.name and tree is manifest.tree
+        entries, notes = entries_of_own_tree(manifest, tree) if is_own else (entries_read_back(manifest, tree), ())
+        return Layout(dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes))
 
 
 def dcp_files(manifest: Manifest, entries: Entries, world_size: int, folder: str = "") -> list[FileSpec]:

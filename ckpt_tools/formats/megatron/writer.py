@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from ckpt_tools.core.dtypes import DType
@@ -110,6 +111,12 @@ class _State:
         return replace(self.manifest, tensors={**tensors, **made}) if made else self.manifest
 
     @cached_property
+    def own_masters(self) -> list[str]:
+        """The trained parameters that are fp32 themselves, each its own master."""
+        tensors = self.readable.tensors
+        return [name for name in self.trained if StateKey(name, MASTER) not in tensors and StateKey(name) in tensors]
+
+    @cached_property
     def iteration(self) -> int:
         found = self.manifest.extra.get("global_step")
         step = found if type(found) is int else self.manifest.step
@@ -152,9 +159,7 @@ class _State:
                 tensors[key.fqn] = key
             elif entry.kind is Kind.STATE and not (key.slot == "step" and self._is_known(entry)):
                 tensors[self._name(key)] = key
-        for name in self.trained:
-            if StateKey(name, MASTER) not in self.readable.tensors and StateKey(name) in self.readable.tensors:
-                aliases[self._name(StateKey(name, MASTER))] = name
+        aliases.update({self._name(StateKey(name, MASTER)): name for name in self.own_masters})
         lost = [name for name, value in self.objects.items() if not is_loadable(value)]
         if lost:
             why = "it is of a class that Megatron's loader refuses"
@@ -208,7 +213,9 @@ class _State:
             self.notes.append(Note(Outcome.DROPPED, name, "its tensor is not selected", asked=True))
         buffers = [key.fqn for key, entry in self.manifest.of_kind(Kind.BUFFER).items() if entry.dtype.is_floating]
         groups = [{"params": list(group.params), "added": list(_missing(group))} for group in self.manifest.groups]
-        widened = [key.fqn for key in self.owners]
+        # A tensor of no elements has no item, and so none that two names could share.
+        empty = [name for name in self.own_masters if not prod(self.readable.tensors[StateKey(name)].shape)]
+        widened = [*(key.fqn for key in self.owners), *empty]
         return {"made": self.source is None, "groups": groups, "buffers": buffers, "widened": widened, "extra": whole}
 
     def common(self) -> dict[Any, Value]:

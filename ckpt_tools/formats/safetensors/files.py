@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType, from_safetensors
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorEntry
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
@@ -266,9 +266,9 @@ class SafetensorsWriter:
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.core.layout import Layout
         from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
-        from ckpt_tools.formats.state_dict.packed import packed
+        from ckpt_tools.formats.state_dict.packed import TREE, packed
 
-        entries = entries_of(manifest, StateTree((), ("optim",)))
+        entries = entries_of(manifest, TREE)
         whole = None if is_model_only(manifest) else packed(manifest, entries)
         state = {STATE_KEY: whole.text} if whole else {}
         tensors = {**entries.tensors, **(whole.tensors if whole else {})}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import (
-    CkptError,
     IncompleteError,
     MalformedError,
     SeveralCheckpointsError,
@@ -18,31 +17,19 @@ from ckpt_tools.formats.rank_names import (
     MANAGER,
     RANK,
     VERL,
-    are_those_of_ranks,
     base,
     by_template,
     folder_of,
-    folders,
     is_candidate,
-    is_managed,
     label,
     numbered,
     says_its_rank,
     worlds,
 )
+from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
 from ckpt_tools.formats.sharded.manager import check_index
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
-from ckpt_tools.serialization.torch_zip import pickle_of
 from ckpt_tools.stores.source import Source
-
-_SIGNS = (b"DTensor\n", b"ShardedTensor\n")
-"""How the classes stand in a pickle of protocol 2, which ``torch.save`` takes."""
-
-_NEWER_SIGNS = (b"\x07DTensor\x94", b"\rShardedTensor\x94")
-"""The same in protocol 4 and later."""
-
-MAX_LOOKS = 8
-"""Files that are opened to see whether any holds a part of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,37 +61,6 @@ class Checkpoint:
     @property
     def files(self) -> frozenset[str]:
         return frozenset(file.path for item in self.items for file in item.files.values())
-
-
-def looks_sharded(source: Source) -> bool:
-    """Whether a file of ``source`` holds a part of a tensor, or names say that the files are those of ranks."""
-    below = _folders(source)
-    here = [path for path in source.files if "/" not in path and is_candidate(path)]
-    if is_managed(source) and here:
-        return True
-    if are_those_of_ranks(source.files):
-        return True
-    return any(_holds_parts(source, path) for path in _samples(here)) or bool(below and below != [""])
-
-
-def _folders(source: Source) -> list[str]:
-    """Folders that hold files of ranks, as far as names and indexes say."""
-    indexed = [folder_of(path) for path in source.files if base(path) == MANAGER]
-    return list(dict.fromkeys([*folders(source.files), *(each for each in indexed if is_managed(source, each))]))
-
-
-def _samples(paths: Iterable[str]) -> list[str]:
-    """One file of each kind of name."""
-    kinds = {"".join("#" if c.isdigit() else c for c in path): path for path in paths}
-    return list(kinds.values())[:MAX_LOOKS]
-
-
-def _holds_parts(source: Source, path: str) -> bool:
-    try:
-        pickle = pickle_of(lambda start, stop: source.read(path, start, stop), source.size(path), path)
-    except CkptError:
-        return False
-    return any(sign in pickle for sign in (*_SIGNS, *_NEWER_SIGNS))
 
 
 def read_checkpoint_files(source: Source) -> Checkpoint:
@@ -143,10 +99,10 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
 
 def _folder(source: Source) -> str:
     """Where the files of ranks are: at the top, or in the one folder below that holds some."""
-    found = _folders(source)
+    found = folders_of_ranks(source)
     below = [folder for folder in found if folder]
     here = [path for path in source.files if "/" not in path and is_candidate(path)]
-    at_top = "" in found or any(_holds_parts(source, path) for path in _samples(here))
+    at_top = "" in found or any(holds_parts(source, path) for path in samples(here))
     if at_top or not below:
         return ""
     if len(below) > 1:
@@ -167,7 +123,7 @@ def _refuse_mixed(files: Iterable[str]) -> None:
 
 def _of_ranks(source: Source, files: list[str]) -> list[str]:
     """The files that are read: those that hold a part of a tensor, and those whose names say a rank."""
-    return [path for path in files if says_its_rank(path) or _holds_parts(source, path)]
+    return [path for path in files if says_its_rank(path) or holds_parts(source, path)]
 
 
 def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:

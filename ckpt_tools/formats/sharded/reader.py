@@ -18,7 +18,7 @@ from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
 from ckpt_tools.formats.rank_names import RANK, base, folder_of, without_world
-from ckpt_tools.formats.sharded.items import Checkpoint, Item, looks_sharded, read_checkpoint_files
+from ckpt_tools.formats.sharded.items import Checkpoint, Item, read_checkpoint_files
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
@@ -47,46 +47,40 @@ _NOTED = (*TRAINERS_OWN, *UNREAD)
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf")
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedReader:
-    """Reads the folder that holds the files of all ranks, or one with such a folder below it."""
+def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Manifest:
+    """The one checkpoint of ``source``. Raises FormatError."""
+    found = read_checkpoint_files(source)
+    _check_config(source, found)
+    _refuse_unnamed(found)
+    tree = _Tree(source, found)
+    for item in found.items:
+        tree.add(item)
+    ties = _ties(tree.tensors)
+    tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
+    manifest = manifest_of(
+        Leaves(tree.paths, tensors, tree.objects, tree.inner, own=frozenset(tree.own)),
+        format_name=format_name,
+        model_key=options.model_key,
+        optim_key=options.optim_key,
+        world_size=len(found.ranks),
+        ties=ties,
+        buffers=tree.buffers(),
+    )
+    manifest = replace(manifest, groups=tuple(map(_without_names, manifest.groups)))
+    origin = tree.origin(manifest)
+    notes = (*manifest.notes, *tree.notes, *_notes_of_others(source, found))
+    return replace(manifest, notes=notes, literals={**manifest.literals, **origin.literals()})
 
-    name: str = "sharded"
 
-    def detect(self, source: Source) -> bool:
-        return looks_sharded(source)
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        found = read_checkpoint_files(source)
-        _check_config(source, found)
-        _refuse_unnamed(found)
-        tree = _Tree(source, found)
-        for item in found.items:
-            tree.add(item)
-        ties = _ties(tree.tensors)
-        tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
-        manifest = manifest_of(
-            Leaves(tree.paths, tensors, tree.objects, tree.inner),
-            format_name=self.name,
-            model_key=options.model_key,
-            optim_key=options.optim_key,
-            world_size=len(found.ranks),
-            ties=ties,
-            buffers=tree.buffers(),
-        )
-        manifest = replace(manifest, groups=tuple(map(_without_names, manifest.groups)))
-        origin = tree.origin(manifest)
-        notes = (*manifest.notes, *tree.notes, *_notes_of_others(source, found))
-        return replace(manifest, notes=notes, literals={**manifest.literals, **origin.literals()})
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        origin = origin_of(manifest)
-        if origin is None:
-            return frozenset()
-        files = manifest.files & source.files.keys()
-        folder = folder_of(min(files, default=""))
-        named = [path for path in source.files if folder_of(path) == folder and _is_named(base(path), origin.names)]
-        return files | {*named} | _small_files(source, folder).keys()
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
+    """The files that belong to the checkpoint."""
+    origin = origin_of(manifest)
+    if origin is None:
+        return frozenset()
+    files = manifest.files & source.files.keys()
+    folder = folder_of(min(files, default=""))
+    named = [path for path in source.files if folder_of(path) == folder and _is_named(base(path), origin.names)]
+    return files | {*named} | _small_files(source, folder).keys()
 
 
 def _is_named(name: str, templates: Iterable[str]) -> bool:
@@ -161,6 +155,7 @@ class _Tree:
     objects: dict[str, Any] = field(default_factory=dict)
     inner: dict[StateKey, TensorLeaf] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    own: set[str] = field(default_factory=set)
     _whole: set[str] = field(default_factory=set)
     _homes: dict[str, str] = field(default_factory=dict)
 
@@ -267,9 +262,12 @@ class _Tree:
                 where = path if dotted(path) not in self.paths else (item.label, *path)
                 self._place(where, TensorLeaf(held.shape, held.dtype, _table(dotted(path), held, held.shards)))
                 self._whole.add(dotted(where))
+                self.own.add(dotted(where))
         for path, value in first.objects.items():
             if str(path[0]) not in own and not (path == ("lr_scheduler",) and value is None):
-                self._place_object(path if dotted(path) not in self.paths else (item.label, *path), value, first)
+                where = path if dotted(path) not in self.paths else (item.label, *path)
+                self._place_object(where, value, first)
+                self.own.add(dotted(where))
         for top, what in own.items():
             why = f"each rank has its own {what[0]}, which cannot be given to other ranks"
             self.notes.append(Note(Outcome.DROPPED, f"{top} of {item.label}", why))

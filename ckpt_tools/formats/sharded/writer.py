@@ -36,7 +36,7 @@ from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_on
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
 from ckpt_tools.formats.torch_save import Branch, as_lists, put_leaf
 from ckpt_tools.serialization.pickle.sharded_tensors import MeshRecord, Shard, dtensor_record
-from ckpt_tools.serialization.torch_zip import archive_segments
+from ckpt_tools.serialization.torch_zip import archive_segments, root_of
 
 _VERL_NAME = f"_world_size_{WORLD}_rank_{RANK}.pt"
 VERL = Origin(
@@ -181,13 +181,15 @@ class _Files:
             root.setdefault("lr_scheduler", None)
         value = as_lists(root)
         self._name_parameters(value, label)
-        return FileLayout(_file_name(template, rank, self._world), tuple(archive_segments(value, tensors.segments)))
+        file = _file_name(template, rank, self._world)
+        return FileLayout(file, tuple(archive_segments(value, tensors.segments, root=root_of(file))))
 
     def _value(self, name: str, tensors: _RankTensors) -> Any:
         if name not in self._entries.objects:
             return tensors.part(self._entries.tensors[self._entries.aliases.get(name, name)])
         value = self._entries.objects[name]
-        if self._names and self._paths[name][-1] == "params" and "param_groups" in self._paths[name]:
+        groups = (*(self._tree.optim or ()), "param_groups")
+        if self._names and self._paths[name][-1] == "params" and self._paths[name][: len(groups)] == groups:
             return _numbers(self._manifest, value)
         return replaced(value, lambda ref: tensors.whole(ref.key))
 

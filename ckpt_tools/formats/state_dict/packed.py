@@ -14,7 +14,7 @@ from itertools import chain, count
 from typing import Any
 
 from ckpt_tools.core.boxes import contiguous_strides
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorRef
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorRef, TreePath
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.value_refs import extracted, replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
@@ -24,6 +24,10 @@ from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Leaves, TensorLe
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.serialization.torch_zip import described_storage
+
+OPTIM = "optim"
+TREE = StateTree((), (OPTIM,))
+"""Where such a file keeps model and optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +86,19 @@ def unpacked(
     paths = {name: path for name, path in paths.items() if name in names or name in objects}
     paths |= {name: (name,) for name in names if name not in paths}
     return manifest_of(
-        Leaves(paths, outside, objects, inside, own=frozenset(own) & paths.keys(), is_ordered=False),
+        Leaves(paths, outside, objects, inside, own=_own(own, paths, objects), is_ordered=False),
         format_name=format_name,
         model_key=options.model_key,
         optim_key=options.optim_key,
         ties=ties,
         param_order=options.param_order,
     )
+
+
+def _own(listed: Collection[str], paths: Mapping[str, TreePath], objects: Collection[str]) -> frozenset[str]:
+    """The user's leaves: those that the text lists, and all but weights, which are at the root, and the optimizer."""
+    others = {name for name, path in paths.items() if path[0] != OPTIM and (name in objects or len(path) > 1)}
+    return frozenset({*listed, *others} & paths.keys())
 
 
 def _refer(found: StoredTensor, tensors: Mapping[str, TensorLeaf], inside: dict[StateKey, TensorLeaf]) -> TensorRef:

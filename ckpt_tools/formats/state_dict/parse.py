@@ -82,16 +82,28 @@ class Tree:
 
 
 def find_tree(
-    paths: Mapping[str, TreePath], numels: Mapping[str, int], *, model_key: str | None, optim_key: str | None
+    paths: Mapping[str, TreePath],
+    numels: Mapping[str, int],
+    *,
+    model_key: str | None,
+    optim_key: str | None,
+    own: Collection[str] = (),
 ) -> Tree:
     """The tree of a checkpoint whose leaves lie at ``paths``, those with ``numels`` being tensors.
+
+    Leaves that are known to be the user's ``own`` say nothing of it.
 
     Raises:
         UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers.
     """
-    optim = _optim_prefix(paths.values()) if optim_key is None else _given(optim_key, paths, "optim_key")
-    if model_key is not None:
-        return Tree(_given(model_key, paths, "model_key"), optim)
+    given = None if model_key is None else _given(model_key, paths, "model_key")
+    optim = None if optim_key is None else _given(optim_key, paths, "optim_key")
+    if own:
+        paths = {name: path for name, path in paths.items() if name not in own}
+        numels = {name: numel for name, numel in numels.items() if name not in own}
+    optim = _optim_prefix(paths.values()) if optim_key is None else optim
+    if given is not None:
+        return Tree(given, optim)
     known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
     return Tree(_model_prefix(paths, numels, optim, known), optim)
 
@@ -224,7 +236,7 @@ class TensorLeaf:
 class Leaves:
     """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object.
 
-    ``inner`` are tensors to which objects refer, ``own`` the names of tensors that are the user's, wherever they lie.
+    ``inner`` are tensors to which objects refer, ``own`` the names of leaves that are the user's, wherever they lie.
     ``is_ordered`` says that the tensors are in the order in which the model has them.
     """
 
@@ -260,7 +272,7 @@ def manifest_of(
         nowhere, or the order of parameters does not fit.
     """
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
-    tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key)
+    tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key, own=leaves.own)
     parameters = _parameter_shapes(leaves, tree, buffers)
     leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order, parameters)
     roles = {name: _role(name, leaves, tree) for name in leaves.paths}

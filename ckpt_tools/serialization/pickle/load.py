@@ -23,26 +23,30 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.values import Value
-from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError
+from ckpt_tools.core.values import Opaque, Value
+from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, UnsafeError
 from ckpt_tools.serialization.pickle.allowed_calls import CALLS
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.dump import dumps
-from ckpt_tools.serialization.pickle.machine import Language, Machine, PersistentLoad
+from ckpt_tools.serialization.pickle.machine import EndsEarlyError, Language, Machine, PersistentLoad
 from ckpt_tools.serialization.pickle.opcodes import STEPS
 from ckpt_tools.serialization.pickle.value_limits import Checker
 
 if TYPE_CHECKING:
     from ckpt_tools.serialization.pickle.trace.recorder import Recording
 
-__all__ = ["PersistentLoad", "dumps", "loads", "recorded"]
+__all__ = ["PersistentLoad", "dumps", "loads", "recorded", "refuse_call"]
 
 _LANGUAGE = Language(STEPS, CALLS, MACROS)
 
 GC_PAUSE_BYTES = 1 << 20
 """From this size on the cyclic garbage collector pauses: it would scan millions of live objects again and again."""
+
+SHORT_OPERAND_BYTES = 300
+"""More than an opcode takes whose length is not checked before it is read: one byte of length, and what it counts."""
 
 
 def loads(data: bytes, *, path: str, persistent_load: PersistentLoad | None = None) -> Value:
@@ -55,12 +59,44 @@ def loads(data: bytes, *, path: str, persistent_load: PersistentLoad | None = No
         UnsupportedError: a tensor of a kind that is not handled.
         MemoryBudgetError: there is not enough memory for it.
     """
+    return _first(data, path, persistent_load, is_prefix=False).value
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPickle:
+    """The value of the first of several pickles, which ends at ``stop``."""
+
+    value: Value
+    stop: int
+
+
+def load_first(data: bytes, *, path: str, persistent_load: PersistentLoad | None = None) -> FirstPickle:
+    """What ``loads`` gives for the pickle that ``data`` begins with. Raises EndsEarlyError where it may be cut."""
+    return _first(data, path, persistent_load, is_prefix=True)
+
+
+def _first(data: bytes, path: str, persistent_load: PersistentLoad | None, *, is_prefix: bool) -> FirstPickle:
     machine = Machine(data, _LANGUAGE, persistent_load)
+    with interpreting(machine, path):
+        stop = run_checked(machine, is_prefix=is_prefix)
+        return FirstPickle(machine.stack[-1], stop)
+
+
+def run_checked(machine: Machine, *, is_prefix: bool) -> int:
+    """Interpret one pickle, or with ``is_prefix`` the first of several. The value stays on the stack; where it ends."""
+    stop = machine.run_first()
+    if stop != len(machine.data) and not is_prefix:
+        raise MalformedError(f"more data follows the end of the pickle at byte {machine.position:,}")
+    Checker(stop).check(machine.stack[-1])
+    return stop
+
+
+@contextmanager
+def interpreting(machine: Machine, path: str) -> Iterator[None]:
+    """Whatever goes wrong within is an error that names ``path``."""
     try:
-        with gc_paused(len(data) >= GC_PAUSE_BYTES):
-            value = machine.run()
-            Checker(len(data)).check(value)
-            return value
+        with gc_paused(len(machine.data) >= GC_PAUSE_BYTES):
+            yield
     except CkptError as error:
         error.path = error.path or path
         raise
@@ -69,7 +105,9 @@ def loads(data: bytes, *, path: str, persistent_load: PersistentLoad | None = No
     except Exception as error:
         # An opcode without its operands meets an empty stack, a short slice or a wrong type: the pickle is malformed.
         reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-        raise MalformedError(f"the pickle is malformed at byte {machine.position:,}: {reason}", path=path) from error
+        may_be_cut = len(machine.data) - machine.position < SHORT_OPERAND_BYTES
+        kind = EndsEarlyError if may_be_cut else MalformedError
+        raise kind(f"the pickle is malformed at byte {machine.position:,}: {reason}", path=path) from error
 
 
 def recorded(data: bytes, *, path: str) -> Recording:
@@ -85,6 +123,19 @@ def recorded(data: bytes, *, path: str) -> Recording:
             return Recorder(data, TRACING).record()
     except MemoryError as error:
         raise MemoryBudgetError("there is not enough memory to check this pickle", path=path) from error
+
+
+def refuse_call(value: Value, path: str) -> None:
+    """Raises UnsafeError if ``value`` is a call that a loader would execute instead of data."""
+    if not isinstance(value, Opaque):
+        return
+    from ckpt_tools.serialization.pickle.closed_list import refusal
+
+    if refusal(value) is not None:
+        raise UnsafeError(
+            f"the pickle is a call of {value.ref}, which a loader would execute; `ckpt-tools scan` tells more",
+            path=path,
+        )
 
 
 @contextmanager

@@ -32,6 +32,10 @@ class FrameStarts(Exception):  # noqa: N818
         self.stop = stop
 
 
+class EndsEarlyError(MalformedError):
+    """The data ends within the pickle, or may do so."""
+
+
 class Unset:
     """What a memo index holds that was never put, or that a macro left out: part of a record, never referred to."""
 
@@ -102,12 +106,6 @@ class Machine:
         self.budget = SPARE_CONTAINERS + len(data) // 2
         self.bytes_to_copy = 4096 + 4 * len(data)
 
-    def run(self) -> Value:
-        """Interpret up to STOP, which must be the last byte."""
-        if self.run_first() != len(self.data):
-            raise MalformedError(f"more data follows the end of the pickle at byte {self.position:,}")
-        return self.stack.pop()
-
     def run_first(self) -> int:
         """Interpret up to the first STOP, and leave the value on the stack; the position after it.
 
@@ -126,8 +124,10 @@ class Machine:
                 continue
             except Stop:
                 break
-            if position != limit or not self.is_framed:
-                self.fail("a frame ends within an opcode" if self.is_framed else "it ends early")
+            if not self.is_framed:
+                self.fail_early("it ends early")
+            if position != limit:
+                self.fail("a frame ends within an opcode")
             limit, self.is_framed = len(data), False
         self._check_end(limit)
         return self.position + 1
@@ -140,6 +140,9 @@ class Machine:
 
     def fail(self, reason: str) -> NoReturn:
         raise MalformedError(f"the pickle is malformed at byte {self.position:,}: {reason}")
+
+    def fail_early(self, reason: str) -> NoReturn:
+        raise EndsEarlyError(f"the pickle is malformed at byte {self.position:,}: {reason}")
 
     def pop_mark(self) -> list[Value]:
         """The values since the last mark, whose place is given up."""
@@ -171,6 +174,8 @@ class Machine:
         """The one ``GlobalRef`` of a name, and what calling it builds."""
         if len(module) + len(name) > MAX_NAME_CHARS:
             self.fail("a name of absurd length")
+        if not module or not name:
+            self.fail("an empty name")
         key = (module, name) if self.protocol > 2 else in_python_3(module, name)
         ref = self.names.get(key)
         if ref is None:

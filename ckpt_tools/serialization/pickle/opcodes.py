@@ -52,7 +52,7 @@ def _frame(machine: Machine, at: int) -> NoReturn:
     start = at + 8
     num_bytes = _U64.unpack_from(machine.data, at)[0]
     if num_bytes > len(machine.data) - start:
-        machine.fail("it ends early")
+        machine.fail_early("it ends early")
     if machine.is_framed or machine.protocol < 4 or num_bytes < MIN_FRAME_BYTES:
         machine.fail("a frame is where no pickler starts one")
     raise FrameStarts(start, start + num_bytes)
@@ -101,7 +101,7 @@ def read_span(machine: Machine, at: int, width: int) -> tuple[int, int]:
     start = at + width
     stop = start + int.from_bytes(machine.data[at:start], "little")
     if stop > len(machine.data):
-        machine.fail("a value is longer than the data")
+        machine.fail_early("a value is longer than the data")
     return start, stop
 
 
@@ -161,7 +161,7 @@ def _long(width: int) -> Step:
 def read_line(machine: Machine, at: int) -> tuple[bytes, int]:
     newline = machine.data.find(b"\n", at)
     if newline < 0:
-        machine.fail("a line does not end")
+        machine.fail_early("a line does not end")
     return machine.data[at:newline], newline + 1
 
 

@@ -10,15 +10,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, Value
-from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError
 from ckpt_tools.serialization.pickle.allowed_calls import CALLS
 from ckpt_tools.serialization.pickle.closed_list import FACTORIES, is_listed, refusal
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
-from ckpt_tools.serialization.pickle.load import GC_PAUSE_BYTES, gc_paused
+from ckpt_tools.serialization.pickle.load import interpreting, run_checked
 from ckpt_tools.serialization.pickle.machine import Call, Language, Machine, PersistentLoad, SetState
 from ckpt_tools.serialization.pickle.opcodes import STEPS
 from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, fields
-from ckpt_tools.serialization.pickle.value_limits import Checker
 
 MAX_REFUSALS = 100
 """Refusals of one pickle that are kept; more are counted."""
@@ -70,25 +68,9 @@ def prove(
         FormatError: no pickler wrote it, or it breaks a bound. MemoryBudgetError: there is not enough memory for it.
     """
     machine = Machine(data, _language(inner), persistent_load)
-    try:
-        with gc_paused(len(data) >= GC_PAUSE_BYTES):
-            stop = machine.run_first()
-            if stop != len(data) and not is_prefix:
-                raise MalformedError(f"more data follows the end of the pickle at byte {stop - 1:,}")
-            Checker(stop).check(machine.stack[-1])
-            return _judged(machine, stop, frozenset(allowed))
-    except CkptError as error:
-        error.path = error.path or path
-        raise
-    except MemoryError as error:
-        raise MemoryBudgetError("there is not enough memory to read this pickle", path=path) from error
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-        raise UnfinishedError(f"the pickle is malformed at byte {machine.position:,}: {reason}", path=path) from error
-
-
-class UnfinishedError(MalformedError):
-    """The data may have ended within an opcode."""
+    with interpreting(machine, path):
+        stop = run_checked(machine, is_prefix=is_prefix)
+        return _judged(machine, stop, frozenset(allowed))
 
 
 def _language(inner: Callable[[bytes], StorageRef] | None) -> Language:

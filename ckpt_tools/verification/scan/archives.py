@@ -11,9 +11,9 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
+from ckpt_tools.errors import CkptError
+from ckpt_tools.serialization.range_stream import RangeStream
 from ckpt_tools.serialization.zip_archive import (
     END,
     END64,
@@ -80,7 +80,7 @@ def members_of_any_zip(read: ReadRange, size: int, limit: int) -> tuple[list[Mem
         return [], "the zip archive is damaged, and too large to search for its records"
     members: list[Member] = []
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Stream(read, size))) as archive:
+        with zipfile.ZipFile(io.BufferedReader(RangeStream(read, size))) as archive:
             members.extend(_inflated(read, size, archive.infolist(), limit))
     except CkptError:
         raise
@@ -114,38 +114,6 @@ def _payload(read: ReadRange, size: int, record: zipfile.ZipInfo, limit: int) ->
     return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, limit)
 
 
-class _Stream(io.RawIOBase):
-    """A range reader as the file that zipfile wants."""
-
-    def __init__(self, read: ReadRange, size: int) -> None:
-        self._range = read
-        self._size = size
-        self._at = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("a negative position")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._size)
-        data = self._range(self._at, stop) if self._at < stop else b""
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
 def tar_members(read: ReadRange, size: int) -> tuple[list[tuple[str, int, int]], str | None]:
     """Name, start and stop of the files of a tar, and why not more: torch wrote plain ones alone."""
     members: list[tuple[str, int, int]] = []
@@ -170,37 +138,3 @@ def _tar_header(header: bytes) -> tuple[str, int | None, str]:
     except ValueError:
         length = None
     return name, length, chr(header[156])
-
-
-MAX_ZSTD_WINDOW_BYTES = 1 << 23
-"""The window that a frame may ask for; the one of the level that torch uses is 2 MiB."""
-
-
-def inflated_zstd(read: ReadRange, size: int) -> bytes:
-    """An item of a DCP that torch's ZStandard extension wrote: one frame, to the last byte.
-
-    Raises:
-        UnsupportedError: the package is not installed, or it is too large. MalformedError: it is not one frame.
-    """
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UnsupportedError("it is compressed with zstd; to look into it, install the package zstandard") from error
-    reader = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).decompressobj()
-    data = b""
-    try:
-        for start in range(0, size, _PACKED_BYTES):
-            data += reader.decompress(read(start, min(start + _PACKED_BYTES, size)))
-            if len(data) > MAX_INFLATED_BYTES:
-                raise UnsupportedError(
-                    "it is compressed with zstd, and decompresses to more than the limit of the scan"
-                )
-    except zstandard.ZstdError as error:
-        raise MalformedError(f"it is compressed with zstd, and damaged: {error}") from error
-    if not reader.eof or reader.unused_data or read(0, 4) != b"\x28\xb5\x2f\xfd":
-        raise MalformedError("it is not one frame of zstd")
-    return data
-
-
-_PACKED_BYTES = 1 << 12
-"""Inflated at a time: zstd makes up to 20,000 times as much of it."""

@@ -13,6 +13,9 @@ _END_BYTES = (1 << 16) + 22
 
 _BLOCK = 512
 
+_NUMBER_LINES = (b"P", b"p", b"g", b"I", b"L", b"F", b"S")
+"""Opcodes of pickles that take a line: the length of a header holds a NUL, with which none of these means anything."""
+
 
 def check_one_meaning(piece: Piece, explainer: Explainer) -> None:
     """Raises MalformedError where a proven file is an archive, or a pickle that runs something, for another loader."""
@@ -22,12 +25,12 @@ def check_one_meaning(piece: Piece, explainer: Explainer) -> None:
         return
     if is_tar(head):
         raise MalformedError("a loader may take it for a tar archive")
-    is_pickle = kinds.PICKLED.search(piece.file) is not None
-    if not piece.file.lower().endswith(".safetensors") and END_MAGIC in piece.read(
-        max(0, piece.size - _END_BYTES), piece.size
-    ):
+    is_safetensors = piece.file.lower().endswith(".safetensors")
+    if not is_safetensors and END_MAGIC in piece.read(max(0, piece.size - _END_BYTES), piece.size):
         raise MalformedError("a loader may take its end for a zip archive")
-    if not is_pickle and explainer.runs_as_a_pickle(piece):
+    if is_safetensors and head[:1] in _NUMBER_LINES:
+        return
+    if not kinds.PICKLED.search(piece.file) and explainer.runs_as_a_pickle(piece):
         raise RunsElsewhereError("a loader of pickles would run it")
 
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 from ckpt_tools.core.dtypes import from_torch_storage
 from ckpt_tools.core.values import GlobalRef, Value
 from ckpt_tools.errors import FormatError, UnsafeError
-from ckpt_tools.serialization.legacy_proof import MAGIC_NUMBER
 from ckpt_tools.serialization.pickle.load import recorded
 from ckpt_tools.serialization.pickle.trace.recorder import Recording
+from ckpt_tools.serialization.torch_legacy import FIRST_READ_BYTES, MAGIC_NUMBER
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.verification.scan.archives import (
     MAX_INFLATED_BYTES,
@@ -29,9 +29,6 @@ from ckpt_tools.verification.scan.archives import (
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.strict_zip import TAIL_BYTES
-
-FIRST_READ_BYTES = 1 << 16
-"""Most pickles are smaller: one read. Others take a read of eight times as much until they fit."""
 
 BUDGET_BYTES = 1 << 25
 """Of what is followed in one scan, inflated and nested data included; about 10 seconds for the worst of it."""
@@ -78,10 +75,18 @@ class Explainer:
         return list(self._shown)
 
     def runs_as_a_pickle(self, piece: Piece) -> bool:
-        """Whether what should be no pickle is one that calls or imports something."""
-        found = self._recorded(piece.head(FIRST_READ_BYTES), piece.file)
-        uses = [use for use in found.uses if "(" in use.shown or _IMPORTABLE.fullmatch(use.shown)]
-        return bool(uses)
+        """Whether what should be no pickle is one that calls or imports something, or the first of several."""
+        at, self._left = 0, max(self._left, FREE_BYTES)
+        for _ in range(MAX_PICKLES):
+            found = self._follow(piece, at)
+            if found.nested or any("(" in use.shown or _IMPORTABLE.fullmatch(use.shown) for use in found.uses):
+                return True
+            if found.failure is not None:
+                return found.is_cut and self._left <= 0
+            at += found.stop
+            if at >= piece.size:
+                return False
+        return True
 
     def _explain(self, piece: Piece) -> None:
         if not piece.size or piece.depth > MAX_NESTING or self._left <= 0:

@@ -5,7 +5,6 @@ What raises here is a finding for ``source``. Nothing is dropped: a file, a reco
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import re
 from collections.abc import Mapping
@@ -15,12 +14,13 @@ from typing import Any
 from ckpt_tools.core.dtypes import from_safetensors
 from ckpt_tools.core.values import StorageRef, Value, are_naturals
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
-from ckpt_tools.serialization.legacy_proof import inner_storage, is_legacy, read_legacy
+from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.machine import PersistentLoad
 from ckpt_tools.serialization.pickle.proof import Proof, Refusal, prove
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_storage
+from ckpt_tools.serialization.torch_legacy import is_legacy
+from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.zip_archive import TORCHSCRIPT
 from ckpt_tools.stores.source import checked_name
 from ckpt_tools.verification.scan import kinds
@@ -119,8 +119,8 @@ class Prover:
         return found
 
     def _legacy(self, piece: Piece) -> None:
-        found = read_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed)
-        for proof in found.proofs:
+        found = prove_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed)
+        for proof in found.pickles:
             self._note(piece, "", proof)
 
     # Archives
@@ -143,10 +143,7 @@ class Prover:
         storages: dict[str, StorageRef] = {}
 
         def resolve(pid: Value) -> StorageRef:
-            storage = described_storage(pid)
-            if storages.setdefault(storage.key, storage) != storage:
-                raise MalformedError(f"storage {storage.key!r} is described in two ways")
-            return storages[storage.key]
+            return noted(storages, described_storage(pid))
 
         data = directory.read_record(piece.read, f"{root}/data.pkl")
         self._pickle(piece, data, f"{root}/data.pkl", resolve)
@@ -221,7 +218,8 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
 
 _DESCR = re.compile(r"[<>|=]?(?:([biufcSV?])(\d{1,9})|([U])(\d{1,9})|([mM])(8)(?:\[\w{1,8}\])?)")
 _NPY_HEADER = re.compile(
-    rb"\{'descr': ('[^'\\]{1,24}'), 'fortran_order': (?:True|False), 'shape': (\((?:\d+(?:, \d+)*,?)?\)), \} *\n"
+    rb"\{'descr': ('[^'\\]{1,24}'), 'fortran_order': (?:True|False), "
+    rb"'shape': (\((?:\d{1,18}(?:, \d{1,18})*,?)?\)), \} *\n"
 )
 
 
@@ -238,11 +236,11 @@ def _prove_npy(piece: Piece) -> None:
     found = _NPY_HEADER.fullmatch(piece.read(8 + width, start))
     if found is None:
         raise MalformedError("the header of the array is not as numpy writes it; it may mean objects")
-    descr = _DESCR.fullmatch(ast.literal_eval(found[1].decode()))
+    descr = _DESCR.fullmatch(found[1].decode().strip("'"))
     if descr is None:
         raise MalformedError("the array is of objects, or of a dtype that is not plain")
     kind, digits = next((descr[n], descr[n + 1]) for n in (1, 3, 5) if descr[n])
-    shape = ast.literal_eval(found[2].decode())
+    shape = [int(extent) for extent in re.findall(rb"\d{1,18}", found[2])]
     if piece.size - start != prod(shape) * int(digits) * (4 if kind == "U" else 1):
         raise MalformedError("the array does not end where the file does")
 

@@ -13,7 +13,7 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Source
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, StorageInfo
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
-from ckpt_tools.verification.scan.archives import inflated_zstd
+from ckpt_tools.verification.scan.archives import MAX_INFLATED_BYTES
 from ckpt_tools.verification.scan.disguise import RunsElsewhereError, check_one_meaning
 from ckpt_tools.verification.scan.explain import Explainer
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, ScanReport
@@ -157,7 +157,9 @@ class _Scan:
             return piece
         if info.transform_descriptors != (_ZSTD,):
             raise NotLookedIntoError(f"it is compressed or transformed by {listed(info.transform_descriptors)}")
-        return piece.holding(inflated_zstd(piece.read, piece.size), "")
+        from ckpt_tools.serialization.zstd import inflated_frame
+
+        return piece.holding(inflated_frame(piece.read, piece.size, piece.file, limit_bytes=MAX_INFLATED_BYTES), "")
 
 
 def _infos(metadata: Metadata) -> list[StorageInfo]:

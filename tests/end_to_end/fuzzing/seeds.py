@@ -11,16 +11,21 @@ import base64
 import io
 import json
 import pickle
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from fixtures.corpus import make
 from tests.end_to_end.fuzzing import corpus
 from tests.formats import zero_files
 
@@ -250,6 +255,44 @@ def universal_from_stage3() -> zero_files.Files:
     return files
 
 
+# Other carriers
+
+
+def torch_legacy() -> Files:
+    """The stream of torch before 1.6: pickles one behind the other, and then the storages."""
+    return {"model.pt": torch_bytes(training_state(), _use_new_zipfile_serialization=False)}
+
+
+def npz() -> Files:
+    out = io.BytesIO()
+    arrays = {name: tensor.numpy() for name, tensor in tensors().items() if tensor.dtype is not torch.bfloat16}
+    np.savez(out, **arrays)
+    return {"model.npz": out.getvalue()}
+
+
+def gguf() -> Files:
+    """As the library of llama.cpp writes it: two matrices, and values of several types."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.gguf")
+        writer = GGUFWriter(path, "llama")
+        writer.add_name("small")
+        writer.add_block_count(2)
+        writer.add_token_list(["a", "b"])
+        for name in ("a.weight", "b.weight"):
+            writer.add_tensor(name, tensors()[name].float().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return {"model.gguf": path.read_bytes()}
+
+
+def of_corpus(name: str) -> Files:
+    """What a framework wrote for the corpus of layouts."""
+    source = make(name).source
+    return {str(path.relative_to(source)): path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()}
+
+
 SEEDS: dict[str, Callable[[], Files]] = {
     "safetensors": safetensors,
     "safetensors_sharded": safetensors_sharded,
@@ -269,10 +312,19 @@ SEEDS: dict[str, Callable[[], Files]] = {
 }
 """A checkpoint of each format and flavour."""
 
+FUZZED: dict[str, Callable[[], Files]] = {
+    **SEEDS,
+    "legacy": torch_legacy,
+    "npz": npz,
+    "gguf": gguf,
+    "sharded": lambda: of_corpus("verl"),
+}
+"""Those, and other carriers, which the fuzzer changes."""
+
 
 def main() -> None:
     torch.manual_seed(0)
-    for name, made in SEEDS.items():
+    for name, made in FUZZED.items():
         corpus.pack(corpus.FOLDER / f"{name}.zip", made())
 
 

@@ -72,7 +72,7 @@ def _check_rank(path: str, saved_as: str) -> None:
 
     Raises MalformedError where it is another rank's.
     """
-    ranks, saved = (re.findall(r"rank_(\d+)", name) for name in (path.rpartition("/")[2], saved_as))
+    ranks, saved = (re.findall(r"(?:rank|layer|expert)_(\d+)", name) for name in (path.rpartition("/")[2], saved_as))
     if len(ranks) == len(saved) and list(map(int, ranks)) != list(map(int, saved)):
         raise MalformedError(
             f"it was saved as {saved_as}.pt, so it is another rank's; give it its name back", path=path
@@ -94,7 +94,8 @@ class ModelStates:
     """What a model file says of parameters and buffers.
 
     ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping a param group (stages 1,
-    2) or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them.
+    2) or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``homes`` has the other file of what
+    lies in one: of a layer, or of an expert.
     """
 
     file: File
@@ -104,6 +105,7 @@ class ModelStates:
     frozen_shapes: Mapping[str, Shape]
     frozen_fragments: Mapping[str, StoredTensor]
     ties: Mapping[str, str]
+    homes: Mapping[str, File] = field(default_factory=dict)
 
     @classmethod
     def of(cls, file: File) -> ModelStates:
@@ -124,10 +126,23 @@ class ModelStates:
         return cls._of(file, ())
 
     @classmethod
+    def of_stage(cls, file: File) -> ModelStates:
+        """Of a stage of a pipeline: all but ``module``, which lies in the files of layers."""
+        shapes = () if file.content.get("param_shapes") is None else _param_shapes(file)
+        return cls._with(file, {}, shapes)
+
+    @classmethod
     def _of(cls, file: File, param_shapes: tuple[Mapping[str, Shape], ...]) -> ModelStates:
+        _refuse_pipeline(file)
+        return cls._with(file, _named(file.get("module", dict), file.path), param_shapes)
+
+    @classmethod
+    def _with(
+        cls, file: File, module: Mapping[str, Value], param_shapes: tuple[Mapping[str, Shape], ...]
+    ) -> ModelStates:
         return cls(
             file=file,
-            module=_named(file.get("module", dict), file.path),
+            module=module,
             buffers=frozenset(_strings(file.get("buffer_names", list), file.path)),
             param_shapes=param_shapes,
             frozen_shapes=_shapes(_optional(file, "frozen_param_shapes"), file.path),
@@ -139,6 +154,26 @@ class ModelStates:
     def trainable(self) -> dict[str, Shape]:
         """The optimizer's parameters, all groups."""
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
+
+    def home(self, name: str) -> File:
+        """The file in which the value ``name`` of ``module`` lies."""
+        return self.homes.get(name, self.file)
+
+
+def _refuse_pipeline(file: File) -> None:
+    """The parts of such a run are layers, and no rule of tensor parallelism is for them."""
+    if stages_of(file) > 1:
+        raise UnsupportedError(
+            "it is of a pipeline-parallel run, and there are no files of layers (layer_00-model_states.pt) beside it",
+            path=file.path,
+        )
+
+
+def stages_of(file: File) -> int:
+    """The stages of the run's pipeline, as its model's file says."""
+    parallel = file.content.get("checkpoint_parallel_dimensions")
+    stages = parallel.get("pp_degree") if isinstance(parallel, dict) else None
+    return stages if type(stages) is int else 1
 
 
 def _named(found: Mapping[Value, Value], path: str) -> Mapping[str, Value]:

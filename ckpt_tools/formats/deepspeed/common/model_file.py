@@ -65,23 +65,25 @@ def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping
     owners: dict[object, str] = {}
     parameters = [name for name in module if name not in model.buffers]
     for name in sorted(parameters, key=lambda name: name not in trainable):
-        owner = owners.setdefault(_view(name, module[name]), name)
+        owner = owners.setdefault(_view(name, module[name], model.home(name).path), name)
         if owner != name and name not in trainable:
             tied.setdefault(name, owner)
     return {alias: tied.get(owner, owner) for alias, owner in tied.items()}
 
 
-def _view(name: str, value: Value) -> object:
+def _view(name: str, value: Value, path: str) -> object:
     """What two tied parameters have in common; nothing for one without elements."""
     if not isinstance(value, StoredTensor) or not value.numel or value.storage is None:
         return name
-    return value.storage.key, value.dtype, value.storage_offset, tuple(value.shape), tuple(value.strides)
+    return path, value.storage.key, value.dtype, value.storage_offset, tuple(value.shape), tuple(value.strides)
 
 
 def other_shape(model: ModelStates, name: str, value: StoredTensor, shape: Shape) -> MalformedError:
     """``module`` and ``param_shapes`` contradict each other."""
     return MalformedError(
-        f"its shape is {list(value.shape)} in module and {list(shape)} in param_shapes", path=model.file.path, key=name
+        f"its shape is {list(value.shape)} in module and {list(shape)} in param_shapes",
+        path=model.home(name).path,
+        key=name,
     )
 
 

@@ -1,20 +1,19 @@
 """The tensors of one file: what the pickle says of each, and the segments that are its bytes.
 
-In stage 3 the files of all ranks have the same pickle and differ in elements alone. Such a file is made once as a
-``Form`` with holes, and a rank's copy is that form with its holes filled: for a thousand ranks of a thousand
-parameters writing the pickles would take longer than everything else.
+In stage 3 the files of all ranks have the same pickle and differ in elements and in their names alone. Such a file is
+made once as a ``Form`` with holes, and a rank's copy is that form with its holes filled: for a thousand ranks of a
+thousand parameters writing the pickles would take longer than everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileLayout, Padding, Payload, Segment, merged
+from ckpt_tools.core.layout import FileLayout, Padding, Payload, Segment
 from ckpt_tools.core.literals import literal_number
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.value_refs import replaced
@@ -22,7 +21,7 @@ from ckpt_tools.core.values import StorageRef, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.optimizer_slots import Slot
 from ckpt_tools.formats.deepspeed.common.partition import Vector
 from ckpt_tools.formats.deepspeed.common.training_state import Group
-from ckpt_tools.serialization.torch_zip import archive_segments
+from ckpt_tools.serialization.torch_zip import Content, archive_segments, root_of
 
 
 @dataclass(slots=True)
@@ -31,15 +30,15 @@ class Tensors:
 
     manifest: Manifest
     _storages: dict[str, list[Segment]] = field(default_factory=dict)
-    _holes: list[Padding] = field(default_factory=list)
+    _holes: list[str] = field(default_factory=list)
 
     def file(self, path: str, value: Value) -> FileLayout:
         """The file of ``value``, whose tensors came from here."""
-        return FileLayout(path, tuple(archive_segments(value, self._storages)))
+        return FileLayout(path, tuple(archive_segments(value, self._storages, root=root_of(path))))
 
     def form(self, value: Value) -> Form:
         """The file of ``value``, with the holes that were asked for here."""
-        return Form(tuple(merged(archive_segments(value, self._storages))), tuple(self._holes))
+        return Form(Content.of(value, self._storages), self._storages, tuple(self._holes))
 
     def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
         """A tensor with these bytes."""
@@ -57,8 +56,8 @@ class Tensors:
 
     def hole(self, dtype: DType, numel: int) -> StoredTensor:
         """A vector whose elements each rank has for itself."""
-        self._holes.append(Padding(numel * dtype.item_bytes))
-        return self.add(self._holes[-1:], dtype, (numel,))
+        self._holes.append(str(len(self._storages)))
+        return self.add([Padding(numel * dtype.item_bytes)], dtype, (numel,))
 
     def scalar(self, key: StateKey) -> Value:
         """A 0-d tensor; a plain number where the source has one."""
@@ -73,16 +72,16 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A file with holes: of ``segments``, ``holes`` are those that each rank replaces by its own, of the same bytes."""
+    """A file with holes: those of ``storages`` that each rank replaces by its own, of the same bytes."""
 
-    segments: tuple[Segment, ...]
-    holes: tuple[Padding, ...]
+    content: Content
+    storages: Mapping[str, Sequence[Segment]]
+    holes: tuple[str, ...]
 
     def filled(self, path: str, contents: Sequence[Sequence[Segment]]) -> FileLayout:
         """The file whose holes, in the order in which they were asked for, have ``contents``."""
-        of_hole = {id(hole): content for hole, content in zip(self.holes, contents, strict=True)}
-        parts = (of_hole.get(id(segment), (segment,)) for segment in self.segments)
-        return FileLayout(path, tuple(chain.from_iterable(parts)))
+        own = dict(zip(self.holes, contents, strict=True))
+        return FileLayout(path, tuple(self.content.segments({**self.storages, **own}, root=root_of(path))))
 
 
 Row = tuple[int, Box, int]

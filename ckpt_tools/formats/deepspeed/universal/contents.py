@@ -7,7 +7,8 @@ ties come from the model's file alone, for in ``zero/`` DeepSpeed leaves copies 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -127,11 +128,42 @@ class Contents:
         paths = self.files.states.get(name, {})
         if MASTER_FILE not in paths and 0 not in shape:
             raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
+        self._check_slots(name, paths, shape)
         states = {_slot_name(slot, path): self._state(slot, path, shape, name) for slot, path in paths.items()}
         yield StateKey(name, WEIGHT), self._weight(name, value, shape, states.get(MASTER))
         yield from ((StateKey(name, slot), entry) for slot, entry in states.items())
         if STEP not in states and name in self.shared_steps:
             yield StateKey(name, STEP), self.shared_steps[name]
+
+    def _check_slots(self, name: str, paths: Mapping[str, str], shape: Shape) -> None:
+        """Each parameter of a group has the same files, as DeepSpeed cuts them out of the group's flat tensors; or its
+        master alone, if it never got a gradient.
+
+        Raises:
+            IncompleteError: one is missing. MalformedError: there is one that no other parameter has.
+        """
+        usual = self.usual_slots[name]
+        if 0 in shape or (paths.keys() == {MASTER_FILE} and len(usual) > 2):
+            return
+        missing, more = sorted(usual - paths.keys()), sorted(paths.keys() - usual)
+        if missing:
+            raise IncompleteError(
+                f"there is no file zero/.../{missing[0]}.pt, which the other parameters of its group have",
+                path=self.model.file.path,
+                key=name,
+            )
+        if more:
+            raise MalformedError("the other parameters of its group have no such file", path=paths[more[0]], key=name)
+
+    @cached_property
+    def usual_slots(self) -> Mapping[str, Set[str]]:
+        """Of each parameter that trains, the slots that most parameters of its group have."""
+        found: dict[str, Set[str]] = {}
+        for group in self.model.param_shapes:
+            held = (frozenset(self.files.states.get(name, {})) for name, shape in group.items() if 0 not in shape)
+            counts = sorted(Counter(held).items(), key=lambda item: (item[1], len(item[0])))
+            found |= dict.fromkeys(group, counts[-1][0] if counts else frozenset())
+        return found
 
     def _state(self, slot: str, path: str, shape: Shape, name: str) -> TensorEntry:
         table = self.slots.scalar(path) if slot == STEP else self.slots.table(path, shape, name)

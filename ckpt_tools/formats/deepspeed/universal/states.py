@@ -16,7 +16,7 @@ from ckpt_tools.core.literals import is_number, literal_file, number_table
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.serialization.torch_zip import TorchArchive, open_archive
+from ckpt_tools.serialization.torch_zip import ANY_ROOT, TorchArchive, open_archive, root_of
 from ckpt_tools.stores.source import Source
 
 PARAM, VOCAB, IS_EXPERT = "param", "vocab_tensor", "is_expert_param"
@@ -31,9 +31,11 @@ HEAD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a file holds: a tensor whose storage starts at byte ``start``, or a number."""
+    """What a file holds: a tensor whose storage starts at byte ``start``, or a number. ``saved_as`` is the name of the
+    file that was written, as far as the archive says it."""
 
     value: Value
+    saved_as: str
     start: int = 0
     is_vocabulary: bool = False
 
@@ -98,12 +100,12 @@ class Slots:
         head = self.source.read(path, 0, min(HEAD_BYTES, size))
         prefix, known = self._known.get(size, (b"", None))
         if known is not None and head.startswith(prefix):
-            return known
+            return _checked(path, known)
         archive = open_archive(lambda start, stop: self.source.read(path, start, stop), size, path)
         content = _content(archive)
         if isinstance(content.value, StoredTensor) and 0 < content.start <= len(head) and len(archive.storages) == 1:
             self._known[size] = (head[: content.start], content)
-        return content
+        return _checked(path, content)
 
     def _padded_table(self, path: str, start: int, tensor: StoredTensor, shape: Shape) -> ShardTable:
         """Rows of a vocabulary, and the zeros that the loader adds below them, universal_checkpoint.py."""
@@ -121,6 +123,13 @@ class Slots:
         return ShardTable.build(shape, tensor.dtype, [stored, added])
 
 
+def _checked(path: str, content: _Content) -> _Content:
+    """Raises MalformedError where the file was saved under the name of another slot."""
+    if content.saved_as not in (root_of(path), ANY_ROOT, ""):
+        raise MalformedError(f"it was saved as {content.saved_as}.pt; give it its name back", path=path)
+    return content
+
+
 def _content(archive: TorchArchive) -> _Content:
     value = archive.value
     fields: Mapping[Value, Value] = value if isinstance(value, dict) else {PARAM: value}
@@ -130,11 +139,11 @@ def _content(archive: TorchArchive) -> _Content:
         )
     found = fields.get(PARAM)
     if not isinstance(found, StoredTensor):
-        return _Content(found)
+        return _Content(found, archive.saved_as)
     if found.storage is None and found.numel:
         raise MalformedError("the tensor is on the meta device and has no elements", path=archive.path)
     start = archive.storage_range(found.storage.key)[0] if found.storage and found.numel else 0
-    return _Content(found, start, bool(fields.get(VOCAB)))
+    return _Content(found, archive.saved_as, start, bool(fields.get(VOCAB)))
 
 
 def _range(path: str, start: int, tensor: StoredTensor, numel: int) -> ByteRange:

@@ -27,7 +27,7 @@ from ckpt_tools.formats.deepspeed.common.written_extras import Extras
 from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
 from ckpt_tools.formats.deepspeed.universal.model_states import ModelFiles
 from ckpt_tools.formats.deepspeed.universal.names import LATEST, MASTER_FILE, OPTIMIZER_NAME
-from ckpt_tools.serialization.torch_zip import archive_segments
+from ckpt_tools.serialization.torch_zip import archive_segments, root_of
 from ckpt_tools.stores.source import checked_name
 
 
@@ -131,17 +131,17 @@ def _slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType) -> F
     """A slot of a parameter; zeros where it has none and others of its group have."""
     whole = Box.whole(shape)
     elements = Padding(whole.numel * dtype.item_bytes) if key is None else Payload(key, whole, shape, dtype)
-    template = _slot_segments(shape, dtype)
+    template = _slot_segments(root_of(path), shape, dtype)
     return FileLayout(path, tuple(elements if isinstance(segment, Payload) else segment for segment in template))
 
 
 @lru_cache(maxsize=4096)
-def _slot_segments(shape: Shape, dtype: DType) -> tuple[Segment, ...]:
-    """The file of any slot of this shape and type: 1 of its segments differs from parameter to parameter.
+def _slot_segments(root: str, shape: Shape, dtype: DType) -> tuple[Segment, ...]:
+    """The file of a slot of this shape and type: 1 of its segments differs from parameter to parameter.
 
     ``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism.
     """
     ref = StorageRef.holding("0", dtype, prod(shape))
     tensor = StoredTensor(ref, dtype, 0, shape, contiguous_strides(shape))
     anybody = Payload(StateKey(""), Box.whole(shape), shape, dtype)
-    return tuple(merged(archive_segments({"cat_dim": 0, "param": tensor}, {"0": [anybody]})))
+    return tuple(merged(archive_segments({"cat_dim": 0, "param": tensor}, {"0": [anybody]}, root=root)))

@@ -38,7 +38,7 @@ Entries = Iterator[tuple[StateKey, TensorEntry]]
 
 @dataclass
 class Contents:
-    """One checkpoint on its way into a manifest."""
+    """One checkpoint on its way into a manifest. ``part`` sets it apart from others that become one with it."""
 
     source: Source
     model: ModelStates
@@ -47,6 +47,7 @@ class Contents:
     partitions: Partitions
     extras: Extras = field(default_factory=Extras)
     literals: dict[str, bytes] = field(default_factory=dict)
+    part: str = ""
 
     def manifest(self) -> Manifest:
         """Raises FormatError where the files contradict themselves."""
@@ -120,7 +121,7 @@ class Contents:
         value = self.model.module[name]
         refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor) and name not in self.trainable:
-            self.extras.add_module_value(name, value, self.model.file)
+            self.extras.add_module_value(name, value, self.model.home(name))
             return
         if not isinstance(value, StoredTensor):
             raise MalformedError(
@@ -134,7 +135,7 @@ class Contents:
         kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
         shape = self._shape(name, value)
         if tuple(value.shape) == shape:
-            return TensorEntry(shape, value.dtype, kind, self.model.file.table(value))
+            return TensorEntry(shape, value.dtype, kind, self.model.home(name).table(value))
         if self.optim.stage < 3 or value.numel:
             raise other_shape(self.model, name, value, shape)
         return TensorEntry(shape, value.dtype, kind, self._cut_weight(name, shape, value.dtype))
@@ -199,7 +200,7 @@ class Contents:
             return _state((), self.optim.file.table(value))
         if not is_number(value):
             raise MalformedError(f"a step or another counter of the optimizer is {value.bit_length()} bits long")
-        table, files = number_table(value, f"{flat}.{slot}")
+        table, files = number_table(value, f"{self.part}{flat}.{slot}")
         self.literals |= files
         return _state((), table)
 
@@ -223,7 +224,7 @@ class Contents:
         return found
 
     def _gather_extras(self) -> None:
-        self.extras.add_model(self.model.file)
+        self.extras.add_model(self.model.file, without=("optimizer",))
         self.extras.add_optimizer(self.optim.file, self.optim.own)
         for rank, state in self.partitions.rest:
             assert state.file is not None, "other state is read with its file"

@@ -103,8 +103,8 @@ class Joining:
 
     def _note_rest(self) -> None:
         """What each rank has for itself beside tensors: that of rank 0 goes along."""
-        ours = {name: _comparable(value) for name, value in self.parts[0].extra.items()}
-        others = [{name: _comparable(value) for name, value in part.extra.items()} for part in self.parts[1:]]
+        ours = {name: comparable(value) for name, value in self.parts[0].extra.items()}
+        others = [{name: comparable(value) for name, value in part.extra.items()} for part in self.parts[1:]]
         names = [name for name in ours if any(other.get(name) != ours[name] for other in others)]
         if names:
             why = "the tensor-parallel ranks differ in it, and that of the first is kept"
@@ -115,5 +115,5 @@ def _names(part: Manifest) -> set[StateKey]:
     return {key for key, entry in part.tensors.items() if entry.kind is not Kind.EXTRA}
 
 
-def _comparable(value: Any) -> str:
+def comparable(value: Any) -> str:
     return json.dumps(to_json(value), sort_keys=True, default=repr)

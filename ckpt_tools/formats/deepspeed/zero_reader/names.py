@@ -1,8 +1,8 @@
 """Where the files of a DeepSpeed checkpoint lie, from their names alone.
 
 A save directory holds a folder for each tag, and ``latest`` names one of them. deepspeed/runtime/engine.py:
-``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name``. Folders of pipeline, expert and tensor parallel runs, and of NVMe
-offload, are recognised so that they can be refused by name.
+``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name``. Folders of expert parallel runs and of NVMe offload are
+recognised so that they can be refused by name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _MODEL = re.compile(r"mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 _RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 # The engine still reads names without the last underscore, _get_all_zero_checkpoint_names.
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d{1,9})(-model_(?P<tp>\d{1,9}))?-model_states\.pt")
 _UNIVERSAL = re.compile(r"(?P<folder>.*?)/?zero/.+/fp32\.pt")
 
 _FOREIGN = {
     re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*"): "experts (mixture of experts)",
-    re.compile(r"layer_\d+[-_].*"): "pipeline stages",
+    re.compile(r"layer_\d+[-_].*"): "files of a pipeline's layers under other names",
     re.compile(r"offloaded_tensors/.*"): "optimizer state offloaded to NVMe",
 }
 
@@ -84,7 +85,7 @@ def own_files(paths: Iterable[str], folder: str) -> frozenset[str]:
 
 def is_own_name(name: str) -> bool:
     """Whether DeepSpeed gives this name to a file of a tag folder."""
-    return any(pattern.fullmatch(name) for pattern in (_MODEL, _RANK_MODEL, _OPTIM))
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _RANK_MODEL, _OPTIM, _LAYER))
 
 
 def tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
@@ -96,7 +97,7 @@ def tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
     """
     prefix = f"{folder}/" if folder else ""
     names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
-    _refuse_foreign(names, folder)
+    _refuse_foreign([name for name in names if not _LAYER.fullmatch(name)], folder)
     found = [_by_rank(names, kind) for kind in (_MODEL, _RANK_MODEL, _OPTIM)]
     ranks = max((rank for kind in found for rank in kind), default=0) + 1
     if ranks > 1 + sum(map(len, found)):
@@ -105,6 +106,28 @@ def tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
         TagFiles(prefix, mp_rank, *(_complete(kind.get(mp_rank, {}), prefix) for kind in found))
         for mp_rank in range(ranks)
     )
+
+
+def layer_files(source: Source, folder: str) -> Mapping[int, str]:
+    """The files of a pipeline's layers by their numbers; none where the run has no pipeline.
+
+    Raises:
+        UnsupportedError: the layers are cut by tensor parallelism too; MalformedError: two files claim one layer.
+    """
+    prefix = f"{folder}/" if folder else ""
+    found: dict[int, str] = {}
+    for path in source.files:
+        match = _LAYER.fullmatch(path.removeprefix(prefix)) if path.startswith(prefix) else None
+        if match and int(match["tp"] or 0):
+            raise UnsupportedError(
+                f"{_place(folder)} holds pipeline stages that are cut by tensor parallelism too "
+                f"({path.removeprefix(prefix)}), which are not supported"
+            )
+        if match and int(match["layer"]) in found:
+            raise MalformedError(f"{path} and {found[int(match['layer'])]} are both of one layer")
+        if match:
+            found[int(match["layer"])] = path
+    return dict(sorted(found.items()))
 
 
 def no_optimizer(files: TagFiles) -> IncompleteError:

@@ -15,7 +15,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_parts, refuse_experts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
-from ckpt_tools.formats.deepspeed.zero_reader import names, stage0
+from ckpt_tools.formats.deepspeed.zero_reader import names, pipeline, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
@@ -34,7 +34,11 @@ class DeepSpeedReader:
         return bool(names.tag_folders(source.files))
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        parts = [_part(source, files) for files in names.tag_files(source, names.choose_folder(source, options.tag))]
+        folder = names.choose_folder(source, options.tag)
+        tags = names.tag_files(source, folder)
+        if layers := names.layer_files(source, folder):
+            return pipeline.read(source, tags, layers, _check_stage)
+        parts = [_part(source, files) for files in tags]
         first = parts[0].model
         check_parts(first, len(parts))
         if len(parts) == 1:
@@ -63,6 +67,11 @@ def _part(source: Source, files: TagFiles) -> _Part:
     _check_model(model, optim)
     partitions = read_partitions(source, files.optim, optim)
     return _Part(Contents(source, model, optim, paths, partitions).manifest(), model)
+
+
+def _check_stage(files: TagFiles, model: ModelStates, optim: OptimStates) -> None:
+    _check_count(files.optim, optim)
+    _check_model(model, optim)
 
 
 def _without_zero(source: Source, files: TagFiles) -> _Part:

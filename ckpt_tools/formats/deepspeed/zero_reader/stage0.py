@@ -171,10 +171,13 @@ class Contents:
         for name, value in self.model.module.items():
             refuse_tensor_object(value, name)
             if not isinstance(value, StoredTensor):
-                self.extras.add_module_value(name, value, self.model.file)
+                self.extras.add_module_value(name, value, self.model.home(name))
             elif name not in ties:
                 kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
-                yield StateKey(name), TensorEntry(tuple(value.shape), value.dtype, kind, self.model.file.table(value))
+                yield (
+                    StateKey(name),
+                    TensorEntry(tuple(value.shape), value.dtype, kind, self.model.home(name).table(value)),
+                )
 
     def _parameters(self, tensors: Mapping[StateKey, TensorEntry]) -> dict[str, Shape]:
         """What an optimizer could own, in the model's order."""

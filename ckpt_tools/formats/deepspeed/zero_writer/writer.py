@@ -91,10 +91,13 @@ class ZeroFiles:
         return self.target.world_size if isinstance(self.model, CutModel) else 1
 
     def _like(self, number: int) -> int:
-        """A file of the same size: in stage 3 ranks differ in their elements alone, and rank 0 names the ties."""
+        """A file of the same size: in stage 3 ranks differ in their elements and the length of their names alone, and
+        rank 0 names the ties."""
         if self.target.stage < 3:
             return number
-        return self.num_model_files if number >= self.num_model_files else min(number, 1)
+        first = self.num_model_files if number >= self.num_model_files else 0
+        rank = number - first
+        return first + (10 ** (len(str(rank)) - 1) if rank else 0)
 
     def _path(self, number: int) -> str:
         rank = number - self.num_model_files

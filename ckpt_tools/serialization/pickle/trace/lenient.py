@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 
+from ckpt_tools.core.values import Value
 from ckpt_tools.serialization.pickle.machine import UNSET, Machine
 from ckpt_tools.serialization.pickle.opcodes import MAX_INT_BYTES, U32, read_line
+from ckpt_tools.serialization.pickle.trace.recorder import Recorder
 
 _HIGHEST_PROTOCOL = 5
 
@@ -82,8 +84,11 @@ def dup(machine: Machine, at: int) -> int:
 
 def _put(machine: Machine, index: int) -> None:
     memo = machine.memo
-    if not 0 <= index < len(machine.data):
-        machine.fail("a huge memo index")
+    if index < 0:
+        machine.fail("a memo index that is not a number")
+    if index >= len(machine.data):
+        _far(machine)[index] = machine.stack[-1]
+        return
     memo.extend([UNSET] * (index + 1 - len(memo)))
     memo[index] = machine.stack[-1]
 
@@ -111,8 +116,22 @@ def put_line(machine: Machine, at: int) -> int:
 
 def get_line(machine: Machine, at: int) -> int:
     line, at = _number(machine, at)
-    value = machine.memo[int(line)]
+    return _fetched(machine, int(line), at)
+
+
+def long_binget(machine: Machine, at: int) -> int:
+    return _fetched(machine, U32.unpack_from(machine.data, at)[0], at + 4)
+
+
+def _fetched(machine: Machine, index: int, at: int) -> int:
+    far = _far(machine)
+    value = far[index] if index in far else machine.memo[index]
     if value is UNSET:
         machine.fail("a memo index that was never put")
     machine.stack.append(value)
     return at
+
+
+def _far(machine: Machine) -> dict[int, Value]:
+    assert isinstance(machine, Recorder), "these steps are in the language of a recorder alone"
+    return machine.far

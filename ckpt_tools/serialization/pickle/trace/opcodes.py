@@ -236,6 +236,7 @@ for _opcode, _step in {
     b"r": lenient.long_binput,
     b"p": lenient.put_line,
     b"g": lenient.get_line,
+    b"j": lenient.long_binget,
     b"\x93": _stack_global,
     b"R": _reduce,
     b"\x81": _newobj,

@@ -59,7 +59,7 @@ class Recording:
 class Recorder(Machine):
     """A machine that notes what is not harmless, with the position at which it happens."""
 
-    __slots__ = ("called", "imported", "nested", "num_uses", "persistent_ids", "strings", "uses")
+    __slots__ = ("called", "far", "imported", "nested", "num_uses", "persistent_ids", "strings", "uses")
 
     def __init__(self, data: bytes, language: Language) -> None:
         super().__init__(data, language, None)
@@ -67,6 +67,8 @@ class Recorder(Machine):
         self.num_uses = 0
         self.imported: dict[GlobalRef, Use] = {}
         self.called: set[GlobalRef] = set()
+        # The memo beyond what the data justifies as a list.
+        self.far: dict[int, Value] = {}
         self.nested: list[bytes] = []
         self.strings: list[bytes] = []
         self.persistent_ids: list[Value] = []

@@ -1,0 +1,292 @@
+"""A run of ``PipelineModule``: the manifests of its stages as the one of the whole model.
+
+A stage has a model file without a model and its own optimizer, cut over the data-parallel ranks of the stage. Names
+and order are those of the same ``PipelineModule`` with one stage: tied modules first, then layers by number. Of a tied
+parameter each stage has an optimizer state; all are the same, and the first is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.values import Opaque, are_naturals, brief
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.formats.deepspeed.common.files import MAX_PADDING, File, ModelStates, OptimStates, checked, plain
+from ckpt_tools.formats.deepspeed.common.model_file import check_parts, refuse_experts
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import whole_extra
+from ckpt_tools.formats.deepspeed.zero_reader import stage0
+from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
+from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
+from ckpt_tools.formats.deepspeed.zero_reader.joining import comparable
+from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
+from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, read_partitions
+from ckpt_tools.stores.source import Source
+
+Mapped = Mapping[str, tuple[int, int]]
+"""Of each parameter of a group its elements on a rank, and where they start in the rank's vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What the files of one stage hold, without its layers. Without ZeRO there is no optimizer's file."""
+
+    source: Source
+    number: int
+    path: str
+    model: ModelStates
+    optim: OptimStates | None
+    partitions: Partitions | None
+    is_mapped: bool
+
+    @classmethod
+    def of(cls, source: Source, number: int, files: TagFiles) -> Stage:
+        """Raises FormatError where a file is missing or damaged."""
+        path = files.models(0)[0]
+        model = ModelStates.of_stage(File.open(source, path))
+        refuse_experts(model)
+        if model.file.content.get("module") is not None:
+            raise MalformedError("it holds a model, but files of a pipeline's layers lie beside it", path=path)
+        if not files.optim:
+            return cls(source, number, path, model, None, None, False)
+        optim = OptimStates.of(File.open(source, files.optim[0]))
+        if optim.stage > 1:
+            raise MalformedError(f"it is of ZeRO-{optim.stage}, which no pipeline has", path=optim.file.path)
+        partitions = read_partitions(source, files.optim, optim)
+        if model.param_shapes:
+            return cls(source, number, path, model, optim, partitions, False)
+        mapped = [_mappings(File.open(source, each)) for each in files.optim]
+        stage = cls(source, number, path, replace(model, param_shapes=_flat_shapes(mapped)), optim, partitions, True)
+        stage._check_mapped(mapped)
+        return stage
+
+    def known(self) -> Known:
+        """What the stage says of its parameters."""
+        trainable = self.model.trainable
+        shapes: dict[str, Shape | None] = {name: None if self.is_mapped else shape for name, shape in trainable.items()}
+        masters = {}
+        if self.optim is not None and self.partitions is not None:
+            pieces = self._contents(self.model).pieces
+            masters = {n: self.partitions.masters.table(p) for n, p in pieces.items() if n.startswith(TIED)}
+        return Known(self.model, shapes, {name: prod(shape) for name, shape in trainable.items()}, masters)
+
+    def _check_mapped(self, mapped: Sequence[Sequence[Mapped]]) -> None:
+        """Raises MalformedError where a parameter is not where its rank says."""
+        assert self.partitions is not None, "what is mapped are partitions"
+        said: set[tuple[str, int, int, int, int]] = set()
+        for rank, groups in enumerate(mapped):
+            for group, found in enumerate(groups):
+                said |= {(name, rank, group, numel, start) for name, (numel, start) in found.items() if numel}
+        pieces = self._contents(self.model).pieces
+        wanted = {(name, *row) for name, each in pieces.items() for row in _rows(each)}
+        if said != wanted:
+            name, rank, *_ = min(said ^ wanted)
+            raise MalformedError(
+                "its param_slice_mappings do not fit the partitions", path=self.partitions.masters.files[rank], key=name
+            )
+
+    def _contents(self, model: ModelStates) -> Contents:
+        assert self.optim is not None, "a stage with partitions has an optimizer"
+        assert self.partitions is not None, "a stage with an optimizer has partitions"
+        part = f"stage{self.number}." if self.number else ""
+        return Contents(self.source, model, self.optim, (self.path,), self.partitions, part=part)
+
+    def manifest(self, model: ModelStates) -> Manifest:
+        """The stage with its layers, as a checkpoint of its own."""
+        if self.optim is None:
+            return stage0.Contents(model, stage0.Saved({}, (), {}, False, {})).manifest()
+        return self._contents(model).manifest()
+
+
+def read(
+    source: Source,
+    tags: Sequence[TagFiles],
+    layers: Mapping[int, str],
+    check: Callable[[TagFiles, ModelStates, OptimStates], object],
+) -> Manifest:
+    """The whole model. ``check`` looks whether a stage's files are all there.
+
+    Raises:
+        FormatError: a file is missing or damaged, or does not fit the others.
+    """
+    stages = [Stage.of(source, number, files) for number, files in enumerate(tags)]
+    check_parts(stages[0].model, len(stages))
+    for stage, files in zip(stages, tags, strict=True):
+        if stage.optim is not None:
+            check(files, stage.model, stage.optim)
+        elif stages[0].optim is not None or stage.model.file.content.get("param_shapes") is not None:
+            raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
+    opened = {number: File.open(source, path) for number, path in layers.items()}
+    models = Layers(source, opened, [stage.known() for stage in stages]).models()
+    return Stages([stage.manifest(model) for stage, model in zip(stages, models, strict=True)], stages[0].path).whole()
+
+
+def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], ...]:
+    """The parameters of each group in its order, flat, from where each rank says that they lie.
+
+    A bf16 run without ZeRO has BF16_Optimizer's partitions and no param_shapes.
+    """
+    groups: list[dict[str, int]] = []
+    for mappings in ranks:
+        for number, mapped in enumerate(mappings):
+            if number == len(groups):
+                groups.append({})
+            for name, (numel, _) in sorted(mapped.items(), key=lambda item: item[1][1]):
+                groups[number][name] = groups[number].get(name, 0) + numel
+    return tuple({name: (numel,) for name, numel in group.items()} for group in groups)
+
+
+def _rows(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
+    """Of each piece its rank, its group, its elements, and where they start."""
+    columns = (pieces.ranks, pieces.flats, pieces.stops - pieces.starts, pieces.offsets)
+    yield from zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _mappings(file: File) -> list[Mapped]:
+    """``param_slice_mappings`` of a rank. Raises MalformedError."""
+    own = checked(file.content, "optimizer_state_dict", dict, file.path)
+    return [
+        {_name(name, file): _address(found, file) for name, found in _group(group, file).items()}
+        for group in checked(own, "param_slice_mappings", list, file.path)
+    ]
+
+
+def _group(found: Any, file: File) -> Mapping[Any, Any]:
+    if not isinstance(found, dict):
+        raise MalformedError("its param_slice_mappings are not dictionaries", path=file.path)
+    return found
+
+
+def _name(found: Any, file: File) -> str:
+    if not isinstance(found, str):
+        raise MalformedError(f"its param_slice_mappings have the key {brief(found)}", path=file.path)
+    return found
+
+
+def _address(found: Any, file: File) -> tuple[int, int]:
+    attributes: Any = plain(found) if isinstance(found, Opaque) else None
+    numbers: list[Any] = [attributes.get(key) if isinstance(attributes, dict) else None for key in ("numel", "start")]
+    if not are_naturals(numbers) or max(numbers) > MAX_PADDING:
+        raise MalformedError("its param_slice_mappings have no addresses", path=file.path)
+    return numbers[0], numbers[1]
+
+
+@dataclass
+class Stages:
+    """The manifests of all stages on their way into one; ``path`` is a file for messages."""
+
+    parts: Sequence[Manifest]
+    path: str
+    notes: list[Note] = field(default_factory=list)
+
+    def whole(self) -> Manifest:
+        """Raises MalformedError where the stages do not fit each other."""
+        first = self.parts[0]
+        self._check_alike()
+        tensors = self._tensors()
+        groups = tuple(self._groups())
+        self._note_rest()
+        if first.format == "zero0":
+            why = (
+                "a pipeline without ZeRO numbers the parameters of each stage, and no file says which they are; "
+                "save with ZeRO stage 1"
+            )
+            self.notes.append(Note(Outcome.DROPPED, "optimizer state", why))
+            why = "without ZeRO no file says which layers are tied (tied_modules)"
+            self.notes.append(Note(Outcome.DEFAULTED, "names of tied layers are the numbers of the layers", why))
+        return Manifest(
+            format=first.format,
+            tensors=tensors,
+            aliases={alias: owner for part in self.parts for alias, owner in part.aliases.items()},
+            groups=groups,
+            literals={name: data for part in self.parts for name, data in part.literals.items()},
+            extra=self._extra(),
+            step=first.step,
+            world_size=None if first.world_size is None else first.world_size * len(self.parts),
+            notes=(*dict.fromkeys(note for part in self.parts for note in part.notes), *self.notes),
+        )
+
+    def _check_alike(self) -> None:
+        first = self.parts[0]
+        for stage, part in enumerate(self.parts[1:], 1):
+            for what, mine, other in (
+                ("ZeRO stage", part.format, first.format),
+                ("step", part.step, first.step),
+                ("data-parallel world size", part.world_size, first.world_size),
+            ):
+                if mine != other:
+                    raise MalformedError(f"the {what} of stage {stage} is not that of stage 0", path=self.path)
+
+    def _tensors(self) -> dict[StateKey, TensorEntry]:
+        """Tied modules first; what the user keeps is the first stage's, but for what layers keep."""
+        found: dict[StateKey, TensorEntry] = {}
+        for stage, part in enumerate(self.parts):
+            for key, entry in part.tensors.items():
+                is_ours = entry.kind is not Kind.EXTRA or not stage or key.fqn.startswith("module.")
+                if is_ours:
+                    self._check_tied(key, entry, found.setdefault(key, entry))
+        return {key: found[key] for key in sorted(found, key=lambda key: not key.fqn.startswith(TIED))}
+
+    def _check_tied(self, key: StateKey, entry: TensorEntry, first: TensorEntry) -> None:
+        if (entry.shape, entry.dtype) != (first.shape, first.dtype):
+            raise MalformedError("two stages have it in different shapes or dtypes", path=self.path, key=str(key))
+
+    def _groups(self) -> Iterator[ParamGroup]:
+        """The groups of the stages, number by number; stage by stage where they differ."""
+        first = self.parts[0].groups
+        options = [[comparable(group.options) for group in part.groups] for part in self.parts]
+        if all(each == options[0] for each in options):
+            for number, group in enumerate(first):
+                members = [part.groups[number].params for part in self.parts]
+                yield replace(group, params=_ordered(name for names in members for name in names))
+            return
+        why = "the stages of the pipeline differ in them, so each stage's are groups of their own"
+        self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
+        seen: set[str] = set()
+        for part in self.parts:
+            for group in part.groups:
+                params = tuple(name for name in group.params if name not in seen)
+                seen.update(params)
+                if params:
+                    yield replace(group, params=params)
+
+    def _extra(self) -> dict[str, Any]:
+        """The first stage's, and what the modules of all stages keep that is no tensor."""
+        extra = whole_extra(self.parts[0].extra)
+        kept = {name: value for part in self.parts for name, value in _modules(part).items()}
+        return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": kept}} if kept else extra
+
+    def _note_rest(self) -> None:
+        """What each stage has for itself beside tensors."""
+        ours = {name: comparable(value) for name, value in _rest(self.parts[0]).items()}
+        others = [{name: comparable(value) for name, value in _rest(part).items()} for part in self.parts[1:]]
+        names = [name for name in ours if any(other.get(name) != ours[name] for other in others)]
+        if names:
+            why = "the stages of the pipeline differ in it, and that of the first is kept"
+            self.notes.append(Note(Outcome.DROPPED, f"{listed(names)} of the other stages", why))
+
+
+def _ordered(names: Iterator[str]) -> tuple[str, ...]:
+    """Each once, and tied ones first."""
+    return tuple(sorted(dict.fromkeys(names), key=lambda name: not name.startswith(TIED)))
+
+
+def _modules(part: Manifest) -> Mapping[str, Any]:
+    own = part.extra.get("deepspeed")
+    found = own.get("module") if isinstance(own, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _rest(part: Manifest) -> dict[str, Any]:
+    """The extras without what modules keep, entry by entry of DeepSpeed's own."""
+    own = part.extra.get("deepspeed")
+    own = own if isinstance(own, dict) else {}
+    rest = {name: value for name, value in part.extra.items() if name != "deepspeed"}
+    return rest | {f"deepspeed.{name}": value for name, value in own.items() if name != "module"}

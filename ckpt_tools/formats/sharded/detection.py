@@ -1,0 +1,59 @@
+"""Whether files are those of ranks: by their names, by an index beside them, or by the classes that a pickle names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.rank_names import (
+    MANAGER,
+    are_those_of_ranks,
+    base,
+    folder_of,
+    folders,
+    is_candidate,
+    is_managed,
+)
+from ckpt_tools.serialization.torch_zip import pickle_of
+from ckpt_tools.stores.source import Source
+
+_SIGNS = (b"DTensor\n", b"ShardedTensor\n")
+"""How the classes stand in a pickle of protocol 2, which ``torch.save`` takes."""
+
+_NEWER_SIGNS = (b"\x07DTensor\x94", b"\rShardedTensor\x94")
+"""The same in protocol 4 and later."""
+
+MAX_LOOKS = 8
+"""Files that are opened to see whether any holds a part of a tensor."""
+
+
+def looks_sharded(source: Source) -> bool:
+    """Whether a file of ``source`` holds a part of a tensor, or names say that the files are those of ranks."""
+    below = folders_of_ranks(source)
+    here = [path for path in source.files if "/" not in path and is_candidate(path)]
+    if is_managed(source) and here:
+        return True
+    if are_those_of_ranks(source.files):
+        return True
+    return any(holds_parts(source, path) for path in samples(here)) or bool(below and below != [""])
+
+
+def folders_of_ranks(source: Source) -> list[str]:
+    """Folders that hold files of ranks, as far as names and indexes say."""
+    indexed = [folder_of(path) for path in source.files if base(path) == MANAGER]
+    return list(dict.fromkeys([*folders(source.files), *(each for each in indexed if is_managed(source, each))]))
+
+
+def samples(paths: Iterable[str]) -> list[str]:
+    """One file of each kind of name."""
+    kinds = {"".join("#" if c.isdigit() else c for c in path): path for path in paths}
+    return list(kinds.values())[:MAX_LOOKS]
+
+
+def holds_parts(source: Source, path: str) -> bool:
+    """Whether the pickle of a file names a class of parts of tensors."""
+    try:
+        pickle = pickle_of(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    except CkptError:
+        return False
+    return any(sign in pickle for sign in (*_SIGNS, *_NEWER_SIGNS))

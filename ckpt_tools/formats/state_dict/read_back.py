@@ -1,0 +1,78 @@
+"""Whether a tree of state that is about to be written is read back with the same model. Pure.
+
+Such a tree does not say which of its mappings is the model: readers find it by the names that the optimizer knows, by
+its own name and by its size (``parse.find_tree``). Tensors among the user's own entries could be taken for it.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, dotted
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.state_dict.build import APP_TREE, Entries, entries_of
+from ckpt_tools.formats.state_dict.parse import State, Tree, Weight, find_tree, role_of
+
+
+def entries_read_back(manifest: Manifest, tree: StateTree) -> Entries:
+    """As ``entries_of``, for a tree whose model a reader finds.
+
+    Raises:
+        UnsupportedError: as ``entries_of`` does, or a reader would take something else for the model.
+    """
+    entries = entries_of(manifest, tree)
+    wrong = _taken_for_model(manifest, entries)
+    if wrong is not None:
+        raise UnsupportedError(
+            f"the user's own tensors in {_place(wrong)} would be read as the model's weights; write the weights alone "
+            f"with {option('state', 'model')}, or the whole state to safetensors or universal"
+        )
+    return entries
+
+
+def entries_of_own_tree(manifest: Manifest, tree: StateTree) -> tuple[Entries, tuple[Note, ...]]:
+    """The entries of ``manifest`` in the tree that its source had, and notes; a model at the root among the user's
+    tensors gets a place of its own.
+
+    Raises:
+        UnsupportedError: as ``entries_read_back``.
+    """
+    entries = entries_of(manifest, tree)
+    wrong = _taken_for_model(manifest, entries)
+    if wrong is None:
+        return entries, ()
+    if not tree.model:
+        why = f"at the root, as in the source, the user's own tensors in {_place(wrong)} would be read as weights"
+        note = Note(Outcome.DEFAULTED, f"the model's place {dotted(APP_TREE.model)}", why)
+        return entries_read_back(manifest, APP_TREE), (note,)
+    key = option("model_key", dotted(tree.model))
+    why = f"a reader would find the user's own tensors in {_place(wrong)}; read it with {key}"
+    return entries, (Note(Outcome.KEPT, "the model's place in the tree", why),)
+
+
+def _place(prefix: TreePath) -> str:
+    return dotted(prefix) or "the root of the tree"
+
+
+def _taken_for_model(manifest: Manifest, entries: Entries) -> TreePath | None:
+    """Where a reader would find other weights or other optimizer state than are meant; None if it finds what is meant,
+    or asks the user."""
+    kinds = {name: manifest.tensors[key].kind for name, key in entries.tensors.items()}
+    if Kind.EXTRA not in kinds.values():
+        return None
+    numels = {name: manifest.tensors[key].numel for name, key in entries.tensors.items()}
+    try:
+        tree = find_tree(entries.paths, numels, model_key=None, optim_key=None)
+    except UnsupportedError:
+        return None
+    is_meant = all(_is_meant(entries.paths[name], tree, kind, manifest) for name, kind in kinds.items())
+    return None if is_meant else tree.model
+
+
+def _is_meant(path: TreePath, tree: Tree, kind: Kind, manifest: Manifest) -> bool:
+    role = role_of(path, tree, is_tensor=True)
+    if isinstance(role, State):
+        return kind is Kind.STATE or role.fqn.isdecimal()
+    if kind is Kind.STATE:
+        return not manifest.groups
+    return isinstance(role, Weight) is (kind in (Kind.PARAMETER, Kind.BUFFER))

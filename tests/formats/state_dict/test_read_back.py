@@ -1,0 +1,113 @@
+"""A whole state that is written is read back with the same weights, whatever the user's own entries look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckpt_tools
+from ckpt_tools.core.manifest import Kind
+from ckpt_tools.core.option_names import WrittenFormat
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.reading import read_checkpoint
+
+
+def weights(path: Path) -> set[str]:
+    manifest = read_checkpoint(path, ReadOptions())[1]
+    return {key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)}
+
+
+def trained() -> dict[str, Any]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+BIG = {"z": torch.ones(99)}
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "at the top": {"mean": torch.ones(99), "weight_scale": torch.ones(2)},
+    "of the weights' names": {"ema": {"weight": torch.ones(2, 3), "bias": torch.ones(2)}},
+    "larger": {"ema": BIG, "list": [torch.ones(99), {"z": torch.ones(99)}]},
+    "called a model": {"ema": {"module": {"weight": torch.ones(2)}}, "state_dict": {"z": torch.ones(1)}},
+}
+TARGETS: tuple[WrittenFormat, ...] = ("dcp", "safetensors", "torch", "sharded", "universal", "zero2")
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_the_weights_stay_the_same_on_every_way(own: str, has_optimizer: bool, tmp_path: Path) -> None:
+    state = trained() if has_optimizer else {"model": trained()["model"]}
+    torch.save(state | OWN[own], tmp_path / "in.pt")
+    for first in TARGETS:
+        whole: Any = {"state": "all"} if first in ("safetensors", "torch") else {}
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / first, to=first, **whole)
+        assert weights(tmp_path / first) == {"weight", "bias"}, first
+        ckpt_tools.convert(tmp_path / first, tmp_path / f"{first}-dcp", to="dcp")
+        assert weights(tmp_path / f"{first}-dcp") == {"weight", "bias"}, first
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_what_would_be_read_as_the_model_is_refused(to: WrittenFormat, tmp_path: Path) -> None:
+    """The model is selected, so that the user's entry of a model's name is now the larger one."""
+    state = {"w": torch.ones(9), "v": torch.ones(1)}
+    torch.save({"model": state, "state_dict": {"q": torch.ones(3)}}, tmp_path / "in.pt")
+    assert weights(tmp_path / "in.pt") == {"w", "v"}
+    with pytest.raises(UnsupportedError, match=r"tensors in (app\.)?state_dict would be read as the model's weights"):
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to=to, state="all", include=["v"])
+    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "model", to=to, state="model", include=["v"])
+    assert weights(tmp_path / "model") == {"v"}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "sharded", "zero2"])
+def test_files_that_say_what_the_model_is_are_written(to: WrittenFormat, tmp_path: Path) -> None:
+    more: Any = {"state": "all"} if to == "safetensors" else {}
+    state = {"model": {"w": torch.ones(9), "v": torch.ones(1)}, "state_dict": {"q": torch.ones(3)}}
+    torch.save(state, tmp_path / "in.pt")
+    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to=to, include=["v"], **more)
+    assert weights(tmp_path / "out") == {"v"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_at_the_root_gets_a_place_of_its_own(tmp_path: Path) -> None:
+    """A DCP of the bare model, and a scheduler with tensors in a file beside it."""
+    source = tmp_path / "in"
+    dcp.save({"w": torch.ones(3), "b": torch.ones(1)}, checkpoint_id=str(source), no_dist=True)
+    torch.save({"last_lr": torch.ones(9), "w": torch.ones(99)}, source / "scheduler.pt")
+    done = ckpt_tools.convert(source, tmp_path / "out", to="dcp")
+    assert weights(source) == weights(tmp_path / "out") == {"w", "b"}
+    assert any("app.model" in note.what for note in done.plan.notes)
+    found = ckpt_tools.inspect(tmp_path / "out").extras["lr_scheduler"]
+    assert found == {"last_lr": {"$tensor": "float32 [9]"}, "w": {"$tensor": "float32 [99]"}}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tree_of_the_users_own_is_kept_with_a_note(tmp_path: Path) -> None:
+    """What was read by a key has to be read by it again."""
+    state = {"actor": {"a": torch.ones(9)}, "critic": {"c": torch.ones(2)}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "in"), no_dist=True)
+    done = ckpt_tools.reshard(tmp_path / "in", tmp_path / "out", world_size=2, model_key="critic")
+    (note,) = [note for note in done.plan.notes if "model_key='critic'" in note.why]
+    assert note.what == "the model's place in the tree"
+    manifest = read_checkpoint(tmp_path / "out", ReadOptions(model_key="critic"))[1]
+    assert {key.fqn for key in manifest.of_kind(Kind.PARAMETER)} == {"c"}
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "universal", "zero1", "sharded"])
+def test_tensors_of_a_scheduler_beside_the_model_go_along(to: WrittenFormat, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    torch.save({"w": torch.ones(3)}, source / "pytorch_model.bin")
+    torch.save({"last_lr": torch.full((2,), 0.5), "last_epoch": 3}, source / "scheduler.pt")
+    more: Any = {"state": "all"} if to in ("torch", "safetensors") else {}
+    ckpt_tools.convert(source, tmp_path / "out", to=to, **more)
+    extras = ckpt_tools.inspect(tmp_path / "out").extras
+    assert extras["lr_scheduler"] == {"last_lr": {"$tensor": "float32 [2]"}, "last_epoch": 3}
+    assert weights(tmp_path / "out") == {"w"}

@@ -1,0 +1,226 @@
+"""Runs of DeepSpeed's ``PipelineModule``: files that do not fit each other, and runs that go on without a pipeline."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.core.manifest import MASTER, StateKey
+from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsupportedError
+from fixtures import launch
+from fixtures.corpus import deepspeed, deepspeed_pipeline, make
+from fixtures.corpus.layout import State
+from tests.layouts.contents import contents
+
+Change = Callable[[Any], object]
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Path:
+    """A copy of a run with ZeRO-1 of 2 stages, whose first and last layer are files of one tied module."""
+    shutil.copytree(make("deepspeed-pipeline-zero1-bf16").folder, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def changed(folder: Path, name: str, change: Change) -> None:
+    path = folder / "global_step4" / name
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def unlink(*names: str) -> Callable[[Path], object]:
+    return lambda tag: [(tag / name).unlink() for name in names]
+
+
+def rename(one: str, other: str) -> Callable[[Path], object]:
+    return lambda tag: (tag / one).rename(tag / other)
+
+
+def save(name: str, value: Any) -> Callable[[Path], object]:
+    return lambda tag: torch.save(value, tag / name)
+
+
+OPTIM = "bf16_zero_pp_rank_0_mp_rank_0{}_optim_states.pt"
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], type[FormatError], str]] = {
+    "a layer is missing": (unlink("layer_01-model_states.pt"), IncompleteError, r"1\.\S+: no file of a layer"),
+    "both tied layers are missing": (
+        unlink("layer_00-model_states.pt", "layer_06-model_states.pt"),
+        IncompleteError,
+        r"tied_modules\.embed\.weight: no file of a layer",
+    ),
+    "all layers are missing": (
+        unlink(*(f"layer_0{number}-model_states.pt" for number in (0, 1, 3, 4, 5, 6))),
+        UnsupportedError,
+        "there are no files of layers",
+    ),
+    "a layer has another's name": (
+        rename("layer_01-model_states.pt", "layer_08-model_states.pt"),
+        MalformedError,
+        "it was saved as layer_01",
+    ),
+    "a layer has no number": (
+        rename("layer_01-model_states.pt", "layer_01-old-model_states.pt"),
+        UnsupportedError,
+        "files of a pipeline's layers under other names",
+    ),
+    "two files of a layer": (save("layer_1-model_states.pt", {}), MalformedError, "both of one layer"),
+    "a layer that is cut": (
+        save("layer_01-model_01-model_states.pt", {}),
+        UnsupportedError,
+        "cut by tensor parallelism too",
+    ),
+    "a layer that is a list": (save("layer_01-model_states.pt", [1]), MalformedError, "does not contain a dictionary"),
+    "a layer with a number": (save("layer_04-model_states.pt", {7: 1}), MalformedError, "has the key 7"),
+    "a layer of another shape": (
+        save("layer_03-model_states.pt", {"weight": torch.ones(8), "bias": torch.ones(8)}),
+        MalformedError,
+        "in param_shapes",
+    ),
+    "a stage is missing": (
+        unlink("mp_rank_01_model_states.pt", OPTIM.format(1)),
+        IncompleteError,
+        "mp_rank_01 is missing",
+    ),
+    "a stage's model file is missing": (unlink("mp_rank_01_model_states.pt"), IncompleteError, "mp_rank_01_model"),
+    "a stage's optimizer is missing": (unlink(OPTIM.format(1)), IncompleteError, "optimizer's file of this stage"),
+    "all optimizers are missing": (
+        unlink(OPTIM.format(0), OPTIM.format(1)),
+        IncompleteError,
+        "optimizer's file of this stage",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_files_that_do_not_fit_are_an_error(name: str, native: Path) -> None:
+    change, kind, text = DAMAGED[name]
+    change(native / "global_step4")
+    with pytest.raises(kind, match=text):
+        contents(native)
+
+
+def test_stages_of_two_steps_are_refused(native: Path) -> None:
+    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
+    with pytest.raises(MalformedError, match="the step of stage 1"):
+        ckpt_tools.inspect(native)
+
+
+def test_a_stage_that_holds_a_model_is_refused(native: Path) -> None:
+    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(module={}))
+    with pytest.raises(MalformedError, match="files of a pipeline's layers lie beside it"):
+        ckpt_tools.inspect(native)
+
+
+def test_a_frozen_layer_is_not_taken_for_a_tied_one(native: Path) -> None:
+    """It has the same names and shapes, and other elements than the masters."""
+    torch.save(
+        {"weight": torch.ones(16, 7, dtype=torch.bfloat16)}, native / "global_step4" / "layer_02-model_states.pt"
+    )
+    manifest, found = contents(native)
+    assert manifest.tensors[StateKey("2.weight")].shape == (16, 7)
+    assert found[StateKey("2.weight")] != found[StateKey("tied_modules.embed.weight")]
+    (native / "global_step4" / "layer_00-model_states.pt").unlink()
+    (native / "global_step4" / "layer_06-model_states.pt").unlink()
+    with pytest.raises(IncompleteError, match=r"tied_modules\.embed\.weight"):
+        contents(native)
+
+
+def test_groups_that_differ_between_stages_stay_apart(native: Path) -> None:
+    def change(content: Any) -> None:
+        content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["weight_decay"] = 0.5
+
+    changed(native, OPTIM.format(1), change)
+    manifest = contents(native)[0]
+    assert [len(group.params) for group in manifest.groups] == [3, 3, 2, 1]
+    assert any("differ in them" in note.why for note in manifest.notes)
+
+
+def test_what_the_stages_have_for_themselves_is_noted(native: Path) -> None:
+    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
+    notes = [f"{note.what}: {note.why}" for note in contents(native)[0].notes]
+    assert any("client_state of the other stages" in note for note in notes), notes
+
+
+def test_plain_numbers_of_two_stages_stay_apart(native: Path) -> None:
+    """DeepSpeed's own optimizers count steps in Python."""
+
+    def step(value: int) -> Change:
+        def change(content: Any) -> None:
+            for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+                state["step"] = value
+
+        return change
+
+    changed(native, OPTIM.format(0), step(4))
+    changed(native, OPTIM.format(1), step(5))
+    found = contents(native)[1]
+    assert found[StateKey("1.up.weight", "step")] != found[StateKey("5.up.weight", "step")]
+
+
+def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path: Path) -> None:
+    shutil.copytree(make("deepspeed-pipeline-bf16").folder, tmp_path / "run")
+
+    def change(content: Any) -> None:
+        group = content["optimizer_state_dict"]["param_slice_mappings"][0]
+        group["tied_modules.embed.weight"].start += 1
+
+    changed(tmp_path / "run", OPTIM.format(0), change)
+    with pytest.raises(MalformedError, match="param_slice_mappings do not fit"):
+        contents(tmp_path / "run")
+
+
+# Runs that go on
+
+Saved = tuple[Path, State, list[float]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("pipeline")
+    return folder, *deepspeed_pipeline.run_pipeline(folder, 4, 1, "fp32", "first")
+
+
+def check(found: Any, saved: Saved) -> None:
+    (resumed, losses), (_, state, next_losses) = found, saved
+    assert resumed.optimizer.keys() == state.optimizer.keys()
+    for key, tensor in state.optimizer.items():
+        assert torch.equal(resumed.optimizer[key], tensor), key
+    np.testing.assert_allclose(losses, next_losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["zero2", "zero3", "universal"])
+def test_the_run_goes_on_without_a_pipeline(to: str, saved: Saved, tmp_path: Path) -> None:
+    options: dict[str, Any] = {} if to == "universal" else {"world_size": 3}
+    ckpt_tools.convert(saved[0], tmp_path / "out", to=to, **options)  # type: ignore[arg-type]
+    stage = 2 if to == "universal" else int(to[-1])
+    arguments = (str(tmp_path / "out"), stage, "fp32", "first", to == "universal")
+    check(launch.pool(3).run(deepspeed_pipeline.load_whole, *arguments)[0], saved)
+
+
+@pytest.mark.parametrize("to", ["dcp", "universal", "zero1", "safetensors"])
+def test_other_formats_hold_the_same(to: str, tmp_path: Path) -> None:
+    source = make("deepspeed-pipeline-zero1-bf16").source
+    ckpt_tools.convert(source, tmp_path / "out", to=to)  # type: ignore[arg-type]
+    report = ckpt_tools.verify(source, tmp_path / "out")
+    assert report.equal, report.differences
+
+
+def test_deepspeeds_own_script_finds_the_same(tmp_path: Path) -> None:
+    made = make("deepspeed-pipeline-zero1-fp32")
+    launch.pool(1).run(deepspeed.to_universal, made.source, tmp_path, True)
+    found = contents(made.source)[1]
+    masters = [key.fqn for key in found if key.slot == MASTER]
+    for fqn in masters:
+        (path,) = tmp_path.glob(f"*/zero/{fqn}/fp32.pt")
+        theirs = torch.load(path, weights_only=False)["param"]
+        assert theirs.detach().numpy().tobytes() == found[StateKey(fqn, MASTER)][2], fqn
+    assert len(masters) == len(list(tmp_path.glob("*/zero/*/fp32.pt")))

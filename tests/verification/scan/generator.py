@@ -1,0 +1,344 @@
+"""Hostile files, composed: a payload, by a trick, in an encoding, in a carrier. Each follows from its number.
+
+Every payload ends in ``os.system('x')``, by one road or another, so that who replaces it sees it run.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import pickle
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.serialization.hostile import TECHNIQUES, text
+from tests.serialization.hostile_run import legacy, zipped
+
+Files = dict[str, bytes]
+
+CODE = "__import__('os').system('x')"
+
+PAYLOADS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "os.system": ("os", "system", ("x",)),
+    "posix.system": ("posix", "system", ("x",)),
+    "eval": ("builtins", "eval", (CODE,)),
+    "exec": ("builtins", "exec", (CODE,)),
+    "py2 eval": ("__builtin__", "eval", (CODE,)),
+    "cProfile": ("cProfile", "run", (CODE,)),
+    "pickle.loads": ("pickle", "loads", (b"cos\nsystem\n(S'x'\ntR.",)),
+    "runpy": ("runpy", "_run_code", ("import os; os.system('x')", {})),
+}
+
+OWN = b"cos\nsystem\n(S'x'\ntR."
+"""The plainest of all: what is hidden inside of something else."""
+
+
+def _call(name: bytes, args: bytes) -> bytes:
+    return b"c" + name + b"\n(" + args + b"tR"
+
+
+def _bytes8(data: bytes) -> bytes:
+    return b"\x96" + struct.pack("<Q", len(data)) + data
+
+
+def _list(data: bytes) -> bytes:
+    return b"(" + b"".join(b"K%c" % byte for byte in data) + b"l"
+
+
+INNER = legacy(OWN)
+
+INDIRECT: dict[str, bytes] = {
+    "storage of a bytearray": b"\x80\x05" + _call(b"torch.storage\n_load_from_bytes", _bytes8(INNER)) + b".",
+    "storage of a list": b"\x80\x03"
+    + _call(b"torch.storage\n_load_from_bytes", _call(b"builtins\nbytes", _list(INNER)))
+    + b".",
+    "storage of an encoding": b"\x80\x02"
+    + _call(
+        b"torch.storage\n_load_from_bytes", _call(b"_codecs\nencode", text(INNER.decode("latin-1")) + text("latin1"))
+    )
+    + b".",
+    "storage by the base of _reconstructor": b"\x80\x05"
+    + _call(b"copyreg\n_reconstructor", b"cbuiltins\nobject\nctorch.storage\n_load_from_bytes\n" + _bytes8(INNER))
+    + b".",
+    "storage as a random state": b"\x80\x05"
+    + _call(b"numpy.random._pickle\n__randomstate_ctor", _bytes8(INNER) + b"ctorch.storage\n_load_from_bytes\n")
+    + b".",
+    "storage as a bit generator": b"\x80\x05"
+    + _call(b"numpy.random._pickle\n__bit_generator_ctor", b"cos\nsystem\n")
+    + b".",
+    "storage by a hook": b"\x80\x05ccollections\nOrderedDict\n)R}Vappend\nctorch.storage\n_load_from_bytes\nsb"
+    + _bytes8(INNER)
+    + b"a.",
+    "hook by a state in slots": b"\x80\x05cargparse\nNamespace\n)\x81N}V__setstate__\n"
+    b"ctorch.storage\n_load_from_bytes\ns\x86b" + _bytes8(INNER) + b"b.",
+    "hook by a dict of another kind": b"\x80\x05cargparse\nNamespace\n)\x81ccollections\nOrderedDict\n)RV__setstate__\n"
+    b"ctorch.storage\n_load_from_bytes\nsb" + _bytes8(INNER) + b"b.",
+    "items that are judged by the first": b"\x80\x05cargparse\nNamespace\n)\x81}Vadd\n"
+    b"ctorch.storage\n_load_from_bytes\nsb(N" + _bytes8(INNER) + b"\x90.",
+    "state of a function": b"\x80\x04ctorch._utils\n_rebuild_tensor_v2\n}V__defaults__\ncos\nsystem\n\x85sb.",
+    "handed back": b"\x80\x04"
+    + _call(b"torch.jit._pickle\nrestore_type_tag", b"cos\nsystem\n" + text("int"))
+    + b"S'x'\n\x85R.",
+    "handed back by numpy": b"\x80\x04"
+    + _call(b"numpy._core.multiarray\nscalar", _call(b"numpy\ndtype", b"S'O8'\nI00\nI01\n") + b"cos\nsystem\n")
+    + b"S'x'\n\x85R.",
+    "__newobj__": b"\x80\x04ccopyreg\n__newobj__\n(ctypes\nFunctionType\nNtR.",
+    "Counter of an object": b"\x80\x05" + _call(b"collections\nCounter", _call(b"os\nsystem", b"S'x'\n")) + b".",
+    "in the hooks of a tensor": b"\x80\x05ctorch._utils\n_rebuild_parameter\n(NI00\n" + OWN[:-1] + b"tR.",
+    "popped": b"\x80\x05" + OWN[:-1] + b"0N.",
+    "overwritten": b"\x80\x05}(S'k'\n" + OWN[:-1] + b"S'k'\nNu.",
+    "octal": b"(I010\nI0x10\nL0777L\n" + OWN[:-1] + b"l.",
+    "gap of the memo": b"\x80\x02Nr\xff\x0f\x00\x000" + OWN,
+}
+"""What was found once, and is not made of a payload and a technique."""
+
+
+def _framed(data: bytes) -> bytes:
+    body = data[2:] if data[:1] == b"\x80" else data
+    return b"\x80\x04\x95" + struct.pack("<Q", len(body)) + body
+
+
+def _cut_frame(data: bytes) -> bytes:
+    """A frame that ends within a string: CPython's C unpickler goes on, the Python one refuses or reads others."""
+    body = data[2:] if data[:1] == b"\x80" else data
+    hidden = b"X" + struct.pack("<I", len(body)) + body + b"0"
+    return b"\x80\x04\x95" + struct.pack("<Q", 7) + hidden + body
+
+
+def _frame_in_frame(data: bytes) -> bytes:
+    body = data[2:] if data[:1] == b"\x80" else data
+    inner = b"\x95" + struct.pack("<Q", len(body)) + body
+    return b"\x80\x04\x95" + struct.pack("<Q", len(inner)) + inner
+
+
+def _head(data: bytes) -> bytes:
+    return data[:2] if data[:1] == b"\x80" else b""
+
+
+ENCODINGS: dict[str, Callable[[bytes], bytes]] = {
+    "as it is": lambda data: data,
+    "framed": _framed,
+    "a frame that is cut": _cut_frame,
+    "a frame in a frame": _frame_in_frame,
+    "after a pickle": lambda data: b"\x80\x04N." + data,
+    "before a pickle": lambda data: data + b"\x80\x04N.",
+    "after a value": lambda data: data[:2] + b"N0" + data[2:] if data[:1] == b"\x80" else b"N0" + data,
+    "in a list": lambda data: _head(data) + b"]" + data[len(_head(data)) :].removesuffix(b".") + b"a.",
+    "before zeros": lambda data: data + b"\0" * 64,
+    "protocol stated twice": lambda data: b"\x80\x05" + data,
+}  # fmt: skip
+
+# Carriers
+
+
+def _saved(value: Any, **options: Any) -> bytes:
+    import torch
+
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def _deflated(sample: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", sample)
+        archive.writestr("archive/version", b"3\n")
+    return stream.getvalue()
+
+
+def _npy(sample: bytes, descr: str = "|O") -> bytes:
+    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (1,), }}".encode()
+    header += b" " * (-(len(header) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + sample
+
+
+def _fields_npy(sample: bytes) -> bytes:
+    header = b"{'descr': [('a', 'O')], 'fortran_order': False, 'shape': (1,), }"
+    header += b" " * (-(len(header) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + sample
+
+
+def _plain_npy() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.arange(3.0))
+    return stream.getvalue()
+
+
+def _npz(member: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("first.npy", _plain_npy())
+        archive.writestr("second.npy", member)
+    return stream.getvalue()
+
+
+def _tar(sample: bytes, form: int) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
+        for name, data in {"sys_info": b"}.", "pickle": sample, "tensors": b"K\x00.", "storages": b"K\x00.]."}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def _v7(sample: bytes) -> bytes:
+    """Without the magic of ustar: only its checksum says that it is a tar."""
+    data = bytearray(_tar(sample, tarfile.USTAR_FORMAT))
+    at = 0
+    while data[at : at + 1] != b"\0" and at + 512 <= len(data):
+        size = int(data[at + 124 : at + 135], 8)
+        data[at + 257 : at + 265] = bytes(8)
+        data[at + 148 : at + 156] = b" " * 8
+        data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+        at += 512 + -(-size // 512) * 512
+    return bytes(data)
+
+
+def _tar_of_a_pickle(sample: bytes) -> bytes:
+    """A member whose name is a pickle: a loader of pickles stops before the rest."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        info = tarfile.TarInfo(sample[:99].decode("latin-1"))
+        archive.addfile(info, io.BytesIO(b""))
+    return stream.getvalue()
+
+
+def _like_safetensors(sample: bytes) -> bytes:
+    """Its first bytes are those of safetensors; a loader of pickles reads them as a line of text."""
+    header = b"{" + b" " * 6 + b"}"
+    head = struct.pack("<Q", 8)
+    return head[:1].replace(b"\x08", b"V") + head[1:] + header + b"\n0" + sample
+
+
+def _strict_safetensors(sample: bytes) -> bytes:
+    """A whole and strict file of safetensors, whose length begins with an opcode that takes a line."""
+    body = b"\n0" + sample.removeprefix(sample[:2] if sample[:1] == b"\x80" else b"")
+    header = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (len(body), len(body))
+    wanted = next(n for n in range(len(header), len(header) + 512) if n % 256 == ord("V"))
+    return struct.pack("<Q", wanted) + header + b" " * (wanted - len(header)) + body
+
+
+def _dcp(item: bytes, *, offset: int = 0, length: int | None = None) -> Files:
+    from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
+    from ckpt_tools.serialization.pickle.load import dumps
+
+    benign = zipped(b"\x80\x02N.")
+    metadata = Metadata(
+        {"a": BytesStorageMetadata(), "b": BytesStorageMetadata()},
+        None,
+        {
+            MetadataIndex("a"): StorageInfo("__0_0.distcp", 0, len(benign)),
+            MetadataIndex("b"): StorageInfo(
+                "__0_0.distcp", len(benign) + offset, len(item) if length is None else length
+            ),
+        },
+    )
+    return {".metadata": dumps(metadata), "__0_0.distcp": benign + item}
+
+
+CARRIERS: dict[str, Callable[[bytes], Files]] = {
+    "pickle": lambda data: {"state.pkl": data},
+    "pickle named pt": lambda data: {"model.pt": data},
+    "pickle of another ending": lambda data: {"model.weights": data},
+    "pickle without an ending": lambda data: {"checkpoint": data},
+    "pickle named json": lambda data: {"config.json": data},
+    "pickle named text": lambda data: {"vocab.txt": data},
+    "pickle named safetensors": lambda data: {"model.safetensors": data},
+    "torch": lambda data: {"model.pt": zipped(data)},
+    "torch, deflated": lambda data: {"model.pt": _deflated(data)},
+    "torch, behind a prefix": lambda data: {"model.pt": b"\0" * 16 + zipped(data)},
+    "torch, followed": lambda data: {"model.pt": _saved({"x": 1}) + data},
+    "torch, twice": lambda data: {"model.pt": zipped(b"N.") + zipped(data)},
+    "torch, named npz": lambda data: {"model.npz": zipped(data)},
+    "legacy": lambda data: {"model.pt": legacy(data)},
+    "legacy, twice": lambda data: {"model.pt": _saved({"x": 1}, _use_new_zipfile_serialization=False) + legacy(data)},
+    "tar": lambda data: {"model.tar": _tar(data, tarfile.USTAR_FORMAT)},
+    "tar, pax": lambda data: {"model.pt": _tar(data, tarfile.PAX_FORMAT)},
+    "tar, v7": lambda data: {"model.pt": _v7(data)},
+    "tar of a pickle": lambda data: {"model.pt": _tar_of_a_pickle(data)},
+    "array of objects": lambda data: {"array.npy": _npy(data)},
+    "array of objects, said otherwise": lambda data: {"array.npy": _npy(data, "O8")},
+    "array of objects, as a class": lambda data: {"array.npy": _npy(data, "object")},
+    "array of fields": lambda data: {"array.npy": _fields_npy(data)},
+    "second array": lambda data: {"array.npy": _plain_npy() + _npy(data)},
+    "npz": lambda data: {"arrays.npz": _npz(_npy(data))},
+    "DCP metadata": lambda data: {".metadata": data},
+    "DCP item": lambda data: _dcp(zipped(data)),
+    "DCP item of no bytes": lambda data: _dcp(zipped(data), length=0),
+    "DCP item elsewhere": lambda data: _dcp(zipped(data), offset=-10),
+    "lone distcp": lambda data: {"__0_0.distcp": zipped(data)},
+    "gzip": lambda data: {"state.pkl.gz": gzip.compress(data, mtime=0)},
+    "gzip named pkl": lambda data: {"state.pkl": gzip.compress(data, mtime=0)},
+    "bz2": lambda data: {"state.pkl": bz2.compress(data)},
+    "xz": lambda data: {"state.pkl": lzma.compress(data)},
+    "like safetensors": lambda data: {"model.bin": _like_safetensors(data)},
+    "safetensors to the last byte": lambda data: {"model.safetensors": _strict_safetensors(data)},
+    "strict safetensors named bin": lambda data: {"model.bin": _strict_safetensors(data)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    label: str
+    files: Files
+
+
+def _tricks() -> Iterator[tuple[str, bytes]]:
+    yield from INDIRECT.items()
+    for technique, make in TECHNIQUES.items():
+        for payload, (module, attribute, args) in PAYLOADS.items():
+            yield f"{technique}: {payload}", make(module, attribute, args)
+    for payload, (module, attribute, args) in PAYLOADS.items():
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            yield f"a reduce in protocol {protocol}: {payload}", _reduced(module, attribute, args, protocol)
+
+
+class _Reduced:
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args = args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, self.args
+
+
+def _reduced(module: str, attribute: str, args: tuple[Any, ...], protocol: int) -> bytes:
+    data = pickle.dumps({"state": _Reduced(args)}, protocol)
+    data = data[:2] + data[11:] if data[2:3] == b"\x95" else data
+    data = data.replace(b"c__builtin__\neval\n", f"c{module}\n{attribute}\n".encode())
+    data = data.replace(b"cbuiltins\neval\n", f"c{module}\n{attribute}\n".encode())
+    for before, after in (("builtins", module), ("eval", attribute)):
+        old, new = (b"\x8c" + bytes([len(each)]) + each.encode() for each in (before, after))
+        data = data.replace(old, new, 1)
+    return data
+
+
+BENIGN = [pickle.dumps({"epoch": 3, "lr": [0.1, 1e-5], "name": "x"}, protocol) for protocol in range(6)]
+
+TRICKS = list(_tricks())
+NUM_SAMPLES = len(TRICKS) * len(ENCODINGS) * len(CARRIERS)
+
+
+def sample(number: int) -> Sample:
+    """One of ``NUM_SAMPLES``."""
+    number, carrier = divmod(number, len(CARRIERS))
+    number, encoding = divmod(number, len(ENCODINGS))
+    trick, data = TRICKS[number % len(TRICKS)]
+    named, put = list(CARRIERS.items())[carrier]
+    encoded, encode = list(ENCODINGS.items())[encoding]
+    return Sample(f"{named} / {encoded} / {trick}", put(encode(data)))
+
+
+def write(files: Files, folder: Path) -> None:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)

@@ -1,0 +1,47 @@
+"""Scans samples in a process of its own, under an audit hook, and says which are clean and what happened.
+
+The plan, a list of numbers of samples, is JSON on stdin; the result goes to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
+from ckpt_tools.verification.scan import scan_source
+from tests.serialization.hostile_run import Watch
+from tests.verification.scan.generator import BENIGN, CARRIERS, Files, sample
+
+
+def is_clean(files: Files) -> bool:
+    store = MemoryStore({name: bytearray(data) for name, data in files.items()})
+    try:
+        return scan_source(Source.open(store), "memory://").clean
+    except CkptError:
+        return False
+
+
+def main() -> None:
+    numbers = json.load(sys.stdin)
+    controls = [name for name, put in CARRIERS.items() if any(is_clean(put(data)) for data in BENIGN)]
+    for number in numbers[:50]:
+        is_clean(sample(number).files)
+    watch = Watch([])
+    clean, events = [], list[Any]()
+    for number in numbers:
+        files = sample(number).files
+        watch.on = True
+        found = is_clean(files)
+        watch.on = False
+        clean += [number] if found else []
+        events += [(number, each) for each in watch.events]
+        watch.events = []
+    print(json.dumps({"clean": clean, "events": events[:100], "controls": controls}))
+
+
+if __name__ == "__main__":
+    main()
