@@ -10,6 +10,7 @@ from __future__ import annotations
 from ckpt_tools.signals import killed_by_interrupts
 
 with killed_by_interrupts():
+    import os
     import re
     import ssl
     from collections.abc import Callable, Sequence
@@ -80,7 +81,6 @@ def application(options: Options) -> FastAPI:
     from . import app
     from .repository import Repository, Source
 
-    _limit_threads(options.threads)
     sources = [Source(name, url) for name, url in options.named()]
     repository = Repository(sources, _loader(options.architecture))
     watching = _watching(repository, options.watch)
@@ -107,11 +107,14 @@ def tell(sentence: str) -> None:
 
 
 def _limit_threads(threads: int | None) -> None:
-    """A forward pass takes all processors, and no more threads than they are."""
+    """By default one processor is left to whatever is not a forward pass.
+
+    The threads of a forward pass wait for each other by spinning. If one of them has to give way to the threads that
+    read requests, the others burn what those need: a forward pass then takes many times as long.
+    """
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - 1))
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -135,7 +138,7 @@ def _limit_threads(threads: int | None) -> None:
 @click.option("--certfile", type=click.Path(path_type=Path), help="The certificate (PEM): serve HTTPS.")
 @click.option("--keyfile", type=click.Path(path_type=Path), help="Its key, if it is in a file of its own.")
 @click.option("--access-log", is_flag=True, help="Print a line of JSON for each request.")
-@click.option("--threads", type=int, help="The threads of a forward pass; default: one for each processor.")
+@click.option("--threads", type=int, help="The threads of a forward pass; default: one less than processors.")
 def main(
     model: str | None,
     models: tuple[str, ...],
@@ -186,6 +189,7 @@ def run(options: Options, host: str, port: int) -> None:
     with bind(host, port) as bound:
         from .server import serve
 
+        _limit_threads(options.threads)
         app = application(options)
         url = listen(bound, host)
         click.echo(f"serving on {url.replace('http', 'https', 1) if options.certificate else url}")
