@@ -53,7 +53,9 @@ MAX_KNOWN_BYTES, MAX_KNOWN = 4096, 256
 
 _ZIP_MAGIC, _NUMPY_MAGIC = b"PK\x03\x04", b"\x93NUMPY"
 _HEAD_BYTES = 512
-_NO_PICKLES = re.compile(r"[^/]+/(data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/.*)")
+_NO_PICKLES = re.compile(
+    r"[^/]+/(data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/.*|code/.*\.py)"
+)
 _OBJECTS = re.compile(rb"['\"][|<>=]?O8?['\"]|object")
 _IMPORTABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
