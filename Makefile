@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check bench soak fuzz install clean
+.PHONY: demo test check bench soak fuzz install browser clean
+SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -25,8 +26,13 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The page of the inference service is tested in a real Chromium, which Debian and Ubuntu have as a package.
+browser:
+	@command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium; } || \
+		echo 'Chromium is not installed and could not be: tests/inference/test_page.py will fail; install it by hand.'
+
 # Two processes at a time, each with whole files of tests, so that what a file's tests share is made once.
-test: check
+test: check browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The full matrix of formats and world sizes, with its table, the casts of all 2**32 float32 patterns, a kill at every

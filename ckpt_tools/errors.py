@@ -27,6 +27,8 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from ckpt_tools.core.wording import without_secrets
+
 MAX_MESSAGE_CHARS = 1000
 """A checkpoint chooses some of the words of a message, and may choose a megabyte of them."""
 
@@ -40,14 +42,14 @@ class CkptError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, path: str | None = None, key: str | None = None) -> None:
-        message = _shortened(message, MAX_MESSAGE_CHARS)
+        message = _shortened(without_secrets(message), MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.message = message
-        self.path = path
+        self.path = path and without_secrets(path)
         self.key = key
 
     def __str__(self) -> str:
-        parts = [_shortened(part, MAX_NAME_CHARS) for part in (self.path, self.key) if part]
+        parts = [_shortened(without_secrets(part), MAX_NAME_CHARS) for part in (self.path, self.key) if part]
         where = ": ".join(part for part in parts if not _names(self.message, part))
         return f"{where}: {self.message}" if where else self.message
 

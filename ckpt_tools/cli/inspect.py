@@ -13,7 +13,7 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show, show_notes, table
-from ckpt_tools.cli.wrapping import columns, say
+from ckpt_tools.cli.wrapping import columns, echo, say
 from ckpt_tools.core.value_text import one_line
 from ckpt_tools.core.wording import count, listed, printable, size
 
@@ -112,10 +112,10 @@ def _show_tensors(summary: Summary) -> None:
     width = columns(sys.stdout)
     if width is None or sum(widths) + len(GAP) * (len(widths) - 1) <= width:
         for row in rows:
-            click.echo(_aligned(row, widths))
+            echo(_aligned(row, widths))
         return
     for name, block in groupby(rows[1:], key=itemgetter(0)):
-        click.echo("\n".join(folded(name, width)))
+        echo("\n".join(folded(name, width)))
         for row in block:
             say(f"{GAP}{_aligned(row[1:], widths[1:])}")
 

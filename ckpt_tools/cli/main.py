@@ -14,9 +14,9 @@ from ckpt_tools import __version__
 from ckpt_tools.cli import collector
 from ckpt_tools.cli.ending import end, ended_by_signals
 from ckpt_tools.cli.group import Group, Home
-from ckpt_tools.cli.wrapping import say
+from ckpt_tools.cli.wrapping import echo, say
 from ckpt_tools.core.option_names import on_command_line
-from ckpt_tools.core.wording import printable
+from ckpt_tools.core.wording import printable, without_secrets
 from ckpt_tools.errors import CkptError, StoreError
 
 COMMANDS = {
@@ -67,6 +67,10 @@ def group() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented code."""
     is_process = arguments is None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and is_process:
+            # A checkpoint chooses names; not every terminal can show them.
+            stream.reconfigure(errors="backslashreplace")
     if is_process:
         collector.rest()
     try:
@@ -116,7 +120,7 @@ def _say(sentence: str, verbose: bool) -> None:
     if verbose:
         import traceback
 
-        traceback.print_exc()
+        echo(without_secrets(traceback.format_exc()), err=True)
     say(printable(sentence), err=True)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_tools.cli.wrapping import say
-from ckpt_tools.core.wording import count, listed, printable, size
+from ckpt_tools.cli.wrapping import echo, say
+from ckpt_tools.core.wording import count, listed, printable, size, without_secrets
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,10 +32,22 @@ def print_json(found: dict[str, Any] | list[dict[str, Any]]) -> None:
     """Letters of every language as they are; what a terminal would obey, and what cannot be encoded, as escapes."""
     import json
 
-    text = json.dumps(found, indent=2, ensure_ascii=False)
+    text = json.dumps(_without_secrets(found), indent=2, ensure_ascii=not _takes_all_letters())
     if not text.replace("\n", "").isprintable():
         text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
-    click.echo(text)
+    echo(text)
+
+
+def _takes_all_letters() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf16", "utf32")
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, dict):
+        return {_without_secrets(key): _without_secrets(each) for key, each in value.items()}
+    return [_without_secrets(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def table(title: str | None, *columns: str, right: tuple[str, ...] = ()) -> Table:

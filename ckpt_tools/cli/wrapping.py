@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 import click
 
+from ckpt_tools.core.wording import without_secrets
+
 MIN_COLUMNS = 20
 
 
@@ -30,13 +32,20 @@ def filled(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print ``text``, with escapes for what the terminal's encoding lacks. click would write UTF-8 to one of ASCII."""
+    encoding = (sys.stderr if err else sys.stdout).encoding or "utf-8"
+    click.echo(text.encode(encoding, "backslashreplace").decode(encoding), err=err)
+
+
 def say(text: str, *, err: bool = False) -> None:
     """Print ``text``; on a terminal, wrapped at words."""
     width = columns(sys.stderr if err else sys.stdout)
+    text = without_secrets(text)
     lines = text.split("\n")
     if width is not None:
         lines = [part for line in lines for part in filled(line, width) or [""]]
-    click.echo("\n".join(lines), err=err)
+    echo("\n".join(lines), err=err)
 
 
 def say_columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[int] = ()) -> None:
@@ -45,16 +54,16 @@ def say_columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
     The columns numbered in ``right`` hold numbers.
     """
     width = columns(sys.stdout)
-    lines = [tuple(header), *(tuple(row) for row in rows)]
+    lines = [tuple(header), *(tuple(map(without_secrets, row)) for row in rows)]
     widths = [max(len(line[number]) for line in lines) for number in range(len(header) - 1)]
     for line in lines:
         cells = (f"{cell:{'>' if n in right else '<'}{widths[n]}}" for n, cell in enumerate(line[:-1]))
-        click.echo(_hanging("  ".join([*cells, ""]), line[-1], width))
+        echo(_hanging("  ".join([*cells, ""]), line[-1], width))
 
 
 def say_item(name: str, text: str) -> None:
     """Print ``name: text``; on a terminal, further lines are indented."""
-    click.echo(_hanging("", f"{name}: {text}", columns(sys.stdout), indent=4))
+    echo(_hanging("", without_secrets(f"{name}: {text}"), columns(sys.stdout), indent=4))
 
 
 def _hanging(head: str, text: str, width: int | None, indent: int | None = None) -> str:

@@ -9,6 +9,8 @@ from math import isfinite
 from pathlib import PurePath
 from typing import Any
 
+from ckpt_tools.core.wording import without_secrets
+
 
 def json_of(result: Any, *properties: str) -> dict[str, Any]:
     """The fields of the dataclass ``result``, and those of its properties that are named, as ``json.dumps`` takes them.
@@ -35,4 +37,6 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in value]
     if isinstance(value, float) and not isfinite(value):
         return repr(value)
+    if isinstance(value, str):
+        return without_secrets(value)
     return str(value) if isinstance(value, PurePath) else value

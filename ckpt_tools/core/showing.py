@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from ckpt_tools.core.wording import size
+from ckpt_tools.core.wording import size, without_secrets
 
 MAX_REPR_CHARS = 199
 MAX_VALUE_CHARS = 60
@@ -24,7 +24,9 @@ class Shown(ABC):
         """What is shown, in this order: short values, counts instead of collections."""
 
     def __repr__(self) -> str:
-        text = ", ".join(f"{name}={shortened(repr(value), MAX_VALUE_CHARS)}" for name, value in self.shown().items())
+        text = ", ".join(
+            f"{name}={shortened(without_secrets(repr(value)), MAX_VALUE_CHARS)}" for name, value in self.shown().items()
+        )
         return f"{type(self).__name__}({shortened(text, MAX_REPR_CHARS - len(type(self).__name__) - 2)})"
 
     def _repr_html_(self) -> str:
@@ -32,8 +34,8 @@ class Shown(ABC):
 
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th>"
-            f"<td style='text-align:left'>{escape(shortened(_cell(name, value), MAX_CELL_CHARS))}</td></tr>"
-            for name, value in self.shown().items()
+            f"<td style='text-align:left'>{escape(shortened(without_secrets(cell), MAX_CELL_CHARS))}</td></tr>"
+            for name, cell in ((name, _cell(name, value)) for name, value in self.shown().items())
         )
         return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
 

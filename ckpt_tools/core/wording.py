@@ -16,9 +16,34 @@ MAX_COMPARED = 2000
 NUM_NEAREST = 3
 
 
+_SECRET = re.compile(
+    r"""(?P<before>[A-Za-z][A-Za-z0-9+.-]*://)                # user:password@, also if a slash is in the password
+        (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]*(?:@[^\s/@'"]*)*)@
+      | (?P<address>[A-Za-z][A-Za-z0-9+.-]*://[^\s?#'"]*[?\#])(?=[^\s'"]*=)[^\s'"]*?(?=[.,:;)\]]*(?:[\s'"]|$))
+      | (?P<name>X-Amz-(?:Signature|Credential|Security-Token)=)[^\s&'"]+
+    """,
+    re.X | re.I,
+)
+
+
+def without_secrets(text: str) -> str:
+    """``text`` with ``***`` for the credentials of each URL in it: those before its host, and all behind its path,
+    which may be a signature. The rest of a URL is as it was."""
+    if "://" not in text and "X-Amz-" not in text:
+        return text
+    return _SECRET.sub(_masked, _SECRET.sub(_masked, text))
+
+
+def _masked(found: re.Match[str]) -> str:
+    if found["before"]:
+        return f"{found['before']}***@"
+    return f"{found['address'] or found['name']}***"
+
+
 def printable(text: str) -> str:
-    """``text`` on one line, with escapes for what a terminal would obey instead of showing, and for what cannot be
-    encoded: a checkpoint chooses names."""
+    """``text`` on one line, without secrets, and with escapes for what a terminal would obey instead of showing, and
+    for what cannot be encoded: a checkpoint chooses names."""
+    text = without_secrets(text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

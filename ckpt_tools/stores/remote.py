@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.stores.destination import Place
-from ckpt_tools.stores.fsspec.errors import shown
 from ckpt_tools.stores.fsspec.lock import FsspecObjects
 from ckpt_tools.stores.fsspec.place import FsspecPlace
 from ckpt_tools.stores.fsspec.store import file_system, open_fsspec_store
@@ -34,7 +34,7 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
     """
     store = _open_s3(url, options) if _is_s3(url) else open_fsspec_store(url, options)
     if store is None:
-        raise SourceNotFoundError(f"there is no file or folder {shown(url)}")
+        raise SourceNotFoundError(f"there is no file or folder {without_secrets(url)}")
     source = Source.open(store)
     return replace(source, store=BlockCache(store, source.files))
 

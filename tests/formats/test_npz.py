@@ -101,7 +101,7 @@ def test_objects_are_refused_and_not_run(tmp_path: Path, capfd: pytest.CaptureFi
         with pytest.raises(UnsafeError, match="Python objects as a pickle") as raised:
             getattr(ckpt_tools, name)(made)
         assert raised.value.exit_code == 7
-    assert ckpt_tools.scan(made).unsafe
+    assert not ckpt_tools.scan(made).clean
     assert "a loader has run this" not in capfd.readouterr().out
 
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.core.values import INT64_MAX, brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.stores.source import Source
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -92,10 +91,11 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The key-values of one file, and its tensors by name, in order."""
+    """The key-values of one file, and its tensors by name, in order. ``num_bytes`` is where its padding begins."""
 
     values: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
+    num_bytes: int
 
     def number(self, name: str) -> int | None:
         """The key-value ``name`` if it is an integer."""
@@ -103,7 +103,15 @@ class Header:
         return found if type(found) is int else None
 
 
-def read_header(source: Source, path: str) -> Header:
+class Readable(Protocol):
+    """What files are read from: a ``Source``, or less."""
+
+    def size(self, path: str) -> int: ...
+
+    def read(self, path: str, start: int, stop: int) -> bytes: ...
+
+
+def read_header(source: Readable, path: str) -> Header:
     """The checked header of one file.
 
     Raises:
@@ -119,7 +127,7 @@ def read_header(source: Source, path: str) -> Header:
             raise MalformedError(f"the key {brief(name)} appears twice", path=path)
         values[name] = _value(cursor, cursor.integer("<I"), name)
     raw = [_described(cursor) for _ in range(num_tensors)]
-    return Header(values, _placed(raw, _alignment(values, path), cursor))
+    return Header(values, _placed(raw, _alignment(values, path), cursor), cursor.position)
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
@@ -136,7 +144,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
 class _Cursor:
     """Reads a file from its start, a window at a time."""
 
-    def __init__(self, source: Source, path: str) -> None:
+    def __init__(self, source: Readable, path: str) -> None:
         self.path = path
         self.position = 0
         self.size = source.size(path)

@@ -16,10 +16,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value
+from ckpt_tools.core.values import Opaque, OrderedDict, Value
 from ckpt_tools.serialization.pickle.allowed_calls import ARGUMENTS, CALLS
 from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES
 from ckpt_tools.serialization.pickle.machine import SetState
+from ckpt_tools.serialization.pickle.rule import (
+    A_NAME,
+    AN_ENUM,
+    ENUM,
+    ITS_ATTRIBUTES,
+    NO_ARGUMENTS,
+    Rule,
+    plain,
+)
 from ckpt_tools.serialization.pickle.shapes import (
     ANY,
     ATTRIBUTES,
@@ -39,32 +48,13 @@ from ckpt_tools.serialization.pickle.shapes import (
     mapping,
     matching,
     name,
+    named,
     row,
     several,
     with_slots,
     words,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What a pickle may do with each of ``names`` of each of ``modules``, and why that runs nothing of its choosing."""
-
-    modules: str
-    names: str
-    reason: str
-    call: tuple[Shape, ...] = ()
-    new: tuple[Shape, ...] = ()
-    state: Shape | None = None
-    has_items: bool = False
-    has_pairs: bool = False
-
-    @property
-    def keys(self) -> Iterator[tuple[str, str]]:
-        return ((module, each) for module in self.modules.split() for each in self.names.split())
-
-
-NO_ARGUMENTS = row()
+from ckpt_tools.serialization.pickle.sharded_rules import RULES as SHARDED
 
 # numpy: what an array's bytes must agree with
 
@@ -167,10 +157,6 @@ _DTYPES = (
 _QSCHEMES = (
     "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric per_channel_affine_float_qparams"
 )
-_ENUM = row(INT | STR)
-_AN_ENUM = "an enum looks its member up"
-_ITS_ATTRIBUTES = "its attributes are set one by one; they cannot be hooks"
-_A_NAME = "a name by itself: importing torch runs nothing of the pickle's"
 _SCHEDULERS = (
     "LRScheduler _LRScheduler LambdaLR MultiplicativeLR StepLR MultiStepLR ConstantLR LinearLR ExponentialLR "
     "SequentialLR PolynomialLR CosineAnnealingLR ChainedScheduler ReduceLROnPlateau CyclicLR OneCycleLR "
@@ -182,11 +168,6 @@ _OMEGACONF_NODES = (
 )
 _PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
 _OPTIONAL_INT = INT | NOTHING
-
-
-def _plain(modules: str, names: str) -> Rule:
-    """A class whose objects are made without arguments and given attributes."""
-    return Rule(modules, names, _ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=with_slots(ATTRIBUTES))
 
 
 RULES: tuple[Rule, ...] = (
@@ -204,8 +185,8 @@ RULES: tuple[Rule, ...] = (
     Rule("typing", "Any", "a name by itself: the type of a node of omegaconf"),
     Rule("collections", "Counter", "counts of a plain dict", call=(row(mapping(ANY, INT)),)),
     Rule("collections", "deque", "an empty deque that is appended to", call=(row(), row(row(), INT)), has_items=True),
-    _plain("argparse", "Namespace"),
-    Rule("types", "SimpleNamespace", _ITS_ATTRIBUTES, call=(NO_ARGUMENTS,), state=ATTRIBUTES),
+    plain("argparse", "Namespace"),
+    Rule("types", "SimpleNamespace", ITS_ATTRIBUTES, call=(NO_ARGUMENTS,), state=ATTRIBUTES),
     Rule("datetime", "date", "four bytes", call=(row(BYTES),)),
     Rule("datetime", "datetime time", "ten bytes or six, and a fixed time zone",
          call=(row(BYTES), row(BYTES, made_of("datetime.timezone")))),
@@ -215,34 +196,35 @@ RULES: tuple[Rule, ...] = (
     Rule("decimal", "Decimal", "digits", call=(row(STR),)),
     Rule("fractions", "Fraction", "two numbers, or digits", call=(row(INT, INT), row(STR))),
     Rule("uuid", "UUID", "a number", new=(NO_ARGUMENTS,), state=fields(int=INT, is_safe=_OPTIONAL_INT)),
-    Rule("uuid", "SafeUUID", _AN_ENUM, call=(row(_OPTIONAL_INT),)),
-    Rule("signal", "Handlers Signals", _AN_ENUM, call=(_ENUM,)),
+    Rule("uuid", "SafeUUID", AN_ENUM, call=(row(_OPTIONAL_INT),)),
+    Rule("signal", "Handlers Signals", AN_ENUM, call=(ENUM,)),
     Rule("signal", "SIGHUP SIGINT SIGTERM SIGUSR1 SIGUSR2", "a constant"),
     Rule("io _io", "BytesIO", "bytes and a position", new=(NO_ARGUMENTS,), state=row(BYTES, INT, NOTHING)),
     Rule("io _io", "StringIO", "a text and a position", new=(NO_ARGUMENTS,), state=row(STR, STR, INT, NOTHING)),
     Rule("pathlib pathlib._local", _PATHS, "parts of a path, which is not opened", call=(several(STR),)),
     # torch
     Rule("torch", f"{_STORAGES} {_TENSORS} {_DTYPES} {_QSCHEMES} Tensor strided sparse_coo contiguous_format "
-         "preserve_format channels_last channels_last_3d", _A_NAME),
-    Rule("torch.cuda", f"{_STORAGES} {_TENSORS}", _A_NAME),
-    Rule("torch.sparse torch.cuda.sparse", _TENSORS, _A_NAME),
-    Rule("torch._C", "device dtype layout memory_format", _A_NAME),
-    Rule("torch.storage", "TypedStorage UntypedStorage _TypedStorage _UntypedStorage", _A_NAME),
-    Rule("torch.nn.parameter", "Buffer Parameter UninitializedBuffer UninitializedParameter", _A_NAME),
+         "preserve_format channels_last channels_last_3d", A_NAME),
+    Rule("torch.cuda", f"{_STORAGES} {_TENSORS}", A_NAME),
+    Rule("torch.sparse torch.cuda.sparse", _TENSORS, A_NAME),
+    Rule("torch._C", "device dtype layout memory_format", A_NAME),
+    Rule("torch.storage", "TypedStorage UntypedStorage _TypedStorage _UntypedStorage", A_NAME),
+    Rule("torch.nn.parameter", "Buffer Parameter UninitializedBuffer UninitializedParameter", A_NAME),
     Rule("torch", "device", "a kind of device and its number", call=(row(STR), row(STR, INT))),
     Rule("torch.serialization", "_get_layout", "looks a layout up", call=(row(_LAYOUTS),)),
     Rule("torch.distributed.checkpoint.metadata torch.distributed._shard.checkpoint.metadata", "_MEM_FORMAT_ENCODING",
-         _AN_ENUM, call=(_ENUM,)),
-    Rule("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", _AN_ENUM, call=(_ENUM,)),
+         AN_ENUM, call=(ENUM,)),
+    Rule("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", AN_ENUM, call=(ENUM,)),
     Rule("torch._utils", "_rebuild_sparse_tensor", "indices and values, which torch.load validates",
          call=(row(ANY, row(TENSOR, TENSOR, NATURALS)), row(ANY, row(TENSOR, TENSOR, NATURALS, BOOL)))),
-    _plain("torch.optim.lr_scheduler", _SCHEDULERS),
-    _plain("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "GradScaler"),
-    Rule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "OptState", _AN_ENUM, call=(_ENUM,)),
-    Rule("torch.distributed.checkpoint.filesystem", "_StoragePrefix", _ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
+    plain("torch.optim.lr_scheduler", _SCHEDULERS),
+    plain("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "GradScaler"),
+    Rule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "OptState", AN_ENUM, call=(ENUM,)),
+    Rule("torch.distributed.checkpoint.filesystem", "_StoragePrefix", ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
          state=fields(prefix=STR)),
     Rule("torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor "
-         "torch.distributed._tensor.api", "DTensor", _A_NAME),
+         "torch.distributed._tensor.api", "DTensor", A_NAME),
+    *SHARDED,
     # numpy
     Rule("numpy", "ndarray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 "
          "longdouble complex64 complex128 str_ bytes_ void datetime64 timedelta64",
@@ -274,35 +256,35 @@ RULES: tuple[Rule, ...] = (
     Rule("numpy.random.bit_generator", "SeedSequence", "a name by itself"),
     *(Rule(*each.rpartition(".")[::2], "a name by itself") for each in _BIT_GENERATORS),
     # Training libraries
-    Rule("deepspeed.runtime.zero.config", "ZeroStageEnum", _AN_ENUM, call=(_ENUM,)),
-    Rule("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum", _AN_ENUM, call=(_ENUM,)),
-    Rule("deepspeed.utils.tensor_fragment", "fragment_address", _ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
+    Rule("deepspeed.runtime.zero.config", "ZeroStageEnum", AN_ENUM, call=(ENUM,)),
+    Rule("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum", AN_ENUM, call=(ENUM,)),
+    Rule("deepspeed.utils.tensor_fragment", "fragment_address", ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
          state=fields(numel=INT, start=INT)),
-    _plain("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
+    plain("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
     Rule("deepspeed.runtime.fp16.loss_scaler deepspeed.pt.loss_scaler", "LossScaler DynamicLossScaler",
-         _ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=PLAIN_ATTRIBUTES),
-    Rule("transformers.training_args", "OptimizerNames ParallelMode", _AN_ENUM, call=(_ENUM,)),
+         ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=PLAIN_ATTRIBUTES),
+    Rule("transformers.training_args", "OptimizerNames ParallelMode", AN_ENUM, call=(ENUM,)),
     Rule("transformers.trainer_utils", "EvaluationStrategy FSDPOption HubStrategy IntervalStrategy SaveStrategy "
-         "SchedulerType ShardedDDPOption", _AN_ENUM, call=(_ENUM,)),
-    Rule("transformers.debug_utils", "DebugOption", _AN_ENUM, call=(_ENUM,)),
-    _plain("transformers.training_args", "TrainingArguments"),
-    _plain("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
-    _plain("transformers.trainer_pt_utils", "AcceleratorConfig"),
-    _plain("transformers.integrations.deepspeed transformers.deepspeed", _HF_DEEPSPEED),
-    Rule("accelerate.utils.dataclasses", "DistributedType", _AN_ENUM, call=(_ENUM,)),
-    _plain("accelerate.utils.dataclasses", "DeepSpeedPlugin FullyShardedDataParallelPlugin"),
-    _plain("accelerate.state", "AcceleratorState PartialState"),
+         "SchedulerType ShardedDDPOption", AN_ENUM, call=(ENUM,)),
+    Rule("transformers.debug_utils", "DebugOption", AN_ENUM, call=(ENUM,)),
+    plain("transformers.training_args", "TrainingArguments"),
+    plain("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
+    plain("transformers.trainer_pt_utils", "AcceleratorConfig"),
+    plain("transformers.integrations.deepspeed transformers.deepspeed", _HF_DEEPSPEED),
+    Rule("accelerate.utils.dataclasses", "DistributedType", AN_ENUM, call=(ENUM,)),
+    plain("accelerate.utils.dataclasses", "DeepSpeedPlugin FullyShardedDataParallelPlugin"),
+    plain("accelerate.state", "AcceleratorState PartialState"),
     Rule("lightning.fabric.utilities.data lightning_fabric.utilities.data lightning.pytorch.utilities.parsing "
          "pytorch_lightning.utilities.parsing", "AttributeDict", "a dict; its items are set by key",
          new=(NO_ARGUMENTS,), has_pairs=True, state=fields()),
-    _plain("omegaconf.dictconfig", "DictConfig"),
-    _plain("omegaconf.listconfig", "ListConfig"),
-    _plain("omegaconf.base", "ContainerMetadata Metadata"),
-    _plain("omegaconf.nodes", _OMEGACONF_NODES),
-    Rule("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState", _AN_ENUM, call=(_ENUM,)),
-    Rule("megatron.core.enums", "ModelType", _AN_ENUM, call=(_ENUM,)),
+    plain("omegaconf.dictconfig", "DictConfig"),
+    plain("omegaconf.listconfig", "ListConfig"),
+    plain("omegaconf.base", "ContainerMetadata Metadata"),
+    plain("omegaconf.nodes", _OMEGACONF_NODES),
+    Rule("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState", AN_ENUM, call=(ENUM,)),
+    Rule("megatron.core.enums", "ModelType", AN_ENUM, call=(ENUM,)),
     Rule("megatron.model.enums megatron.core.transformer.enums",
-         "AttnBackend AttnMaskType AttnType LayerType ModelType PositionEmbeddingType", _AN_ENUM, call=(_ENUM,)),
+         "AttnBackend AttnMaskType AttnType LayerType ModelType PositionEmbeddingType", AN_ENUM, call=(ENUM,)),
 )  # fmt: skip
 """The list. ``docs/scanning.md`` shows it, and a test compares the two."""
 
@@ -334,23 +316,24 @@ def is_listed(module: str, attribute: str) -> bool:
 
 
 def may_be_called(module: str, attribute: str) -> bool:
-    """Whether some call of the name is listed."""
-    rules = _BY_NAME.get((module, attribute), ())
-    return (module, attribute) in CALLS or any(rule.call or rule.new for rule in rules)
+    """Whether some call of the name is listed: enough to explain what was refused, not to prove anything."""
+    key = (module, attribute)
+    return key in CALLS or key in CLASSES or any(rule.call or rule.new for rule in _BY_NAME.get(key, ()))
 
 
 def refusal(made: Opaque | SetState) -> str | None:
     """Why an object is not one that the list knows; None if it is."""
     if isinstance(made, SetState):
         return _state_refusal(made)
-    if type(made.ref) is not GlobalRef:
+    ref = named(made.ref)
+    if ref is None:
         return "it calls what another call gave"
-    rules = _BY_NAME.get((made.ref.module, made.ref.name), ())
-    if not rules:
-        return f"it calls {made.ref}"
-    if any(_fits(rule, made) for rule in rules) and (str(made.ref) != "numpy.dtype" or _fits_dtype(made)):
+    rules = _BY_NAME.get((ref.module, ref.name), ())
+    if not rules and not is_listed(ref.module, ref.name):
+        return f"it calls {ref}"
+    if any(_fits(rule, made) for rule in rules) and (str(ref) != "numpy.dtype" or _fits_dtype(made)):
         return None
-    return f"it uses {made.ref} as no checkpoint does"
+    return f"it uses {ref} as no checkpoint does"
 
 
 def _fits(rule: Rule, made: Opaque) -> bool:

@@ -57,16 +57,35 @@ def name(*texts: str) -> Shape:
     return Shape(" or ".join(texts), lambda value: type(value) is GlobalRef and str(value) in texts)
 
 
+def named(ref: Value) -> GlobalRef | None:
+    """The name that ``ref`` is, or that ``getattr`` looks up in a class, as protocols below 4 name an inner class."""
+    if type(ref) is not Opaque:
+        return ref if type(ref) is GlobalRef else None
+    is_inner = ref.ref == _GETATTR and len(ref.args) == 2 and type(ref.args[0]) is GlobalRef
+    is_plain = type(ref.args[1]) is str and ref.form == "call" if is_inner else False
+    return GlobalRef(ref.args[0].module, f"{ref.args[0].name}.{ref.args[1]}") if is_plain else None
+
+
+_GETATTR = GlobalRef("builtins", "getattr")
+
+
 def made_of(*texts: str) -> Shape:
     """An object that one of these names made."""
     text = " or ".join(texts)
-    return Shape(f"object of {text}", lambda value: type(value) is Opaque and str(value.ref) in texts)
+    return Shape(f"object of {text}", lambda value: type(value) is Opaque and str(named(value.ref)) in texts)
 
 
 def several(shape: Shape) -> Shape:
     """A tuple of any length."""
     return Shape(
         f"tuple of {shape.text}", lambda value: type(value) is tuple and all(shape.accepts(each) for each in value)
+    )
+
+
+def list_of(shape: Shape) -> Shape:
+    """A list, whatever its length: what is appended later is looked at too, as a proof looks at the end."""
+    return Shape(
+        f"list of {shape.text}", lambda value: type(value) is list and all(shape.accepts(each) for each in value)
     )
 
 

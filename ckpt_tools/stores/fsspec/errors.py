@@ -7,8 +7,8 @@ keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_in
 from __future__ import annotations
 
 import socket
-from urllib.parse import urlsplit, urlunsplit
 
+from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import CkptError, StoreError
 from ckpt_tools.stores.retry import TransientError, host_of, is_transient
 
@@ -27,19 +27,11 @@ def judged(error: Exception, url: str) -> Exception:
     if isinstance(cause, FileNotFoundError | IsADirectoryError):
         return error
     if isinstance(cause, PermissionError | NotImplementedError):
-        return StoreError(f"it was refused: {cause or type(cause).__name__}", path=shown(url))
+        return StoreError(f"it was refused: {cause or type(cause).__name__}", path=without_secrets(url))
     if _is_of_network(cause):
         return _unanswered(cause, url)
     # Each service's library has a root of its own; what it means by it cannot be told apart here.
-    return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=shown(url))
-
-
-def shown(url: str) -> str:
-    """A URL for messages: without the credentials in front of its host, and the signature after its path."""
-    parts = urlsplit(url)
-    if not parts.scheme.startswith("http"):
-        return url
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=without_secrets(url))
 
 
 def _cause(error: Exception) -> BaseException:
@@ -59,13 +51,13 @@ def _status(error: BaseException) -> int:
 def _answered(status: int, cause: BaseException, error: Exception, url: str) -> Exception:
     host = host_of(url)
     if status in _GONE:
-        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(shown(url))
+        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(without_secrets(url))
     reason = f"{host} answers {status} {getattr(cause, 'message', '')}".rstrip()
     if is_transient(status, ""):
-        return TransientError(StoreError(reason, path=shown(url)), f"{host} answers {status}")
+        return TransientError(StoreError(reason, path=without_secrets(url)), f"{host} answers {status}")
     if status in _REFUSED:
-        return StoreError(f"access was refused: {reason}", path=shown(url))
-    return StoreError(reason, path=shown(url))
+        return StoreError(f"access was refused: {reason}", path=without_secrets(url))
+    return StoreError(reason, path=without_secrets(url))
 
 
 def _is_of_network(cause: BaseException) -> bool:
@@ -76,8 +68,8 @@ def _is_of_network(cause: BaseException) -> bool:
 def _unanswered(cause: BaseException, url: str) -> Exception:
     host = host_of(url)
     if _is_unknown_host(cause):
-        return StoreError(f"there is no host {host}: its name cannot be resolved", path=shown(url))
-    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=shown(url))
+        return StoreError(f"there is no host {host}: its name cannot be resolved", path=without_secrets(url))
+    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=without_secrets(url))
     return TransientError(failed, f"no answer from {host} yet")
 
 

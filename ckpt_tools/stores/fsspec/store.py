@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from ckpt_tools.core.option_names import option
+from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.fsspec import errors as fsspec_errors
-from ckpt_tools.stores.fsspec.errors import shown
 from ckpt_tools.stores.marker_files import is_shown
 from ckpt_tools.stores.retry import RetryPolicy, retried
 from ckpt_tools.stores.source import Store, checked_name
@@ -82,7 +82,7 @@ class FsspecStore(Store):
         try:
             return asked(self.url, self._sizes)
         except FileNotFoundError as error:
-            raise SourceNotFoundError(f"there is no file or folder {shown(self.url)}") from error
+            raise SourceNotFoundError(f"there is no file or folder {without_secrets(self.url)}") from error
 
     def _sizes(self) -> dict[str, int]:
         self.fs.invalidate_cache()
@@ -121,7 +121,7 @@ class FsspecStore(Store):
             raise StoreError(
                 "its server sends the whole file where a part is asked for (it ignores the header Range), so nothing "
                 "can be read from it in place; download the file first, or serve it from a server that sends parts",
-                path=shown(full),
+                path=without_secrets(full),
             )
         raise EOFError(f"{len(data):,} bytes were received, but {len(buffer):,} were requested")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools.errors import IncompleteError, SourceNotFoundError
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.wording import without_secrets
+from ckpt_tools.errors import IncompleteError, SourceNotFoundError, UsageError
 from ckpt_tools.stores.marker_files import is_shown
 from ckpt_tools.stores.s3.client import Bucket, Found, S3Options
 from ckpt_tools.stores.source import ServiceFile, Store, checked_name
@@ -81,6 +83,13 @@ def open_s3_store(bucket: Bucket, key: str) -> S3Store | None:
 
 
 def bucket_of(url: str, options: S3Options) -> tuple[Bucket, str]:
-    """The bucket of an ``s3://`` URL, and the key in it, without slashes at its ends."""
+    """The bucket of an ``s3://`` URL, and the key in it, without slashes at its ends.
+
+    Raises:
+        UsageError: it holds credentials, which the service's library would show in its errors.
+    """
     name, _, key = url.partition("://")[2].partition("/")
+    if "@" in name or (":" in name and not name.startswith("arn:")):
+        given = option("storage_options", {"key": "...", "secret": "..."})
+        raise UsageError(f"{without_secrets(url)}: credentials do not belong in the URL; give them with {given}")
     return Bucket(options, name), key.strip("/")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.zip_archive import END_MAGIC
 from ckpt_tools.verification.scan import kinds
-from ckpt_tools.verification.scan.explain import Explainer
 from ckpt_tools.verification.scan.piece import Piece
+from ckpt_tools.verification.scan.tokens import imports_as_a_pickle
 
 _END_BYTES = (1 << 16) + 22
 """From the end of a file, where Python's zipfile looks for the end record of an archive."""
@@ -17,8 +17,9 @@ _NUMBER_LINES = (b"P", b"p", b"g", b"I", b"L", b"F", b"S")
 """Opcodes of pickles that take a line: the length of a header holds a NUL, with which none of these means anything."""
 
 
-def check_one_meaning(piece: Piece, explainer: Explainer) -> None:
-    """Raises MalformedError where a proven file is an archive, or a pickle that runs something, for another loader."""
+def check_one_meaning(piece: Piece) -> None:
+    """Raises MalformedError where a proven file may be an archive, or a pickle that imports something, for another
+    loader."""
     head = piece.head(_BLOCK)
     if head.startswith((b"PK\x03\x04", b"\x93NUMPY")):
         # An archive that starts here is the only one in it, and no pickle starts so.
@@ -30,12 +31,12 @@ def check_one_meaning(piece: Piece, explainer: Explainer) -> None:
         raise MalformedError("a loader may take its end for a zip archive")
     if is_safetensors and head[:1] in _NUMBER_LINES:
         return
-    if not kinds.PICKLED.search(piece.file) and explainer.runs_as_a_pickle(piece):
-        raise RunsElsewhereError("a loader of pickles would run it")
+    if not kinds.PICKLED.search(piece.file) and imports_as_a_pickle(piece):
+        raise RunsElsewhereError("a loader of pickles could run it")
 
 
 class RunsElsewhereError(MalformedError):
-    """A file that a loader of pickles would run, whatever its name says. The calls are findings of their own."""
+    """A file that a loader of pickles could run, whatever its name says. The calls are findings of their own."""
 
 
 def is_tar(block: bytes) -> bool:

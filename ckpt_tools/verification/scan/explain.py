@@ -50,9 +50,10 @@ MAX_KNOWN_BYTES, MAX_KNOWN = 4096, 256
 
 _ZIP_MAGIC, _NUMPY_MAGIC = b"PK\x03\x04", b"\x93NUMPY"
 _HEAD_BYTES = 512
-_NO_PICKLES = re.compile(r"[^/]+/(data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/.*)")
+_NO_PICKLES = re.compile(
+    r"[^/]+/(data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/.*|code/.*\.py)"
+)
 _OBJECTS = re.compile(rb"['\"][|<>=]?O8?['\"]|object")
-_IMPORTABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 class Explainer:
@@ -73,20 +74,6 @@ class Explainer:
         with suppress(FormatError, UnsafeError, RecursionError, ValueError, IndexError):
             self._explain(piece)
         return list(self._shown)
-
-    def runs_as_a_pickle(self, piece: Piece) -> bool:
-        """Whether what should be no pickle is one that calls or imports something, or the first of several."""
-        at, self._left = 0, max(self._left, FREE_BYTES)
-        for _ in range(MAX_PICKLES):
-            found = self._follow(piece, at)
-            if found.nested or any("(" in use.shown or _IMPORTABLE.fullmatch(use.shown) for use in found.uses):
-                return True
-            if found.failure is not None:
-                return found.is_cut and self._left <= 0
-            at += found.stop
-            if at >= piece.size:
-                return False
-        return True
 
     def _explain(self, piece: Piece) -> None:
         if not piece.size or piece.depth > MAX_NESTING or self._left <= 0:

@@ -14,7 +14,12 @@ _TEXT_NAME = re.compile(
     r"|\.(txt|md|rst|yaml|yml|csv|tsv|log|cfg|ini|toml|jinja|jinja2|license)$",
     re.I,
 )
-_JSON_NAME = re.compile(r"\.json$", re.I)
+_JSON_NAME = re.compile(
+    r"\.json$|(^|/)(_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas/process_\d+|metadata|\.zarray|\.zgroup|"
+    r"\.zattrs|\.zmetadata)$",
+    re.I,
+)
+"""Those of Orbax and zarr have no ending."""
 _JSON_LINES_NAME = re.compile(r"\.jsonl$", re.I)
 
 PROGRAM = re.compile(
@@ -45,7 +50,8 @@ _MAGIC = {
     b"\xff\xd8\xff": "a JPEG image",
     b"GIF8": "a GIF image",
     b"\x89HDF": "an HDF5 file",
-    b"GGUF": "a GGUF file",
+    b"GGUF": "a GGUF file, and its name does not end in .gguf",
+    b"\x0c\xdb": "data of Orbax (OCDBT), which is not a pickle, and of which not every byte can be accounted for",
     b"%PDF": "a PDF file",
     b"\x7fELF": "a program",
     b"ZF": "compressed with joblib",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -64,6 +65,8 @@ class Prover:
             _prove_npy(piece)
         elif piece.file.lower().endswith(".safetensors"):
             self._safetensors(piece)
+        elif piece.file.lower().endswith(".gguf"):
+            _prove_gguf(piece)
         elif kinds.is_text(piece.file) or kinds.is_json(piece.file) or kinds.is_json_lines(piece.file):
             _prove_text(piece)
         elif is_legacy(head):
@@ -158,7 +161,9 @@ class Prover:
         header = parse_json(piece.read(8, 8 + length), piece.file)
         if not isinstance(header, dict):
             raise MalformedError("its header is not a JSON object")
-        texts = header.pop("__metadata__", {})
+        # MLX writes a metadata of null.
+        texts = header.pop("__metadata__", None)
+        texts = {} if texts is None else texts
         if not isinstance(texts, dict) or not all(type(text) is str for text in texts.values()):
             raise MalformedError("its metadata is not a JSON object of texts")
         spans = sorted(_span(name, entry) for name, entry in header.items())
@@ -219,12 +224,13 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
 _DESCR = re.compile(r"[<>|=]?(?:([biufcSV?])(\d{1,9})|([U])(\d{1,9})|([mM])(8)(?:\[\w{1,8}\])?)")
 _NPY_HEADER = re.compile(
     rb"\{'descr': ('[^'\\]{1,24}'), 'fortran_order': (?:True|False), "
-    rb"'shape': (\((?:\d{1,18}(?:, \d{1,18})*,?)?\)), \} *\n"
+    rb"'shape': (\((?:\d{1,18}(?:, \d{1,18})*(?:, |,)?)?\))(?:, )?\} *\n"
 )
 
 
 def _prove_npy(piece: Piece) -> None:
-    """One array of a plain dtype, to the last byte; numpy writes its header in one way (numpy/lib/_format_impl.py)."""
+    """One array of a plain dtype, to the last byte. numpy writes its header in one way (numpy/lib/_format_impl.py), and
+    MLX with other commas (mlx/io/load.cpp)."""
     head = piece.head(12)
     version = tuple(head[6:8])
     width = 2 if version == (1, 0) else 4
@@ -244,6 +250,40 @@ def _prove_npy(piece: Piece) -> None:
     if piece.size - start != prod(shape) * int(digits) * (4 if kind == "U" else 1):
         raise MalformedError("the array does not end where the file does")
 
+
+def _prove_gguf(piece: Piece) -> None:
+    """The header as ``inspect`` reads it: tensors follow one another to the end, with zeros between them."""
+    from ckpt_tools.formats.gguf.header import read_header
+
+    header = read_header(_Alone(piece), piece.file)
+    at = header.num_bytes
+    for info in header.tensors.values():
+        _check_zeros(piece, at, info.at.start)
+        at = info.at.stop
+    _check_zeros(piece, at, piece.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """A file as the reader of GGUF wants it."""
+
+    piece: Piece
+
+    def size(self, path: str) -> int:
+        return self.piece.size
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        return self.piece.read(start, stop)
+
+
+def _check_zeros(piece: Piece, start: int, stop: int) -> None:
+    """An alignment, which the header chooses, may ask for much padding."""
+    for at in range(start, stop, _ZEROS_BYTES):
+        if piece.read(at, min(at + _ZEROS_BYTES, stop)).strip(b"\0"):
+            raise MalformedError("its padding is not zeros")
+
+
+_ZEROS_BYTES = 1 << 20
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _YAML_OBJECT = re.compile(r"!!?python|!!\w+\.|!new:|!apply:|!name:|!module:", re.I)

@@ -76,7 +76,7 @@ class _Scan:
 
     def _prove(self, piece: Piece) -> None:
         self._prover.prove(piece)
-        check_one_meaning(piece, self._explainer)
+        check_one_meaning(piece)
 
     def _judged(self, piece: Piece, prove: Callable[[Piece], None]) -> None:
         """Prove a piece; where that fails, say what a loader would run of it, and then why it is not proved."""

@@ -13,12 +13,14 @@ import pickle
 import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import zstandard
 
 from tests.serialization.hostile import TECHNIQUES, text
 from tests.serialization.hostile_run import legacy, zipped
@@ -285,6 +287,61 @@ CARRIERS: dict[str, Callable[[bytes], Files]] = {
     "like safetensors": lambda data: {"model.bin": _like_safetensors(data)},
     "safetensors to the last byte": lambda data: {"model.safetensors": _strict_safetensors(data)},
     "strict safetensors named bin": lambda data: {"model.bin": _strict_safetensors(data)},
+}
+
+
+def _seven_zip(data: bytes) -> bytes:
+    """Its head; that of nothing else could be told from data that is packed."""
+    return b"7z\xbc\xaf\x27\x1c\x00\x04" + struct.pack("<IQQI", 0, 0, len(data), 0) + data
+
+
+def _encrypted(data: bytes) -> bytes:
+    """What says in both headers of the record that it is encrypted."""
+    archive = bytearray(zipped(data))
+    for magic, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        found = archive.find(magic)
+        while found >= 0:
+            archive[found + at] |= 1
+            found = archive.find(magic, found + 4)
+    return bytes(archive)
+
+
+def _nemo(data: bytes, mode: Literal["w", "w:gz"]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode=mode) as archive:
+        for name, member in {"./model_config.yaml": b"name: x\n", "./model_weights.ckpt": zipped(data)}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(member)
+            archive.addfile(info, io.BytesIO(member))
+    return stream.getvalue()
+
+
+PACKAGED = ("os", "posix", "builtins", "pickle", "cProfile", "runpy", "torch", "copyreg", "types", "numpy")
+
+
+def _package(data: bytes) -> bytes:
+    """An archive of torch.package, whose pickles may name the modules that it declares."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/model/data.pkl", data)
+        archive.writestr("archive/.data/extern_modules", "\n".join(PACKAGED))
+        archive.writestr("archive/.data/version", b"6\n")
+        archive.writestr("archive/byteorder", b"little")
+    return stream.getvalue()
+
+
+CARRIERS |= {
+    "joblib": lambda data: {"model.joblib": data},
+    "joblib, zlib": lambda data: {"model.joblib": zlib.compress(data)},
+    "gzip named joblib": lambda data: {"model.joblib": gzip.compress(data, mtime=0)},
+    "lzma": lambda data: {"model.joblib": lzma.compress(data, format=lzma.FORMAT_ALONE)},
+    "zstd": lambda data: {"state.pkl": zstandard.compress(data)},
+    "7z": lambda data: {"model.pt": _seven_zip(data)},
+    "encrypted zip": lambda data: {"model.pt": _encrypted(data)},
+    "nemo": lambda data: {"model.nemo": _nemo(data, "w")},
+    "nemo, gzip": lambda data: {"model.nemo": _nemo(data, "w:gz")},
+    "torch.package": lambda data: {"model.pt": _package(data)},
+    "pickle named gguf": lambda data: {"model.gguf": data},
 }
 
 

@@ -13,6 +13,7 @@ import os
 import pickle
 import posix
 import sys
+import tarfile
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.package
 
 from tests.verification.scan.generator import sample, write
 
@@ -94,6 +96,17 @@ def _joblib(path: Path) -> None:
     joblib.load(path)
 
 
+def _nemo(path: Path) -> None:
+    with tarfile.open(path) as archive:
+        member = archive.extractfile("./model_weights.ckpt")
+        assert member is not None
+        torch.load(io.BytesIO(member.read()), weights_only=False)
+
+
+def _package(path: Path) -> None:
+    torch.package.PackageImporter(str(path)).load_pickle("model", "data.pkl")
+
+
 LOADERS: list[Callable[[Path], None]] = [_c_pickle, _c_pickle_of_bytes, _python_pickle, _torch, _torch_twice]
 JOBLIB = [_joblib] if importlib.util.find_spec("joblib") else []
 
@@ -107,8 +120,10 @@ def loaders(path: Path) -> Iterator[Callable[[Path], None]]:
         yield from (_torch, _items)
     elif ending in (".npy", ".npz"):
         yield from (_numpy, _numpy_twice, _torch, *JOBLIB)
+    elif ending == ".nemo":
+        yield from (_nemo, *LOADERS)
     else:
-        yield from (*LOADERS, *JOBLIB)
+        yield from (*LOADERS, _package, *JOBLIB)
 
 
 def runs(files: dict[str, bytes], folder: Path) -> bool:

@@ -1,6 +1,6 @@
-"""Which calls a recording notes: those of a name that is not harmless, or of what another call gave.
+"""Which calls a recording notes: those of a name that the closed list does not know, or of what another call gave.
 
-Some harmless names call one of their arguments, or are harmless with a few arguments alone: each has a rule here.
+Some names call one of their arguments, or are listed with a few arguments alone: each has a rule here.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ckpt_tools.core.values import GlobalRef, Value
+from ckpt_tools.serialization.pickle.closed_list import is_listed, may_be_called
 from ckpt_tools.serialization.pickle.trace.call_text import Made, Pairs, call_text, items_of, shown
-from ckpt_tools.serialization.pickle.trace.harmless_names import may_be_called, may_be_named
 from ckpt_tools.serialization.pickle.trace.recorder import Recorder
 
 _HOOKS = frozenset({"__setstate__", "append", "extend", "add"})
@@ -59,7 +59,7 @@ def _may_be_made(kind: Value, args: tuple[Value, ...]) -> bool:
     """With arguments, ``__new__`` may do what a call does."""
     if type(kind) is not GlobalRef:
         return False
-    return may_be_called(kind.module, kind.name) or (not args and may_be_named(kind.module, kind.name))
+    return may_be_called(kind.module, kind.name) or (not args and is_listed(kind.module, kind.name))
 
 
 def _encode(machine: Recorder, args: tuple[Value, ...]) -> Value:

@@ -6,7 +6,7 @@ only as far as calls need them to be shown: what was made of a name is a ``Made`
 is ever looked up in, so that no key is hashed. What cannot be followed ends the recording with its reason; the caller
 takes that for a finding too.
 
-A call of a harmless name (``harmless``) is none, unless its arguments make it one. A name that is not harmless is a
+A call of a name of the closed list is not noted, unless its arguments make it one. Any other name is a
 finding as soon as it stands there: a loader imports its module.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.values import GlobalRef, Value
 from ckpt_tools.errors import MalformedError
+from ckpt_tools.serialization.pickle.closed_list import is_listed
 from ckpt_tools.serialization.pickle.machine import Language, Machine, Stop
 from ckpt_tools.serialization.pickle.trace.call_text import on_one_line
-from ckpt_tools.serialization.pickle.trace.harmless_names import may_be_named
 
 MAX_USES = 100
 """Calls of one pickle that are written out; more are counted."""
@@ -54,6 +54,13 @@ class Recording:
     nested: tuple[bytes, ...]
     persistent_ids: tuple[Value, ...]
     value: Value
+
+
+_FOLLOWED = frozenset(
+    {GlobalRef("copyreg", "__newobj__"), GlobalRef("copyreg", "__newobj_ex__"),
+     GlobalRef("torch.storage", "_load_from_bytes"), GlobalRef("torch._tensor", "_rebuild_from_type")}
+)  # fmt: skip
+"""Names that are not listed, and that are followed to what they call: that is noted, not they."""
 
 
 class Recorder(Machine):
@@ -107,9 +114,9 @@ class Recorder(Machine):
         )
 
     def name(self, module: str, name: str) -> GlobalRef:
-        """As the machine's; one that is not harmless is noted where it is first met."""
+        """As the machine's; one that is not listed is noted where it is first met."""
         ref = super().name(module, name)
-        if not may_be_named(ref.module, ref.name) and ref not in self.imported:
+        if not is_listed(ref.module, ref.name) and ref not in _FOLLOWED and ref not in self.imported:
             self.imported[ref] = Use(self.position, on_one_line(str(ref)))
         return ref
 
