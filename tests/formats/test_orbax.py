@@ -237,9 +237,15 @@ def test_scales_of_mlx_are_not_cast(tmp_path: Path) -> None:
     assert {name for name in before if before[name] != after[name]} == {"layers.0.bias", "layers.1.bias"}
 
 
-@pytest.mark.parametrize("name", ["orbax", "orbax-manager", "orbax-zarr", "gguf", "npz", "npz-bfloat16", "mlx"])
+@pytest.mark.parametrize("name", ["gguf", "npz", "npz-bfloat16", "mlx"])
 def test_a_genuine_checkpoint_scans_clean(name: str) -> None:
     assert ckpt_tools.scan(make(name).source).clean
+
+
+@pytest.mark.parametrize("name", ["orbax", "orbax-manager", "orbax-zarr"])
+def test_arrays_that_only_tensorstore_reads_are_not_proved(name: str) -> None:
+    """No byte of OCDBT or of compressed chunks is accounted for, so the scan says that it did not look into them."""
+    assert not ckpt_tools.scan(make(name).source).clean
 
 
 @pytest.mark.parametrize("name", ["gguf", "npz", "mlx-sharded", "orbax", "orbax-sharded"])

@@ -241,7 +241,7 @@ class TestWrongPlugins:
         ckpt_tools.convert(checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "out.safetensors")
         with pytest.raises(NotImplementedError):
             ckpt_tools.inspect(odd)
-        with pytest.raises(UsageError, match=r"no format .nope. can be read; there are megatron, dcp.*torch, aaa, odd"):
+        with pytest.raises(UsageError, match=r"no format .nope. can be read; there are megatron, dcp.*torch.*aaa, odd"):
             ckpt_tools.inspect(odd, from_="nope")
         with pytest.raises(UsageError, match="no format 'odd' can be written"):
             ckpt_tools.convert(odd, tmp_path / "out", to="odd")
@@ -255,7 +255,7 @@ class TestWrongPlugins:
     def test_a_folder_that_nobody_recognises_stays_unsupported(self, plugin: Plugin, tmp_path: Path) -> None:
         plugin("good", CLAIMING.format(name="odd"), odd="ckpt_npy_good:Claiming")
         (tmp_path / "x.bin2").write_bytes(b"?")
-        with pytest.raises(UnsupportedError, match="torch, odd"):
+        with pytest.raises(UnsupportedError, match="torch.*odd"):
             ckpt_tools.inspect(tmp_path / "x.bin2")
 
 
