@@ -62,13 +62,13 @@ ALLOWED = {
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"model_files", "safetensors", "torch_save"},
-        95,
+        99,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"model_files", "safetensors"},
-        104,
+        107,
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
