@@ -73,8 +73,16 @@ class Batcher(Generic[Item, Result]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the thread, after :meth:`close`."""
         assert self._thread is not None
         self._thread.join()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Take nothing any more. The thread ends when all that waits is answered; nobody waits for that here."""

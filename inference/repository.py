@@ -96,6 +96,7 @@ class Repository:
         self._load = load
         self._max_waiting = max_waiting
         self._numbers: dict[str, int] = {}
+        self._batchers: list[Batcher[Tensor, Prediction]] = []
         self._lock = threading.Lock()
 
     @property
@@ -133,8 +134,13 @@ class Repository:
                 slot.reason = "unloaded"
 
     def close(self) -> None:
+        """Unload everything, and wait for what has begun: a thread that still runs in torch when Python ends would
+        abort the process."""
         for slot in self.slots:
             self._put(slot, None)
+        for batcher in self._batchers:
+            batcher.close()
+            batcher.join()
 
     def version(self, name: str, number: str | None = None) -> Version:
         """The version of that number, else the newest. Raises ``UnknownModelError``, or ``NotReadyError``."""
@@ -203,6 +209,8 @@ class Repository:
     def _put(self, slot: Slot, version: Version | None) -> None:
         with self._lock:
             before, slot.version = slot.version, version
+            opened = [] if version is None else [version.batcher]
+            self._batchers = [batcher for batcher in self._batchers if batcher.is_running] + opened
             slot.state, slot.reason = (READY if version else UNAVAILABLE), ""
             if before is not None:
                 before.is_retired = True

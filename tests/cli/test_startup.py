@@ -58,18 +58,15 @@ ALLOWED = {
     "--version": LISTING,
     "convert --help": LISTING,
     "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 58, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"sharded", "torch_save"}, 78, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"sharded", "torch_save"}, 77, {"click", "numpy", "rich"}),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"model_files", "safetensors", "torch_save"},
-        99,
+        101,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer"},
-        {"model_files", "safetensors"},
-        107,
-        {"click", "isal", "numpy", "xxhash"},
+        {"cli", *MACHINERY, "planning", "transfer"}, {"model_files", "safetensors"}, 110, {"click", "isal", "numpy", "xxhash"}
     ),
     "verify": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}
@@ -80,11 +77,11 @@ ALLOWED = {
     "diff": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 84, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 83, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", *MACHINERY},
         {"dcp", "deepspeed", "megatron", "plugins", "safetensors", "sharded", "torch_save"},
-        115,
+        113,
         {"click", "numpy", "rich"},
     ),
     "clean": Allowed({"cli", "core", "stores"}, set(), 42, {"click"}),
