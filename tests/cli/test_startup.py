@@ -66,7 +66,10 @@ ALLOWED = {
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer"}, {"model_files", "safetensors"}, 110, {"click", "isal", "numpy", "xxhash"}
+        {"cli", *MACHINERY, "planning", "transfer"},
+        {"model_files", "safetensors"},
+        110,
+        {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}

@@ -254,7 +254,7 @@ class TestWrongPlugins:
     def test_a_folder_that_nobody_recognises_stays_unsupported(self, plugin: Plugin, tmp_path: Path) -> None:
         plugin("good", CLAIMING.format(name="odd"), odd="ckpt_npy_good:Claiming")
         (tmp_path / "x.bin2").write_bytes(b"?")
-        with pytest.raises(UnsupportedError, match="torch.*odd"):
+        with pytest.raises(UnsupportedError, match=r"torch.*odd"):
             ckpt_tools.inspect(tmp_path / "x.bin2")
 
 
