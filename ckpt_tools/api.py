@@ -733,10 +733,12 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
         >>> [(each.name, each.is_complete) for each in ckpt_tools.ls("run").checkpoints]
         [('.', True)]
     """
+    from ckpt_tools.formats.reading import named
     from ckpt_tools.formats.runs import listing
     from ckpt_tools.stores.urls import check_storage_options, is_remote, open_run
 
     check_storage_options(storage_options, run)
+    run = named(run, storage_options)
     return listing(open_run(run, storage_options), url=str(run), is_remote=is_remote(run))
 
 

@@ -68,8 +68,14 @@ def exit_by(report: VerifyReport) -> None:
 def verdict(report: VerifyReport) -> str:
     """``3 of 640 tensors differ: 2 in values, 1 missing``."""
     verb = "differs" if report.num_differing == 1 else "differ"
-    kinds = ", ".join(_kind(aspect, number) for aspect, number in report.summary.aspects.items())
-    return f"{report.num_differing:,} of {count(report.num_compared, 'tensor')} {verb}: {kinds}"
+    kinds = ", ".join(_kind(aspect, number) for aspect, number in report.summary.aspects.items() if aspect != "entry")
+    entries = (
+        f"{count(report.num_entries, 'value')} beside the tensors {'differs' if report.num_entries == 1 else 'differ'}"
+    )
+    if not report.num_differing:
+        return f"{count(report.num_tensors, 'tensor')} are the same, bit for bit; {entries}"
+    text = f"{report.num_differing:,} of {count(report.num_compared, 'tensor')} {verb}: {kinds}"
+    return f"{text}; {entries}" if report.num_entries else text
 
 
 def _kind(aspect: str, number: int) -> str:
@@ -82,7 +88,8 @@ def _show_summary(report: VerifyReport) -> None:
     for group, difference in summary.largest.items():
         say_item(f"largest difference of {group}", _largest(difference))
     modules = [f"{printable(name)} {number:,}" for name, number in summary.modules.items()]
-    say_item("by module", listed(modules, MAX_MODULES))
+    if modules:
+        say_item("by module", listed(modules, MAX_MODULES))
 
 
 def _largest(difference: Difference) -> str:

@@ -33,7 +33,7 @@ def ls_command(run: str, as_json: bool, quiet: bool, storage_options: dict[str, 
     if as_json:
         print_json(found.to_json())
         return
-    header = ("checkpoint", "step", "time", "size", "format", "ranks", "complete")
+    header = ("checkpoint", "step", "time (UTC)", "size", "format", "ranks", "complete")
     say_columns(header, [_row(each) for each in found.checkpoints], right=(1, 3, 5))
 
 
@@ -41,5 +41,5 @@ def _row(each: RunCheckpoint) -> tuple[str, ...]:
     step = "" if each.step is None else f"{each.step:,}"
     ranks = "" if each.world_size is None else str(each.world_size)
     state = "yes" if each.problem is None else f"no: {each.problem}"
-    when = "" if each.time is None else each.time.replace("T", " ").removesuffix("Z")
+    when = "" if each.time is None else each.time.replace("T", " ")[:16]
     return printable(each.name), step, when, size(each.file_bytes), each.format, ranks, printable(state)

@@ -14,6 +14,9 @@ from ckpt_tools.core.wording import without_secrets
 
 MIN_COLUMNS = 20
 
+MIN_LAST_COLUMNS = 24
+"""A sentence in fewer columns is a word a line, so it goes below its row."""
+
 
 def columns(stream: TextIO) -> int | None:
     """The width of the terminal that ``stream`` writes to; None if that is not a terminal."""
@@ -51,14 +54,38 @@ def say(text: str, *, err: bool = False) -> None:
 def say_columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[int] = ()) -> None:
     """Print rows under ``header``. The last column holds long names or sentences and wraps at words on a terminal.
 
-    The columns numbered in ``right`` hold numbers.
+    The columns numbered in ``right`` hold numbers. A terminal that is too narrow for the columns gets a paragraph a
+    row.
     """
     width = columns(sys.stdout)
     lines = [tuple(header), *(tuple(map(without_secrets, row)) for row in rows)]
     widths = [max(len(line[number]) for line in lines) for number in range(len(header) - 1)]
+    room = None if width is None else width - sum(widths) - 2 * len(widths)
+    if room is not None and room < len(header[-1]):
+        for line in lines[1:]:
+            echo(_paragraph(header, line, width or MIN_COLUMNS))
+        return
     for line in lines:
         cells = (f"{cell:{'>' if n in right else '<'}{widths[n]}}" for n, cell in enumerate(line[:-1]))
-        echo(_hanging("  ".join([*cells, ""]), line[-1], width))
+        head = "  ".join([*cells, ""])
+        is_beside = room is None or _fits(line[-1], room)
+        echo(_hanging(head, line[-1], width) if is_beside else f"{head.rstrip()}\n{_below(line[-1], width)}")
+
+
+def _fits(text: str, room: int) -> bool:
+    """Whether it can stand in a last column so wide. A name alone is not broken anyway."""
+    words = text.split()
+    return len(text) <= room or len(words) < 2 or (room >= MIN_LAST_COLUMNS and max(map(len, words)) <= room)
+
+
+def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> str:
+    """The name of a row, and below it its other cells, each with the name of its column."""
+    cells = [f"{name} {cell}".strip() for name, cell in zip(header[1:-1], row[1:-1], strict=True) if cell]
+    return "\n".join([row[0], _below(", ".join(cells), width), _below(f"{header[-1]}: {row[-1]}", width)])
+
+
+def _below(text: str, width: int | None) -> str:
+    return _hanging("    ", text, width, indent=4)
 
 
 def say_item(name: str, text: str) -> None:

@@ -40,6 +40,9 @@ _OF_RANK = re.compile(r"(?P<stem>pytorch_model_fsdp(?:_\d+)?|optimizer(?:_\d+)?)
 _RNG = re.compile(r"(?:random_states|rng_state)_(\d{1,9})\.(?:pkl|pth)")
 _LEGACY_MEGATRON = re.compile(r"mp_rank_\d+(?:_\d+)*/(?:model_optim_rng|distrib_optim)\.pt")
 
+_AUTOMODEL = re.compile(r"model/shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_MANAGED = re.compile(r"(?:model|optimizer)_(\d{1,9})\.(?:pt|safetensors)")
+
 _WITHOUT_WEIGHTS = re.compile(
     r"(?:optimizer|optim|scheduler|lr_scheduler|sampler|dl_state_dict|scaler|rng_state|rng|data|train_state|meta|optimizer_state)(?:_\d+)?"
     r"\.(?:pt|pth|bin)|training_args\.bin"
@@ -142,6 +145,8 @@ def world_size_of(saved: Saved) -> int | None:
         if (of := _OF_RANKS.fullmatch(name)) is not None:
             return int(of["size"])
         numbers += [int(match[1]) for form in (_DATA, _RNG, _OPTIM_STATES) if (match := form.fullmatch(name))]
+        managed = _MANAGED.fullmatch(path) if MANAGER in saved.files else None
+        numbers += [] if managed is None else [int(managed[1])]
         numbers += [int(match["rank"]) for match in [_OF_RANK.fullmatch(name)] if match]
     return max(numbers) + 1 if numbers else None
 
@@ -199,6 +204,20 @@ def _is_torch_dist(saved: Saved) -> bool:
     return is_iteration or any(path in saved.files for path in ("metadata.json", "common.pt"))
 
 
+def _automodel(saved: Saved) -> str | None:
+    """NeMo Automodel writes the model, then the optimizer."""
+    is_automodel = re.fullmatch(r"epoch_\d+_step_\d+", saved.title) and any(map(_AUTOMODEL.fullmatch, saved.files))
+    if not is_automodel or any(path.startswith("optim/") for path in saved.files):
+        return None
+    return "no optim/, which is written after model/: the save did not finish"
+
+
+def _nemo(saved: Saved) -> str | None:
+    """NeMo lays a file beside a checkpoint while it writes it."""
+    path = saved.beside(f"{saved.title}-unfinished")
+    return None if path is None else f"the file {path} marks it as unfinished"
+
+
 def _torch_dist(saved: Saved) -> str | None:
     if format_of(saved) != "megatron" or "metadata.json" in saved.files or _is_legacy(saved):
         return None
@@ -243,7 +262,7 @@ def _of_ranks(ranks: list[int]) -> str:
 def _torch_checkpointing(saved: Saved) -> str | None:
     """``metadata.pkl`` says the number of ranks, and lists items that can be resharded. Each item has a file a rank."""
     if "metadata.pkl" not in saved.files:
-        is_bare = {"model_0.pt", "optimizer_0.pt"} <= saved.files.keys()
+        is_bare = {"model", "optimizer"} <= {path.partition("_")[0] for path in saved.files if _MANAGED.fullmatch(path)}
         return "no metadata.pkl: the save did not finish" if is_bare else None
     found: Any = loads(saved.read("metadata.pkl", MAX_METADATA_BYTES), path="metadata.pkl")
     size = found.get("world_size") if isinstance(found, dict) else None
@@ -492,8 +511,9 @@ def _stops(header: Any) -> Iterator[int]:
 
 
 _RULES: tuple[Callable[[Saved], str | None], ...] = (
-    _name, _marker, _orbax, _orbax_commit, _torch_dist, _dcp, _olmo, _meta, _ranks, _torch_checkpointing, _universal,
-    _deepspeed, _latest, _tracker, _trainer, _accelerate, _record, _index, _shards, _weightless, _empty, _ends,
+    _name, _marker, _nemo, _orbax, _orbax_commit, _automodel, _torch_dist, _dcp, _olmo, _meta, _ranks,
+    _torch_checkpointing, _universal, _deepspeed, _latest, _tracker, _trainer, _accelerate, _record, _index,
+    _shards, _weightless, _empty, _ends,
 )  # fmt: skip
 """Those that say most about the trainer come first."""
 

@@ -7,7 +7,7 @@ else lies there is somebody's own, and the checkpoint stays.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _DCP = r"\.metadata(?:\.tmp)?|__\d+\.metadata|__\d+_\d+\.distcp"
 _DEEPSPEED = (
@@ -35,7 +35,7 @@ _RANKS = (
     r"|(?:model|optimizer|optim|lr_scheduler|train_state|dataloader|ema)_\d+\.(?:pt|safetensors)|rank\d+\.pt"
 )
 _MEGATRON = (
-    r"metadata\.json|common\.pt|integrity\.json|run_config\.yaml|modelopt_run_config\.yaml|(?:latest_)?train_state\.pt"
+    r"metadata\.json|common\.pt|integrity\.json|(?:run_)?config\.yaml|modelopt_run_config\.yaml|(?:latest_)?train_state\.pt"
     r"|model_optim_rng\.pt|distrib_optim\.pt|consolidate\.sh|losses\.json"
 )
 _ORBAX = r"_CHECKPOINT_METADATA|_METADATA|_sharding|manifest\.ocdbt|commit_success\.txt|process_\d+|[0-9a-f]{32}"
@@ -49,6 +49,9 @@ _FOLDERS = re.compile(
     r"|default|state|params|opt_state|d|ocdbt\.process_\d+|array_metadatas|rank_?\d+|weights"
 )
 _UNIVERSAL = re.compile(r"(?:.+/)?zero/(?:optimizer_state|[^/]+/(?:fp32|exp_avg|exp_avg_sq|step|[a-z_]{1,40}))\.pt")
+
+_ITEM = re.compile(r"[^/]+/(?:metadata|metrics|commit_success\.txt)")
+"""An item of Orbax that holds JSON has a name of the user's choice."""
 
 _MARKERS = re.compile(
     r"\.metadata|__\d+\.metadata|metadata\.json|metadata\.pkl|trainer_state\.json|_CHECKPOINT_METADATA|_METADATA"
@@ -65,6 +68,12 @@ def is_trainers(path: str) -> bool:
     if _UNIVERSAL.fullmatch(path) is not None:
         return True
     return _NAMES.fullmatch(name) is not None and all(_FOLDERS.fullmatch(each) is not None for each in folders)
+
+
+def strangers(paths: Collection[str]) -> set[str]:
+    """Those of a checkpoint's files that no trainer writes."""
+    others = {path for path in paths if not is_trainers(path)}
+    return {path for path in others if not _ITEM.fullmatch(path)} if "_CHECKPOINT_METADATA" in paths else others
 
 
 def in_order_of_removal(paths: Iterable[str]) -> list[list[str]]:

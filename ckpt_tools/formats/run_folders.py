@@ -17,11 +17,15 @@ from ckpt_tools.core.wording import natural
 
 _KEY = r"(?:global[-_]?step|step|iter(?:ation)?|checkpoint|ckpt|epoch|ep|batch|ba)"
 _NUMBER = rf"{_KEY}[-_=]?\d{{1,15}}"
+_METRIC = r"[A-Za-z][\w/]{0,60}=[-+\d.eE]{1,30}"
 _NAMED = re.compile(
-    rf"(?:[A-Za-z][\w.]{{0,80}}?[-_.=])??{_NUMBER}(?:[-_.=,]{{0,2}}{_NUMBER}|[-_,][A-Za-z][\w/]{{0,60}}=[-+\d.eE]{{1,30}}"
-    r"|-v\d{1,6}|[-_]rank[-_]?\d{1,6}|_universal)*(?:\.ckpt)?",
+    rf"(?:[A-Za-z][\w.]{{0,80}}?[-_.=])??(?:{_METRIC}[-_,]{{1,2}}){{0,4}}{_NUMBER}(?:[-_.=,]{{0,2}}{_NUMBER}|[-_,]{_METRIC}"
+    r"|-v\d{1,6}|[-_]rank[-_]?\d{1,6}|_universal)*(?:-last)?(?:\.ckpt)?",
     re.IGNORECASE,
 )
+_LEADING = re.compile(rf"(?<![\w/])(?!{_NUMBER}[-_,])(?:{_METRIC}[-_,]{{1,2}})")
+"""A metric before the number, which does not say which checkpoint is later."""
+
 _TAG = re.compile(r"global_step\d+")
 
 _UNFINISHED = re.compile(
@@ -96,7 +100,7 @@ class Member:
     @property
     def order(self) -> tuple[bool, list[tuple[int, str]]]:
         """Later ones are larger. Names without a number come before all others."""
-        return self.is_numbered, natural("/".join(map(core_of, self.name.split("/"))))
+        return self.is_numbered, natural("/".join(_LEADING.sub("", core_of(part)) for part in self.name.split("/")))
 
     @property
     def step(self) -> int | None:

@@ -129,7 +129,7 @@ def _shown(source: Source, url: str, is_remote: bool, member: Member) -> RunChec
         num_files=len(member.files),
         file_bytes=sum(member.files.values()),
         format=format_of(saved),
-        world_size=world_size_of(saved),
+        world_size=world_size_of(saved) if problem is None else None,
         problem=problem,
     )
 
@@ -147,7 +147,8 @@ def _time(source: Source, member: Member) -> str | None:
 
 def _chosen(run: str, name: str, source: Source) -> str:
     every = members(source.files)
-    found = [member.name for member in every if member.is_finished]
+    finished = {member.name: member for member in every if member.is_finished}
+    found = list(finished)
     if not found:
         raise SourceNotFoundError(f"there is no file or folder {run}@{name}, and {run} holds no folders of checkpoints")
     if name == LATEST:
@@ -156,11 +157,30 @@ def _chosen(run: str, name: str, source: Source) -> str:
     if step is not None:
         chosen = list(_of_step(int(step[1]), source, every))
     else:
-        chosen = _holding(found, lambda folder: f"/{folder}".endswith(f"/{name}"), source.files)
+        chosen = _called(name, finished.values(), source.files)
     if len(chosen) == 1:
+        _tell_if_incomplete(Saved.of(source, finished[chosen[0]], is_remote=_is_remote(run)))
         return f"{run}/{chosen[0]}"
-    problem = f"several checkpoints {name!r} ({newest(chosen)})" if chosen else f"no checkpoint {name!r}"
-    raise SourceNotFoundError(f"{run} has {problem}; it has {newest(found)}")
+    if chosen:
+        raise SourceNotFoundError(
+            f"{run} has several checkpoints {name!r} ({newest(chosen)}); name one of them, such as {run}@{chosen[0]}"
+        )
+    raise SourceNotFoundError(f"{run} has no checkpoint {name!r}; it has {newest(found)}")
+
+
+def _called(name: str, found: Iterable[Member], files: Iterable[str]) -> list[str]:
+    """Those of that name; of a file, the name without its ending will do."""
+    named = {member.name: member for member in found}
+    chosen = _holding(named, lambda folder: f"/{folder}".endswith(f"/{name}"), files)
+    stems = (each.name for each in named.values() if each.is_file)
+    return chosen or [each for each in stems if f"/{each.rpartition('.')[0]}".endswith(f"/{name}")]
+
+
+def _tell_if_incomplete(saved: Saved) -> None:
+    """On stderr; what it lacks may be refused later, or may not be needed."""
+    problem = problem_of(saved)
+    if problem is not None:
+        tell(f"{saved.name} is not complete: {problem}")
 
 
 def _latest(run: str, source: Source, every: Sequence[Member]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,10 @@ BLOCK_BYTES = 4 << 20
 """The size of a block: so many bytes of each side are in memory at a time, for each worker."""
 
 
+EXTRA = "extra"
+"""The slot of the user's own tensors."""
+
+
 def named_tensors(manifest: Manifest) -> dict[StateKey, TensorEntry]:
     """Every tensor by every name it has. A tied weight has several; optimizer state has its owner's alone."""
     found = {_neutral(key): entry for key, entry in manifest.tensors.items()}
@@ -31,7 +36,7 @@ def named_tensors(manifest: Manifest) -> dict[StateKey, TensorEntry]:
 
 def _neutral(key: StateKey) -> StateKey:
     """The key without ``client_state.``: only DeepSpeed puts user entries into its client state."""
-    return key._replace(fqn=key.fqn.removeprefix("client_state.")) if key.slot == "extra" else key
+    return key._replace(fqn=key.fqn.removeprefix("client_state.")) if key.slot == EXTRA else key
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,18 @@ class Side:
         """The tensors whose names are wanted, with their optimizer state."""
         return replace(self, tensors={key: entry for key, entry in self.tensors.items() if is_wanted(key.fqn)})
 
+    def with_extras_like(self, other: Side) -> Side:
+        """If only ``other`` has one of the user's own tensors at the end of a longer path, or of a shorter one, ours
+        goes by that name: formats put them below entries of their own."""
+        free = [key for key in other.tensors if key.slot == EXTRA and key not in self.tensors]
+        found: dict[StateKey, list[StateKey]] = {}
+        for key in self.tensors:
+            if key.slot == EXTRA and key not in other.tensors:
+                found[key] = [each for each in free if _is_end(key.fqn, each.fqn)]
+        taken = Counter(each for ends in found.values() for each in ends)
+        names = {key: ends[0] for key, ends in found.items() if len(ends) == 1 and taken[ends[0]] == 1}
+        return replace(self, tensors={names.get(key, key): entry for key, entry in self.tensors.items()})
+
     def with_masters_like(self, other: Side) -> Side:
         """If only ``other`` has an fp32 master, our weight as it is stored takes its place."""
         masters = {
@@ -60,6 +77,12 @@ class Side:
             if weight is not None
         }
         return replace(self, tensors={**self.tensors, **masters})
+
+
+def _is_end(a: str, b: str) -> bool:
+    """Whether the shorter path is the end of the longer one: ``rng.torch`` of ``app.rng.torch``."""
+    shorter, longer = sorted((a, b), key=len)
+    return longer.endswith((f".{shorter}", f" {shorter}"))
 
 
 @dataclass(frozen=True, slots=True)

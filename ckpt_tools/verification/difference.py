@@ -1,4 +1,4 @@
-"""One tensor that differs, and in which way."""
+"""One tensor or other entry that differs, and in which way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_tools.verification.deviation import Deviation
 
 
 class Aspect(Enum):
-    """The way in which a tensor differs."""
+    """The way in which a tensor or another entry differs."""
 
     MISSING = "missing"
     """Only the first side has it."""
@@ -26,6 +26,8 @@ class Aspect(Enum):
     """Its elements do not have their recorded digest."""
     CHECKSUM = "checksum"
     """A stored record does not match the checksum stored with it."""
+    ENTRY = "entry"
+    """It is not a tensor: a hyperparameter, the step, an entry of the user's. Its value differs."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -34,7 +34,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.completeness import Saved
 from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.formats.run_files import in_order_of_removal, is_trainers
+from ckpt_tools.formats.run_files import in_order_of_removal, strangers
 from ckpt_tools.formats.run_folders import ITSELF, Member, parent_of
 from ckpt_tools.formats.run_metrics import metrics_of
 from ckpt_tools.formats.runs import found_in, listing, named_by_file
@@ -195,7 +195,7 @@ class _Run:
             return None if member.name in self.present.files else "it is a link"
         start = f"{member.name}/"
         inside = {path[len(start) :] for path in self.present.files if path.startswith(start)}
-        others = {path for path in inside if not is_trainers(path)}
+        others = strangers(inside)
         if others:
             others -= self._own_files(member)
         others |= {path[len(start) :] for path in self.present.others if path.startswith(start)}

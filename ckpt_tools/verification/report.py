@@ -17,7 +17,7 @@ class VerifyReport(Shown):
     """What was compared. ``num_bytes`` are logical bytes of the tensors on one side.
 
     ``num_digests`` counts the tensors whose elements were compared with a recorded digest; it is None if there were no
-    digests. ``notes`` list the tensors that were left out of the comparison, and the reason.
+    digests. ``notes`` list what was left out of the comparison, and the reason.
     """
 
     num_tensors: int
@@ -33,7 +33,12 @@ class VerifyReport(Shown):
     @property
     def num_differing(self) -> int:
         """Tensors that differ. A tensor that differs in several ways counts once."""
-        return len({difference.key for difference in self.differences})
+        return len({difference.key for difference in self.differences if difference.aspect is not Aspect.ENTRY})
+
+    @property
+    def num_entries(self) -> int:
+        """Values that are not tensors and differ: hyperparameters, the step, the user's own entries."""
+        return sum(difference.aspect is Aspect.ENTRY for difference in self.differences)
 
     @property
     def num_equal(self) -> int:
@@ -62,4 +67,4 @@ class VerifyReport(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        return json_of(self, "equal", "num_differing", "num_equal")
+        return json_of(self, "equal", "num_differing", "num_equal", "num_entries")

@@ -21,6 +21,9 @@ WEIGHTS, MOMENTS, EXTRAS, STEPS = "a weight", "optimizer state", "another tensor
 training went on, by more than any weight."""
 
 _GROUPS = {WEIGHT: WEIGHTS, MASTER: WEIGHTS, "extra": EXTRAS, "step": STEPS}
+ENTRY = "entry"
+"""The slot of differences of values that are not tensors."""
+
 _ORDER = (WEIGHTS, MOMENTS, EXTRAS, STEPS)
 
 
@@ -54,7 +57,11 @@ def summarize(differences: Iterable[Difference]) -> DifferenceSummary:
     return DifferenceSummary(
         aspects=dict(Counter(aspect for aspect, _ in sorted(keys)).most_common()),
         largest=_largest(ordered),
-        modules=dict(Counter(module_of(name) for name, _ in sorted({each.key for each in ordered})).most_common()),
+        modules=dict(
+            Counter(
+                module_of(name) for name, slot in sorted({each.key for each in ordered}) if slot != ENTRY
+            ).most_common()
+        ),
         rows=tuple(_rows(ordered)),
     )
 
@@ -91,7 +98,7 @@ def _rows(ordered: list[Difference]) -> Iterable[DifferenceRow]:
     both = _equal_masters(ordered)
     for each in ordered:
         if each.key.fqn not in both:
-            yield DifferenceRow(str(each.key), each.what)
+            yield DifferenceRow(each.key.fqn if each.key.slot == ENTRY else str(each.key), each.what)
         elif each.key.slot == WEIGHT:
             yield DifferenceRow(f"{each.key.fqn} (weight and master)", each.what)
         elif each.key.slot != MASTER:

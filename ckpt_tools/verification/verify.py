@@ -26,6 +26,7 @@ from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
 from ckpt_tools.verification.digest_files import digests_url, read_digests, stored_digests, write_list
 from ckpt_tools.verification.digests import Digests
+from ckpt_tools.verification.entries import differing_entries, not_compared
 from ckpt_tools.verification.integrity import check_integrity
 from ckpt_tools.verification.report import VerifyReport
 
@@ -96,14 +97,21 @@ def verify_pair(
     """
     other_source, other = read_checkpoint(dst, _reading_beside(manifest, options), storage_options=how.storage_options)
     target = known_writer(other.format)
-    whole = options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE))
+    whole = options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE) or other.of_kind(Kind.EXTRA))
     holds_masters = target is None or target.holds_masters
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
     check(COMPARING, options.given, case)
     expected = apply_options(manifest, options, whole=whole, holds_masters=holds_masters).manifest
     theirs = Side.of("the destination", other_source.store, other)
-    ours = Side.of("the source", source.store, expected).with_masters_like(theirs)
-    return compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
+    ours = Side.of("the source", source.store, expected).with_masters_like(theirs).with_extras_like(theirs)
+    report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
+    return _with_entries(report, expected, other, (ours.name, theirs.name)) if whole else report
+
+
+def _with_entries(report: VerifyReport, ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> VerifyReport:
+    """The report with what is not a tensor."""
+    found = tuple(differing_entries(ours, theirs, names))
+    return replace(report, differences=report.differences + found, notes=report.notes + not_compared(ours, theirs))
 
 
 def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
@@ -141,8 +149,11 @@ def compare_all(
         ]
         if not any(side.tensors for side in sides):
             raise UsageError(f"{option('include')} and {option('exclude')} select no tensor on either side")
+    sides[0] = sides[0].with_extras_like(sides[1])
     report = compare(sides[0], sides[1], num_workers=how.num_workers, on_progress=how.on_progress)
-    return replace(report, notes=notes)
+    report = replace(report, notes=notes)
+    is_chosen = options.state == "model" or options.include or options.exclude
+    return report if is_chosen else _with_entries(report, manifests[0], manifests[1], (sides[0].name, sides[1].name))
 
 
 def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[list[Manifest], tuple[Note, ...]]:

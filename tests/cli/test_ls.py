@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
+from ckpt_tools.cli import wrapping
 from ckpt_tools.cli.main import group
 from ckpt_tools.core import announcements
 from ckpt_tools.errors import SourceNotFoundError
@@ -44,10 +45,10 @@ def printed(*words: str | Path) -> str:
 
 def test_newest_first_and_the_incomplete_say_why(run: Path) -> None:
     lines = printed(run).splitlines()
-    assert lines[0].split() == ["checkpoint", "step", "time", "size", "format", "ranks", "complete"]
+    assert lines[0].split() == ["checkpoint", "step", "time", "(UTC)", "size", "format", "ranks", "complete"]
     assert [line.split()[0] for line in lines[1:]] == ["step_15", "step_10", "step_5"]
     assert lines[1].endswith("no: model.pt has no end: it is cut off")
-    assert "2001-09-09 01:46:50" in lines[2] and lines[2].endswith("yes")
+    assert "2001-09-09 01:46 " in lines[2] and lines[2].endswith("yes")
 
 
 def test_json_is_what_the_function_returns(run: Path) -> None:
@@ -154,3 +155,42 @@ def test_two_hundred_checkpoints_take_seconds(checkpoint: Any, tmp_path: Path) -
     start = time.monotonic()
     assert len(ckpt_tools.ls(tmp_path / "run").checkpoints) == 200
     assert time.monotonic() - start < 30 * some
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+@pytest.mark.parametrize("command", [("ls",), ("prune", "--keep-last", "1")])
+def test_a_terminal_of_any_width_shows_it(
+    command: tuple[str, ...], columns: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line is longer than the terminal, but for a name alone, and no sentence is a word a line."""
+    long = "model_name=0--val_loss=1.51-step=20-consumed_samples=160.0-last"
+    saved(run / long / "weights", 20)
+    plain = CliRunner().invoke(group, [command[0], str(run), *command[1:]]).stdout.partition("\n")[2]
+    monkeypatch.setattr(wrapping, "columns", lambda stream: columns)
+    lines = CliRunner().invoke(group, [command[0], str(run), *command[1:]]).stdout.splitlines()
+    assert not [line for line in lines if len(line) > columns and line != long]
+    assert len([line for line in lines if len(line.split()) == 1]) <= len(ckpt_tools.ls(run).checkpoints)
+    shown = {word.strip(",") for line in lines for word in line.split()}
+    assert {word.strip(",") for word in plain.split()} <= shown
+
+
+def test_a_sentence_without_room_goes_below_its_row(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapping, "columns", lambda stream: 72)
+    lines = printed(run).splitlines()
+    assert lines[1].endswith("torch")
+    assert lines[2] == "    no: model.pt has no end: it is cut off"
+    assert lines[3].endswith("yes")
+
+
+def test_one_of_a_run_is_listed_alone(run: Path) -> None:
+    (found,) = ckpt_tools.ls(f"{run}@latest").checkpoints
+    assert (found.name, found.url, found.step) == (".", f"{run}/step_10", 10)
+
+
+def test_ranks_are_not_counted_while_files_of_some_are_missing(checkpoint: Any, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("fsdp2", "plain", 3).checkpoint, tmp_path / "run" / "step-1")
+    (found,) = ckpt_tools.ls(tmp_path / "run").checkpoints
+    assert found.world_size == 3
+    (tmp_path / "run" / "step-1" / "__2_0.distcp").unlink()
+    (found,) = ckpt_tools.ls(tmp_path / "run").checkpoints
+    assert found.world_size is None and not found.is_complete

@@ -92,7 +92,22 @@ def renamed(name: str) -> Damage:
     return lambda path: path.rename(path.with_name(name)) and None
 
 
+def automodel(folder: Path) -> None:
+    (folder / "model").mkdir()
+    save_file({"w": torch.ones(3)}, folder / "model" / "shard-00001-model-00001-of-00001.safetensors")
+    zipped(folder / "optim" / "optim.pt")
+
+
+def managed(folder: Path) -> None:
+    for rank in range(3):
+        zipped(folder / f"model_{rank}.pt")
+        zipped(folder / f"optimizer_{rank}.pt")
+    (folder / "metadata.pkl").write_bytes(pickle.dumps({"world_size": 3, "metadata": {}}))
+
+
 MADE: dict[str, Callable[[Path], None]] = {
+    "epoch_1_step_5": automodel,
+    "step-7": managed,
     "checkpoint-5": hf,
     "checkpoint_5": accelerated,
     "global_step_5": verl,
@@ -111,6 +126,12 @@ CASES: list[tuple[str, Damage, str]] = [
     ("checkpoint_5", without("random_states_0.pkl"), "rank 0 are missing"),
     ("global_step_5", without("actor/model_world_size_2_rank_1.pt"), "actor/model lacks the files of rank 1"),
     ("global_step_5", tracker("4"), "latest_checkpointed_iteration.txt names step 4"),
+    ("epoch_1_step_5", without("optim"), "no optim/"),
+    (
+        "checkpoint-5",
+        lambda path: (path.parent / "checkpoint-5-unfinished").touch(),
+        "checkpoint-5-unfinished marks it",
+    ),
     ("1000", without("_CHECKPOINT_METADATA"), "no _CHECKPOINT_METADATA"),
     ("1000", renamed("1000.orbax-checkpoint-tmp-17"), "says that the save did not finish"),
     ("epoch=1-step=7.ckpt", cut(), "has no end: it is cut off"),
@@ -238,6 +259,21 @@ def test_a_universal_checkpoint_has_every_parameter(checkpoint: Any, tmp_path: P
         (["2024/06/a.txt", "2024/06/checkpoint-1/model.pt"], ["2024/06/checkpoint-1"]),
         (["ep0-ba10/.metadata", "ep1-ba20/.metadata", "logs/a.txt"], ["ep1-ba20", "ep0-ba10"]),
         (["step-5/model_0.pt", "step-5/model_1.pt", "tmp_step-6/model_0.pt"], ["tmp_step-6", "step-5"]),
+        (
+            [
+                "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last/weights/.metadata",
+                "a/model_name=0--val_loss=0.49-step=19-consumed_samples=160.0/weights/.metadata",
+                "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last/context/io.json",
+            ],
+            [
+                "a/model_name=0--val_loss=0.49-step=19-consumed_samples=160.0",
+                "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last",
+            ],
+        ),
+        (
+            ["val_loss=0.31-epoch=10.ckpt", "val_loss=0.42-epoch=9.ckpt"],
+            ["val_loss=0.31-epoch=10.ckpt", "val_loss=0.42-epoch=9.ckpt"],
+        ),
         ([".git/checkpoint-5/a.pt", ".checkpoint-5/a.pt", ".epoch_6.partial/a.pt"], [".epoch_6.partial"]),
         (["run1/model.safetensors", "run1/checkpoint-5/model.safetensors"], ["run1/checkpoint-5"]),
         (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),

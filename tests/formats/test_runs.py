@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools.core import announcements
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
-from ckpt_tools.formats.runs import checkpoints
+from ckpt_tools.formats.runs import checkpoints, resolved
+from ckpt_tools.stores.urls import open_source
 
 
 def saved(folder: Path, step: int) -> Path:
@@ -47,6 +49,30 @@ def test_a_name_behind_an_at_sign_is_a_checkpoint_of_the_run(name: str, step: in
 def test_other_names_are_refused_with_those_there_are(name: str, run: Path) -> None:
     with pytest.raises(SourceNotFoundError, match="epoch_10, checkpoints/epoch_9, checkpoints/epoch_2"):
         ckpt_tools.inspect(f"{run}@{name}")
+
+
+def test_a_file_is_named_without_its_ending(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        torch.save({"w": torch.full((1,), float(epoch))}, tmp_path / f"epoch_{epoch}.pt")
+    assert step_of(f"{tmp_path}@epoch_2") == step_of(f"{tmp_path}@epoch_2.pt") == 2
+
+
+def test_several_of_a_step_are_told_with_the_name_of_one(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        saved(tmp_path / "run" / f"{name}/step_5", 5)
+    with pytest.raises(
+        SourceNotFoundError,
+        match=r"several checkpoints 'step=5' \(b/step_5, a/step_5\); name one of them, such as .*run@b/step_5",
+    ):
+        ckpt_tools.inspect(f"{tmp_path}/run@step=5")
+
+
+def test_a_named_one_that_is_not_complete_is_told(run: Path) -> None:
+    told: list[str] = []
+    (run / "checkpoints" / "epoch_9" / "IN_PROGRESS-9").touch()
+    with announcements.hearing(told.append):
+        assert resolved(f"{run}@epoch_9", open_source) == f"{run}/checkpoints/epoch_9"
+    assert told == ["checkpoints/epoch_9 is not complete: the file IN_PROGRESS-9 marks it as unfinished"]
 
 
 def test_what_is_called_so_comes_first(run: Path) -> None:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from tests.layouts.contents import Contents, contents
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 
-NUM_FILES = 3
-"""In a sample; with ``--soak`` all."""
+NUM_SAMPLED = 4
+"""Damages of a layout in ``make test``; ``make soak`` does all to each file, and so many swaps."""
+
+NUM_SWAPS = 200
 
 CODES = {2, 3, 4, 5, 7}
 
@@ -83,14 +86,12 @@ def swap(one: Path, other: Path) -> None:
 
 
 def damages(files: Sequence[str], *, soak: bool, seed: str) -> Iterator[Damage]:
-    """Every damage of a sample of files, or of all."""
+    """Every damage to every file, or a sample of both."""
     rng = random.Random(seed)
-    chosen = files if soak else sorted(rng.sample(files, min(NUM_FILES, len(files))))
-    for file in chosen:
-        yield from (Damage(what, file) for what in ALONE)
-        kind = [each for each in files if Path(each).suffix == Path(file).suffix and each != file]
-        for other in (each for each in kind if each > file) if soak else rng.sample(kind, min(1, len(kind))):
-            yield Damage("swapped", file, other)
+    alone = [Damage(what, file) for file in files for what in ALONE]
+    pairs = [(a, b) for a, b in combinations(sorted(files), 2) if Path(a).suffix == Path(b).suffix]
+    swaps = [Damage("swapped", a, b) for a, b in rng.sample(pairs, min(NUM_SWAPS, len(pairs)))]
+    yield from [*alone, *swaps] if soak else [*rng.sample(alone, min(NUM_SAMPLED - 1, len(alone))), *swaps[:1]]
 
 
 _LAST_SHARD = ("*shard-00002-*", "if one after shard-00001-")

@@ -152,7 +152,12 @@ CELLS = [("fsdp2-zstd", "dcp"), ("fsdp2-zstd", "zero2"), ("fsdp2-alone", "dcp"),
 KINDS = {"dcp": "fsdp2", "zero2": "zero2-fp32", "universal": "universal-zero2-fp32"}
 
 
-@pytest.mark.parametrize(("source", "to"), CELLS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All cells in ``make soak``, one in ``make test``."""
+    if {"source", "to"} <= set(metafunc.fixturenames):
+        metafunc.parametrize(("source", "to"), CELLS if metafunc.config.getoption("--soak") else CELLS[-1:])
+
+
 def test_a_run_goes_on_from_it(source: str, to: str, checkpoint: Any, resume: Resume, tmp_path: Path) -> None:
     case = "plain" if to == "universal" else "awkward"
     made = checkpoint(source, case, 2)

@@ -40,15 +40,24 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("case", "to", "kind", "ranks"),
-    [
-        ("awkward", "dcp", "fsdp2", 3),
-        ("awkward", "zero2", "zero2-fp32", 3),
-        ("awkward", "zero3", "zero3-fp32", 1),
-        ("plain", "universal", "universal-zero2-fp32", 3),
-    ],
-)
+CELLS = [
+    ("awkward", "dcp", "fsdp2", 3),
+    ("plain", "universal", "universal-zero2-fp32", 3),
+    ("awkward", "zero2", "zero2-fp32", 3),
+    ("awkward", "zero3", "zero3-fp32", 1),
+]
+OF_TRAINER = [("dcp", 2), ("universal", 2), ("zero2", 2), ("zero3", 3)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All cells in ``make soak``, in ``make test`` those to a DCP and to DeepSpeed's universal form."""
+    end = None if metafunc.config.getoption("--soak") else 2
+    if metafunc.function is test_fsdp_full_is_resumed:
+        metafunc.parametrize(("case", "to", "kind", "ranks"), CELLS[:end])
+    elif metafunc.function is test_the_trainers_checkpoint_is_resumed:
+        metafunc.parametrize(("to", "ranks"), OF_TRAINER[:end])
+
+
 def test_fsdp_full_is_resumed(
     case: str, to: WrittenFormat, kind: str, ranks: int, full: Path, resume: Resume, tmp_path: Path
 ) -> None:
@@ -107,7 +116,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
     return folder, hf_runs.save_trainer(folder)
 
 
-@pytest.mark.parametrize(("to", "ranks"), [("dcp", 2), ("zero2", 2), ("zero3", 3), ("universal", 2)])
 def test_the_trainers_checkpoint_is_resumed(
     to: WrittenFormat, ranks: int, trained: tuple[Path, list[float]], tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 import ckpt_tools
@@ -28,7 +30,13 @@ def test_the_findings_are_of_layouts() -> None:
     assert set(FINDINGS) <= set(OPENED)
 
 
-@pytest.mark.parametrize("name", OPENED)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every layout in ``make soak``; in ``make test`` those that are not proved, and a sample."""
+    if "name" in metafunc.fixturenames:
+        sample = [*FINDINGS, *random.Random("layouts").sample([name for name in OPENED if name not in FINDINGS], 24)]
+        metafunc.parametrize("name", OPENED if metafunc.config.getoption("--soak") else sample)
+
+
 def test_a_genuine_one_is_clean(name: str) -> None:
     report = ckpt_tools.scan(make(name).source)
     told = sorted({finding.what for finding in report.findings})

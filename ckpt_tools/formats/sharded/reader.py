@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpt_tools.core.manifest import Manifest, ParamGroup, StateKey, TreePath, dotted
+from ckpt_tools.core.manifest import WEIGHT, Manifest, ParamGroup, StateKey, TreePath, dotted
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
@@ -66,6 +66,7 @@ def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Man
         ties=ties,
         buffers=tree.buffers(),
     )
+    _refuse_others_in_place(found, manifest)
     manifest = replace(manifest, groups=tuple(map(_without_names, manifest.groups)))
     origin = tree.origin(manifest)
     notes = (*manifest.notes, *tree.notes, *_notes_of_others(source, found))
@@ -109,6 +110,21 @@ def _refuse_unnamed(found: Checkpoint) -> None:
     """Raises UnsupportedError for the flat parameters of FSDP1, before their pieces are found not to fit."""
     paths = (path for item in found.items for file in item.files.values() for path in file.tensors)
     refuse_weights(dotted(path) for path in paths if str(path[-1]).rpartition(".")[2] in FLAT_PARAMETERS)
+
+
+def _refuse_others_in_place(found: Checkpoint, manifest: Manifest) -> None:
+    """Raises MalformedError if another of its files lies where the model should be: there is no weight, or there is
+    the small state that verl lays beside a model."""
+    models = [item for item in found.items if not item.is_optimizer and item.label.startswith("model")]
+    held = {path[0] for item in models for file in item.files.values() for path in (*file.tensors, *file.objects)}
+    is_small = bool(_SMALL & held) and any(item.label.startswith("extra_state") for item in found.items)
+    if not is_small and any(key.slot == WEIGHT for key in manifest.tensors):
+        return
+    names = sorted(file.path for item in models or found.items for file in item.files.values())
+    raise MalformedError(f"no weights of a model are in {listed(names)}; is another file there under its name?")
+
+
+_SMALL = frozenset(("rng", "lr_scheduler"))
 
 
 def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
