@@ -6,6 +6,7 @@ run that was stopped goes on, and it may do so on another runner.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,9 @@ def _rows(parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | 
 
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
+    # Ours is the only progress that a user is to see.
     context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     threads = job.threads or 1
     resources = ray.cluster_resources()
     on_gpu = (job.device or "cpu").startswith("cuda")
