@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from blake3 import blake3
+
 from ckpt_tools.errors import FormatError, StoreError
 
 from .places import file_system
@@ -84,3 +86,15 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise FormatError(f"{folder / CONFIG} is not a JSON object")
     return found
+
+
+def digest_beside(url: str | Path, options: Mapping[str, Any] | None = None) -> str | None:
+    """The BLAKE3 of the small files beside weights, which say how an input is prepared. None if there are none."""
+    with folder_beside(url, options) as folder:
+        if folder is None:
+            return None
+        found = blake3()
+        for file in sorted(folder.iterdir()):
+            if file.suffix in SUFFIXES and file.is_file() and file.stat().st_size <= MAX_BYTES:
+                found.update(f"{file.name}\0{blake3(file.read_bytes()).hexdigest()}\0".encode())
+        return f"blake3:{found.hexdigest()}"

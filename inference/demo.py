@@ -26,7 +26,8 @@ with killed_by_interrupts():
     from ckpt_tools.errors import CkptError, DestinationExistsError
 
     from .inputs import held_out_inputs
-    from .rows import predict_rows
+    from .pipeline import predict_all
+    from .predictor import load_predictor
     from .training_package import config, interruption, launchers, locking, result
 
 NUM_WORKERS = 2
@@ -43,7 +44,7 @@ _RUN_FOLDERS = re.compile(rf"checkpoints|{_CHECKPOINT}(/global_step\d+)?")
 _RUN_FILES = re.compile(
     r"(result\.json|error\.log|torchrun\.log|model\.(safetensors|pt)"
     r"|checkpoints/(checkpoint_manager_snapshot\.json|\.validate_storage_marker)"
-    rf"|{_CHECKPOINT}/(\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
+    rf"|{_CHECKPOINT}/(config\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
     r"|global_step\d+/\w+_(model|optim)_states\.pt))"
 )
 """All that the runs of a demo leave in their folders."""
@@ -162,7 +163,7 @@ def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenForm
     checkpoint, file = Path(run.checkpoint), folder / FORMAT_FILES[format_name]
     report = ckpt_tools.convert(checkpoint, file, to=format_name, state="model", overwrite=True)
     verified = ckpt_tools.verify(checkpoint, file, state="model")
-    predicted = predict_rows(file, held_out_inputs("digits", None))
+    predicted = predict_all(held_out_inputs("digits", None).items(), load_predictor(file))
     return Row(
         checkpoint=f"{run.engine}, {run.num_workers} ranks",
         format=format_name,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
+from .embeddings import embedding_spec, embeddings_of
 from .prediction import decoded
 from .results import Prediction
 from .scores import Activation, activation_of, answers, labels_of_config, one_line
@@ -26,7 +27,8 @@ Prepare = Callable[[Image.Image], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageLabels:
-    """Labels images, float32 of ``shape``. ``logits`` is the forward pass of a batch."""
+    """Labels images, float32 of ``shape``. ``logits`` is the forward pass of a batch. With ``num_features`` the
+    model has lost its head, and gives embeddings of so many numbers."""
 
     model: nn.Module
     logits: Callable[[Tensor], Tensor]
@@ -36,6 +38,7 @@ class ImageLabels:
     labels: tuple[str, ...] | None
     activation: Activation = "softmax"
     is_exact: bool = True
+    num_features: int | None = None
 
     def __post_init__(self) -> None:
         check_labels(self.labels, self.num_classes)
@@ -50,6 +53,8 @@ class ImageLabels:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
+        if self.num_features is not None:
+            return (embedding_spec(self.num_features),)
         return LABEL, TensorSpec("probabilities", "FP32", (BATCH, self.num_classes))
 
     def decode(self, data: bytes, name: str) -> Tensor:
@@ -61,7 +66,7 @@ class ImageLabels:
         check_inputs(inputs, torch.float32, self.shape)
         images = torch.stack(list(inputs))
         logits = in_passes(images, self._forward, max_batch=self.max_batch, is_exact=self.is_exact)
-        return answers(logits, self.activation)
+        return answers(logits, self.activation) if self.num_features is None else embeddings_of(logits)
 
     @torch.inference_mode()
     def _forward(self, images: Tensor) -> Tensor:

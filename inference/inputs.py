@@ -1,69 +1,216 @@
-"""What to predict: images that are read one at a time, when their turn comes."""
+"""What to predict: parts that give their items one at a time, in order, here or on another machine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from ckpt_tools.errors import SourceNotFoundError
+from ckpt_tools.errors import UsageError
+
+from .items import File, Item
+from .listing import Listing, listing_of
+from .tables import Table, parts_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .training_package import data
 
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"})
+# The names in training.data, which takes torch to import; a test compares them.
+DATASETS: tuple[data.DatasetName, ...] = ("digits", "fashion-mnist")
+
+FOLDER = "folder"
+"""As ``--truth``: an image's true label is the name of the folder that it lies in."""
+
+PART_IMAGES = 1000
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Part(Protocol):
+    """A piece of the input, small enough to be sent to another process. ``num_rows`` is None if it is not known."""
+
+    @property
+    def num_rows(self) -> int | None: ...
+    def items(self) -> Iterator[Item]: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
-    """``read(i)`` gives the pixels of image ``i``, uint8 [28, 28], or raises ``FormatError`` that names it.
+    """All parts in order. ``digest`` is of the input as it is now. ``kind`` is "image" if all are images."""
 
-    ``truths`` are the true labels, if these are known. Nothing but names and labels is held for all images.
+    parts: Sequence[Part]
+    digest: str
+    kind: str
+    has_truth: bool
+
+    def items(self) -> Iterator[Item]:
+        for part in self.parts:
+            yield from part.items()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the command line says of the input: ``url`` is the name of a dataset, a path, a URL, or a pattern.
+
+    Raises:
+        UsageError: options do not fit together.
     """
 
-    names: Sequence[str]
-    read: Callable[[int], Tensor]
-    truths: Sequence[int] | None
+    url: str
+    column: str | None = None
+    truth: str | None = None
+    data_root: Path | None = None
 
     def __post_init__(self) -> None:
-        assert self.truths is None or len(self.truths) == len(self.names)
+        if self.is_dataset and os.path.lexists(self.url):
+            raise UsageError(
+                f"--input {self.url} is a dataset, and there is a file of this name; for that, ./{self.url}"
+            )
+        if self.url == "fashion-mnist" and self.data_root is None:
+            raise UsageError("the dataset fashion-mnist needs --data-root, the folder it is kept in or downloaded to")
+        if self.url != "fashion-mnist" and self.data_root is not None:
+            raise UsageError("--data-root is for --input fashion-mnist alone")
+        if self.is_dataset and (self.column or self.truth):
+            raise UsageError(f"--column and --truth are not for {self.url}, which knows its labels")
 
-    def truth(self, number: int) -> int | None:
-        return None if self.truths is None else self.truths[number]
+    @property
+    def is_dataset(self) -> bool:
+        return self.url in DATASETS
+
+
+def find_inputs(wanted: Wanted) -> Inputs:
+    """Raises SourceNotFoundError, UsageError, FormatError or StoreError. No image is opened yet."""
+    if wanted.is_dataset:
+        return held_out_inputs(next(name for name in DATASETS if name == wanted.url), wanted.data_root)
+    found = listing_of(wanted.url)
+    return _images(found, wanted) if found.kind == "image" else _tables(found, wanted)
+
+
+# --- images
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """Some of the images below ``base``."""
+
+    base: str
+    names: tuple[str, ...]
+    first: int
+    total: int
+    truth_of_folder: bool
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.names)
+
+    def items(self) -> Iterator[Item]:
+        for number, name in enumerate(self.names, self.first + 1):
+            url = f"{self.base}/{name}"
+            truth = url.split("/")[-2] if self.truth_of_folder else None
+            yield Item(name, File(url), truth, number / self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageParts(Sequence[Part]):
+    """Made when they are asked for, so that names are held once."""
+
+    base: str
+    names: Sequence[str]
+    truth_of_folder: bool
+
+    def __len__(self) -> int:
+        return -(-len(self.names) // PART_IMAGES)
+
+    def __getitem__(self, number: int) -> ImagePart:  # type: ignore[override]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        first = number * PART_IMAGES
+        names = tuple(self.names[first : first + PART_IMAGES])
+        return ImagePart(self.base, names, first, len(self.names), self.truth_of_folder)
+
+
+def _images(found: Listing, wanted: Wanted) -> Inputs:
+    if wanted.column is not None:
+        raise UsageError("--column is for tables; the input is images")
+    if wanted.truth not in (None, FOLDER):
+        raise UsageError(f"--truth of images is {FOLDER}, the folder that each lies in, not {wanted.truth}")
+    parts = ImageParts(found.base, found.names, wanted.truth is not None)
+    return Inputs(parts, found.digest, "image", wanted.truth is not None)
+
+
+# --- tables
+
+
+def _tables(found: Listing, wanted: Wanted) -> Inputs:
+    several, share = len(found.names) > 1, 1 / len(found.names)
+    parts: list[Part] = []
+    for number, name in enumerate(found.names):
+        prefix = f"{name}:" if several else ""
+        table = Table(found.url(name), found.kind, prefix, (number * share, (number + 1) * share))
+        parts += parts_of(table, wanted.column, wanted.truth)
+    return Inputs(parts, found.digest, "table", wanted.truth is not None)
+
+
+# --- datasets
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutPart:
+    """The held-out part of a dataset, each image as a PNG, which holds exactly its pixels."""
+
+    dataset: data.DatasetName
+    root: Path | None
+    num_rows: int
+
+    def items(self) -> Iterator[Item]:
+        from PIL import Image
+
+        from .training_package import data
+
+        images = data.load_dataset(self.dataset, "held-out", self.root)
+        for number, (pixels, label) in enumerate(zip(images.pixels.numpy(), images.labels.tolist(), strict=True)):
+            file = BytesIO()
+            Image.fromarray(pixels).save(file, "png", compress_level=0)
+            yield Item(str(number), file.getvalue(), label, (number + 1) / self.num_rows)
 
 
 def held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:
     """The held-out part of a dataset, named by its position in it."""
     from .training_package import data
 
-    images = data.load_dataset(dataset, "held-out", root)
-    return Inputs(tuple(map(str, range(len(images)))), images.pixels.__getitem__, images.labels.tolist())
+    num_rows = len(data.load_dataset(dataset, "held-out", root))
+    return Inputs([HeldOutPart(dataset, root, num_rows)], f"dataset:{dataset}", "image", has_truth=True)
 
 
-def file_inputs(path: Path) -> Inputs:
-    """The image files directly in the folder ``path`` by name, or the one file ``path``.
-
-    Raises ``SourceNotFoundError`` if there are none. No file is opened yet.
-    """
-    folder, names = (path, _image_names(path)) if path.is_dir() else (path.parent, [path.name])
-    if not os.path.lexists(path):
-        raise SourceNotFoundError(f"there is no folder or image file {path}")
-    if not names:
-        raise SourceNotFoundError(f"there are no image files in {path}")
-
-    def read(number: int) -> Tensor:
-        from .prediction import read_image
-
-        return read_image(folder / names[number])
-
-    return Inputs(names, read, None)
+# --- going on
 
 
-def _image_names(folder: Path) -> list[str]:
-    """Names alone: a ``Path`` for each of a million files would be most of the memory."""
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if Path(entry.name).suffix.lower() in IMAGE_SUFFIXES)
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A part without its first ``skipped`` items."""
+
+    part: Part
+    skipped: int
+
+    @property
+    def num_rows(self) -> int | None:
+        return None if self.part.num_rows is None else self.part.num_rows - self.skipped
+
+    def items(self) -> Iterator[Item]:
+        return islice(self.part.items(), self.skipped, None)
+
+
+def after(parts: Sequence[Part], num_done: int) -> Iterator[Part]:
+    """What is left once the first ``num_done`` items are done."""
+    left = num_done
+    for part in parts:
+        if not left:
+            yield part
+            continue
+        # Lines are counted by reading them, at most as many as are done.
+        size = part.num_rows if part.num_rows is not None else sum(1 for _ in islice(part.items(), left))
+        if size > left or (part.num_rows is None and size == left):
+            yield Rest(part, left)
+        left -= min(size, left)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from .embeddings import embedding_spec, embeddings_of
 from .prediction import decode_image, predictions_of
 from .results import Prediction
 from .task import LABEL, check_inputs, check_labels
@@ -19,22 +20,26 @@ from .training_package import data, evaluation, models
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OurImages:
-    """Labels 8-bit grey images, uint8 [28, 28], in forward passes of the shape that training evaluates with."""
+    """Labels 8-bit grey images, uint8 [28, 28], in forward passes of the shape that training evaluates with. With
+    ``num_features`` the model has lost its head, and gives embeddings of so many numbers."""
 
     model: nn.Module
     labels: tuple[str, ...] | None = None
     is_exact: bool = True
+    num_features: int | None = None
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (
         TensorSpec("image", "UINT8", (BATCH, models.IMAGE_SIZE, models.IMAGE_SIZE)),
     )
-    outputs: ClassVar[tuple[TensorSpec, ...]] = (
-        LABEL,
-        TensorSpec("probabilities", "FP32", (BATCH, models.NUM_CLASSES)),
-    )
 
     def __post_init__(self) -> None:
         check_labels(self.labels, models.NUM_CLASSES)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        if self.num_features is not None:
+            return (embedding_spec(self.num_features),)
+        return LABEL, TensorSpec("probabilities", "FP32", (BATCH, models.NUM_CLASSES))
 
     @property
     def max_batch(self) -> int:
@@ -47,7 +52,8 @@ class OurImages:
         if not inputs:
             return []
         check_inputs(inputs, torch.uint8, (models.IMAGE_SIZE, models.IMAGE_SIZE))
-        return predictions_of(self._logits(torch.stack(list(inputs))))
+        logits = self._logits(torch.stack(list(inputs)))
+        return predictions_of(logits) if self.num_features is None else embeddings_of(logits)
 
     def _logits(self, pixels: Tensor) -> Tensor:
         like = next(self.model.parameters())

@@ -3,7 +3,8 @@
 Rows go, as JSON Lines, into ``OUT.unfinished``, which is locked while a run writes to it. At the end it is renamed to
 OUT, or, for Parquet, rewritten as OUT and removed: a Parquet file cannot be read before its last byte is written, so
 it would lose everything with the process. A run that fails or is killed leaves ``OUT.unfinished`` behind with all that
-it had predicted, and the next run does not replace that unasked.
+it had predicted, and ``OUT.unfinished-run``, which says of which model, input and options the rows are. The next run
+goes on with them if it is asked to and is of the same, and does not replace them unasked.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
+
+from .rows import Columns, Row
 
 JSON_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"
 
@@ -26,33 +29,72 @@ JSON_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"
 ROW_GROUP_ROWS = 4096
 
 # What files that this module left behind begin with, so that a file of somebody else is never taken for one.
-ROWS_MAGIC, PARQUET_MAGIC = b'{"name": ', b"PAR1"
+ROWS_MAGIC, PARQUET_MAGIC, RUN_MAGIC = b'{"name": ', b"PAR1", b'{"predictions of": '
+
+LEFT = "holds the rows of a run that did not finish; --resume goes on with them, --overwrite starts afresh"
+
+
+def check_options(name: str, *, overwrite: bool, resume: bool) -> None:
+    """Raises UsageError."""
+    if not name.endswith((JSON_SUFFIX, PARQUET_SUFFIX)):
+        raise UsageError(f"--output ends in {JSON_SUFFIX} or {PARQUET_SUFFIX}, not {name!r}")
+    if overwrite and resume:
+        raise UsageError("give either --resume or --overwrite")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the output: a prediction, or the ``error`` for which there is none. ``truth`` is None if unknown."""
+class Run:
+    """What rows depend on. Each is a digest, or text that says the same. Rows of two runs are never mixed."""
 
-    name: str
-    label: int | None
-    probabilities: tuple[float, ...] | None
-    truth: int | None
-    error: str | None
+    model: str
+    input: str
+    options: str
 
-    def __post_init__(self) -> None:
-        assert (self.label is None) == (self.probabilities is None) == (self.error is not None)
+    def encoded(self) -> bytes:
+        """A line that begins with ``RUN_MAGIC``."""
+        return json.dumps({"predictions of": self.model, "input": self.input, "options": self.options}).encode() + b"\n"
+
+    def check(self, left: bytes, where: str) -> None:
+        """Raises DestinationExistsError if ``left``, which an earlier run wrote, is not this run's."""
+        if left == self.encoded():
+            return
+        try:
+            found = json.loads(left)
+            other = [word for word, key in _WORDS if found[key] != json.loads(self.encoded())[key]]
+        except (ValueError, KeyError, TypeError):
+            other = []
+        kind = " and ".join(other) or "run"
+        raise DestinationExistsError(
+            f"the rows in {where} are of another {kind}; give what they were made with, or start afresh by --overwrite"
+        )
+
+
+_WORDS = (("model", "predictions of"), ("input", "input"), ("set of options", "options"))
+
+
+class Writer(Protocol):
+    """Takes rows, in order."""
+
+    def begin(self, run: Run, columns: Columns, seen: Callable[[dict[str, Any]], None]) -> int:
+        """To be called once, before the first row. The number of rows that an earlier run left, which ``seen`` is
+        called with. Raises DestinationExistsError if they are not of ``run``."""
+        ...
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Once this returns, a killed process does not lose them; in a store, once enough of them are together."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The file ``path`` and the two names beside it that a run may use. Raises ``UsageError`` for another suffix."""
+    """The file ``path`` and the three names beside it that a run may use. Raises ``UsageError`` for another suffix."""
 
     path: Path
     overwrite: bool
+    resume: bool = False
 
     def __post_init__(self) -> None:
-        if self.path.suffix not in {JSON_SUFFIX, PARQUET_SUFFIX}:
-            raise UsageError(f"--out ends in {JSON_SUFFIX} or {PARQUET_SUFFIX}, not {self.path.name!r}")
+        check_options(self.path.name, overwrite=self.overwrite, resume=self.resume)
 
     @property
     def is_parquet(self) -> bool:
@@ -68,18 +110,24 @@ class Output:
         """The Parquet file while it is written."""
         return self.path.with_name(f"{self.path.name}.unfinished-columns")
 
+    @property
+    def run(self) -> Path:
+        """Of which run the rows are."""
+        return self.path.with_name(f"{self.path.name}.unfinished-run")
+
     def check(self) -> None:
         """Raise if something stands in the way. Writes nothing."""
         folder = self.path.parent
         if not folder.is_dir():
-            raise StoreError(f"the folder of --out, {folder}, does not exist; make it first")
+            raise StoreError(f"the folder of --output, {folder}, does not exist; make it first")
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise StoreError(f"the folder of --out, {folder}, cannot be written to")
+            raise StoreError(f"the folder of --output, {folder}, cannot be written to")
         if self.path.is_dir():
             raise DestinationExistsError(f"{self.path} is a folder")
         self.check_absent()
         _check_ours(self.unfinished, ROWS_MAGIC)
         _check_ours(self.columns, PARQUET_MAGIC)
+        _check_ours(self.run, RUN_MAGIC)
 
     def check_absent(self) -> None:
         if os.path.lexists(self.path) and not self.overwrite:
@@ -87,11 +135,8 @@ class Output:
 
     def check_left(self) -> None:
         """Raise if an earlier run left predictions and they may not be replaced. The lock is held."""
-        if self.unfinished.stat().st_size and not self.overwrite:
-            raise DestinationExistsError(
-                f"{self.unfinished} holds the predictions of a run that did not finish; move it away, or replace it by "
-                "--overwrite"
-            )
+        if self.unfinished.stat().st_size and not (self.overwrite or self.resume):
+            raise DestinationExistsError(f"{self.unfinished} {LEFT}")
 
 
 def _check_ours(path: Path, magic: bytes) -> None:
@@ -106,21 +151,58 @@ def _begins(path: Path, magic: bytes) -> bool:
         return magic.startswith(file.read(len(magic)))
 
 
-@dataclass(frozen=True, slots=True)
-class RowWriter:
-    """Appends rows to a file."""
+@dataclass(slots=True)
+class LocalWriter:
+    """Appends rows to ``OUT.unfinished``, which is open and locked."""
 
+    output: Output
     descriptor: int
+    columns: Columns | None = None
+
+    def begin(self, run: Run, columns: Columns, seen: Callable[[dict[str, Any]], None]) -> int:
+        self.columns = columns
+        num_rows = self._go_on(run, seen) if self.output.resume else 0
+        if not num_rows:
+            os.ftruncate(self.descriptor, 0)
+            self.output.run.write_bytes(run.encoded())
+        return num_rows
+
+    def _go_on(self, run: Run, seen: Callable[[dict[str, Any]], None]) -> int:
+        """A last line that was cut short is cut off."""
+        num_rows, num_bytes = 0, 0
+        with self.output.unfinished.open("rb") as file:
+            for line in file:
+                if not num_rows:
+                    run.check(self.output.run.read_bytes() if self.output.run.exists() else b"", file.name)
+                if line.endswith(b"\n"):
+                    seen(row_of(line, file.name))
+                    num_rows, num_bytes = num_rows + 1, num_bytes + len(line)
+        os.ftruncate(self.descriptor, num_bytes)
+        return num_rows
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Append rows; once this returns, a killed process does not lose them."""
-        data = "".join(json.dumps(asdict(row)) + "\n" for row in rows).encode()
+        assert self.columns is not None
+        data = encoded(rows, self.columns)
         while data:
             data = data[os.write(self.descriptor, data) :]
 
 
+def encoded(rows: Iterable[Row], columns: Columns) -> bytes:
+    return "".join(json.dumps(columns.of(row)) + "\n" for row in rows).encode()
+
+
+def row_of(line: bytes, where: str) -> dict[str, Any]:
+    """Raises DestinationExistsError if it was changed by somebody."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise DestinationExistsError(f"{where} is damaged; start afresh with --overwrite") from error
+    assert isinstance(found, dict)
+    return found
+
+
 @contextmanager
-def open_output(output: Output) -> Iterator[RowWriter]:
+def open_output(output: Output) -> Iterator[LocalWriter]:
     """A writer of rows; the file is shown when the block ends well.
 
     If it does not, ``OUT.unfinished`` stays, and a note on the error says so. Raises ``DestinationExistsError`` if
@@ -130,9 +212,11 @@ def open_output(output: Output) -> Iterator[RowWriter]:
     if output.is_parquet:
         import pyarrow.parquet  # noqa: F401  # if it is missing, that is to be known before the first prediction
     with _locked(output) as descriptor:
+        writer = LocalWriter(output, descriptor)
         try:
-            yield RowWriter(descriptor)
-            _publish(output)
+            yield writer
+            assert writer.columns is not None
+            _publish(output, writer.columns)
         except BaseException as error:
             _keep(output, error)
             raise
@@ -140,11 +224,13 @@ def open_output(output: Output) -> Iterator[RowWriter]:
 
 @contextmanager
 def _locked(output: Output) -> Iterator[int]:
-    """The empty ``OUT.unfinished``, of this run alone: the lock goes with the process, however that ends."""
-    descriptor = os.open(output.unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    """``OUT.unfinished``, of this run alone: the lock goes with the process, however that ends."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(output.unfinished, flags, 0o666)
     try:
         _lock(descriptor, output)
-        os.ftruncate(descriptor, 0)
+        if output.overwrite:
+            os.ftruncate(descriptor, 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -169,43 +255,36 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _publish(output: Output) -> None:
+def _publish(output: Output, columns: Columns) -> None:
     """Show the whole file under its name."""
     if not output.is_parquet:
         output.check_absent()
         output.unfinished.replace(output.path)
-        return
-    _write_parquet(output)
-    output.check_absent()
-    output.columns.replace(output.path)
-    output.unfinished.unlink()
+    else:
+        _write_parquet(output, columns)
+        output.check_absent()
+        output.columns.replace(output.path)
+        output.unfinished.unlink()
+    output.run.unlink(missing_ok=True)
 
 
-def _write_parquet(output: Output) -> None:
+def _write_parquet(output: Output, columns: Columns) -> None:
     try:
-        with output.unfinished.open("rb") as rows, output.columns.open("wb") as columns:
-            _copy_to_parquet(rows, columns)
+        with output.unfinished.open("rb") as rows, output.columns.open("wb") as file:
+            copy_to_parquet(rows, file, columns)
     except BaseException:
         output.columns.unlink(missing_ok=True)
         raise
 
 
-def _copy_to_parquet(rows: BinaryIO, columns: BinaryIO) -> None:
+def copy_to_parquet(rows: Iterable[bytes], file: BinaryIO, columns: Columns) -> None:
     """JSON Lines to Parquet, a row group at a time. Python reads back the very floats that it wrote."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    schema = pa.schema(
-        {
-            "name": pa.string(),
-            "label": pa.int64(),
-            "probabilities": pa.list_(pa.float64()),
-            "truth": pa.int64(),
-            "error": pa.string(),
-        }
-    )
-    with parquet.ParquetWriter(columns, schema) as writer:
-        while group := list(islice(rows, ROW_GROUP_ROWS)):
+    schema, lines = columns.schema(), iter(rows)
+    with parquet.ParquetWriter(file, schema) as writer:
+        while group := list(islice(lines, ROW_GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist([json.loads(line) for line in group], schema=schema))
 
 
@@ -213,9 +292,10 @@ def _keep(output: Output, error: BaseException) -> None:
     """After a failure: an empty file is removed, one with predictions stays and is named."""
     num_rows = _num_lines(output.unfinished)
     if num_rows:
-        error.add_note(f"the {num_rows:,} rows that were done are kept in {output.unfinished}")
+        error.add_note(f"the {num_rows:,} rows that were done are kept in {output.unfinished}; --resume goes on")
     else:
         output.unfinished.unlink(missing_ok=True)
+        output.run.unlink(missing_ok=True)
 
 
 def _num_lines(path: Path) -> int:

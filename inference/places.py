@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fsspec.core import url_to_fs
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, StoreError, UsageError
 
 SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
 """Options of S3 that s3fs takes as they are."""
@@ -24,6 +25,19 @@ def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url} cannot be used: {error}") from error
     return fs, str(path).rstrip("/")
+
+
+@contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Within the block, whatever a store's client raises is a StoreError, except that a file is not there or not ours
+    to read. Clients raise errors of many libraries."""
+    try:
+        yield
+    except (CkptError, FileNotFoundError, IsADirectoryError, PermissionError, FileExistsError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise StoreError(f"{url}: the store failed ({reason})") from error
 
 
 def _translated(url: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor, nn
+from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
 from .results import Prediction
-from .training_package import evaluation, models
+from .training_package import models
 
 # Far above any sensible picture of one digit; keeps a small file that unpacks to gigabytes from being decoded.
 MAX_PIXELS = 64_000_000
 # Pillow warns of images that it would still decode; here they are refused.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-
-
-def predict(model: nn.Module, pixels: Tensor) -> list[Prediction]:
-    """A prediction for each of uint8 [n, 28, 28], in order."""
-    logits = evaluation.all_logits(evaluation.plain_logits(model), pixels)
-    return predictions_of(logits)
 
 
 def predictions_of(logits: Tensor) -> list[Prediction]:
@@ -66,18 +59,6 @@ def decoded(file: IO[bytes], name: str, prepare: Callable[[Image.Image], Tensor]
     except Exception as error:
         # The decoders of Pillow raise whatever they stumble over: OSError, SyntaxError, struct.error, IndexError, ...
         raise FormatError(f"{name} is a damaged image file ({error})") from error
-
-
-def read_image(path: Path) -> Tensor:
-    """:func:`decode_image` of a file. Raises ``FormatError`` too if it cannot be opened or is not a file."""
-    if path.exists() and not path.is_file():
-        # Opening a named pipe would wait for somebody who writes to it.
-        raise FormatError(f"{path} is not a file")
-    try:
-        with path.open("rb") as file:
-            return decode_image(file, str(path))
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read ({error.strerror or error})") from error
 
 
 def _canonical(image: Image.Image) -> Tensor:

@@ -99,6 +99,7 @@ def load_predictor(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     fast: bool = False,
+    embeddings: bool = False,
     max_new_tokens: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Predictor:
@@ -113,6 +114,7 @@ def load_predictor(
         device: Where the model is to be.
         fast: Forward passes have as many inputs as there are. Answers may then differ in the last bits with the
             company that an input is predicted in.
+        embeddings: Of a model that tells classes apart, answer with what its last layer gets.
         max_new_tokens: That a model which continues texts writes at most. Default: what ``generation_config.json``
             says, else 64.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
@@ -121,13 +123,16 @@ def load_predictor(
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
         CkptError: as ``ckpt_tools.load_into`` says.
     """
+    from .embeddings import as_embeddings
+
     summary = ckpt_tools.inspect(url, storage_options=storage_options)
     with folder_beside(summary.source, storage_options) as folder:
         chosen = architecture_of(architecture, folder)
         model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options)
         asked = Asked(chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens)
-        task = task_of(model, asked)
-    identity = Identity(digest_of(model), summary.source, summary.format, summary.step, summary.world_size)
+        digest, task = digest_of(model), task_of(model, asked)
+        task = as_embeddings(task) if embeddings else task
+    identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
     return Predictor(name or name_of(url), identity, task)
 
 

@@ -1,4 +1,4 @@
-"""Progress on stderr, in images: a bar on a terminal, a line now and then elsewhere."""
+"""Progress on stderr: how many inputs are done, at which rate, and when the rest will be."""
 
 from __future__ import annotations
 
@@ -6,45 +6,72 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import click
 
 QUIET_LINE_SECONDS = 5.0
 """Where stderr is not a terminal, a line this often: enough to see that it lives, few enough for a log."""
 
-Progress = Callable[[int], None]
+Progress = Callable[[int, float], None]
+"""Takes the number of inputs done, and the part of the input that they are. How many there are in all is not always
+known: the lines of a file are not counted first."""
 
 
 @contextmanager
-def show_progress(num_images: int, *, quiet: bool) -> Iterator[Progress]:
-    """A callback that takes the number of images done."""
+def show_progress(num_done: int, *, quiet: bool) -> Iterator[Progress]:
+    """``num_done`` is what an earlier run did."""
     if quiet:
-        yield lambda done: None
+        yield lambda done, fraction: None
     elif sys.stderr.isatty():
-        with _bar(num_images) as update:
+        with _bar(Pace(num_done)) as update:
             yield update
     else:
-        yield _lines(num_images)
+        yield _lines(Pace(num_done))
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast it goes, since this run began."""
+
+    num_before: int
+    before: float | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def words(self, done: int, fraction: float) -> str:
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        if self.before is None:
+            # What an earlier run did took no time of this one.
+            self.before = fraction * self.num_before / done if done else 0.0
+        rate, gone = (done - self.num_before) / seconds, fraction - self.before
+        left = f", {_duration(seconds * (1 - fraction) / gone)} left" if gone > 0 else ""
+        return f"{done:,} done, {rate:,.1f}/s{left}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 @contextmanager
-def _bar(num_images: int) -> Iterator[Progress]:
+def _bar(pace: Pace) -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("predicting"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
-        task = drawn.add_task("predicting", total=num_images)
-        yield lambda done: drawn.update(task, completed=done)
+        task = drawn.add_task("", total=1.0)
+        yield lambda done, part: drawn.update(task, completed=part, description=pace.words(done, part))
 
 
-def _lines(num_images: int) -> Progress:
+def _lines(pace: Pace) -> Progress:
     last = time.monotonic()
 
-    def update(done: int) -> None:
+    def update(done: int, fraction: float) -> None:
         nonlocal last
         if time.monotonic() - last >= QUIET_LINE_SECONDS:
             last = time.monotonic()
-            click.echo(f"predicting: {done:,} of {num_images:,} images ({100 * done // num_images} %)", err=True)
+            click.echo(f"predicting: {pace.words(done, fraction)} ({100 * fraction:.0f} %)", err=True)
 
     return update

@@ -1,58 +1,84 @@
-"""A row for each image: its prediction, or the reason why there is none."""
+"""A row for each input: its prediction, or the reason why there is none; and the columns that it is written in."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
+import heapq
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
+from .results import Prediction
 
-from ckpt_tools.errors import FormatError
+if TYPE_CHECKING:
+    import pyarrow
 
-from .architectures import OURS
-from .inputs import Inputs
-from .loading import load_model
-from .output import Row
-from .prediction import predict
-from .training_package import evaluation
+Kind = Literal["label", "text", "embedding"]
 
 
-def predict_chunks(model: str | Path, inputs: Inputs) -> Iterator[list[Row]]:
-    """A row for each input, in order, a chunk at a time; no image of another chunk is held."""
-    loaded = load_model(model, architecture=OURS)
-    for start in range(0, len(inputs.names), evaluation.CHUNK):
-        numbers = range(start, min(start + evaluation.CHUNK, len(inputs.names)))
-        yield list(_predict_chunk(loaded, inputs, numbers))
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the output: a prediction, or the ``error`` for which there is none.
+
+    ``truth`` is the number of the true class, None if it is unknown. ``fraction`` is how much of the input is done with
+    this row; it is not written.
+    """
+
+    name: str
+    prediction: Prediction | None
+    truth: int | None
+    error: str | None
+    fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert (self.prediction is None) == (self.error is not None)
+
+    @property
+    def label(self) -> int | None:
+        return None if self.prediction is None else self.prediction.label
 
 
-def predict_rows(model: str | Path, inputs: Inputs) -> list[Row]:
-    """All rows at once, for a small dataset."""
-    return [row for chunk in predict_chunks(model, inputs) for row in chunk]
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What is written of a row, by what the model answers. ``top`` is the number of most probable classes."""
+
+    kind: Kind
+    labels: tuple[str, ...] | None
+    top: int
+
+    def of(self, row: Row) -> dict[str, Any]:
+        """The row as it is written in JSON, and read back from it."""
+        return {"name": row.name, **self._answer(row.prediction), "truth": row.truth, "error": row.error}
+
+    def _answer(self, found: Prediction | None) -> dict[str, Any]:
+        if self.kind == "text":
+            return {"text": None if found is None else found.text}
+        if self.kind == "embedding":
+            return {"embedding": None if found is None else found.embedding}
+        if found is None or found.probabilities is None:
+            return {"label": None, "top": None, "probabilities": None}
+        return {"label": found.label, "top": self._top(found), "probabilities": found.probabilities}
+
+    def _top(self, found: Prediction) -> list[dict[str, Any]]:
+        """The label is the first, also if another class has the same probability."""
+        probabilities = found.probabilities or ()
+        best = heapq.nlargest(self.top, range(len(probabilities)), key=lambda n: (probabilities[n], n == found.label))
+        return [
+            {"label": n, "name": self.labels[n] if self.labels else None, "probability": probabilities[n]} for n in best
+        ]
+
+    def schema(self) -> pyarrow.Schema:
+        """Of a Parquet file with these columns."""
+        import pyarrow as pa
+
+        one = pa.struct({"label": pa.int64(), "name": pa.string(), "probability": pa.float64()})
+        answer = {
+            "label": {"label": pa.int64(), "top": pa.list_(one), "probabilities": pa.list_(pa.float64())},
+            "text": {"text": pa.string()},
+            "embedding": {"embedding": pa.list_(pa.float64())},
+        }[self.kind]
+        return pa.schema({"name": pa.string(), **answer, "truth": pa.int64(), "error": pa.string()})
 
 
-def _predict_chunk(model: nn.Module, inputs: Inputs, numbers: range) -> Iterator[Row]:
-    """The images of a chunk that can be read are predicted together, the others become rows with their error."""
-    read = [_read(inputs, number) for number in numbers]
-    pixels = [each for each in read if not isinstance(each, str)]
-    predictions = iter(predict(model, torch.stack(pixels)) if pixels else ())
-    for number, each in zip(numbers, read, strict=True):
-        name, truth = _text(inputs.names[number]), inputs.truth(number)
-        if isinstance(each, str):
-            yield Row(name, None, None, truth, each)
-        else:
-            prediction = next(predictions)
-            yield Row(name, prediction.label, prediction.probabilities, truth, None)
-
-
-def _read(inputs: Inputs, number: int) -> Tensor | str:
-    try:
-        return inputs.read(number)
-    except FormatError as error:
-        return _text(str(error))
-
-
-def _text(name: str) -> str:
-    """A file name may hold bytes that are not UTF-8, which neither JSON nor Parquet can: these as escapes."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+def is_finite(found: Prediction) -> bool:
+    """A model whose weights are damaged answers with numbers that are none; JSON has no word for them."""
+    return all(math.isfinite(sum(numbers)) for numbers in (found.probabilities, found.embedding) if numbers is not None)

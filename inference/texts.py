@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
+from .embeddings import embedding_spec, embeddings_of
 from .results import Prediction
 from .scores import Activation, activation_of, answers, labels_of_config, one_line
 from .task import LABEL, MAX_BATCH, check_inputs, check_labels, device_of, in_passes, text_of
@@ -97,6 +98,7 @@ class TextLabels:
     labels: tuple[str, ...] | None
     activation: Activation
     is_exact: bool = True
+    num_features: int | None = None
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", "BYTES", (BATCH,)),)
 
@@ -115,6 +117,8 @@ class TextLabels:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
+        if self.num_features is not None:
+            return (embedding_spec(self.num_features),)
         return LABEL, TensorSpec("probabilities", "FP32", (BATCH, self.model.config.num_labels))
 
     def decode(self, data: bytes, name: str) -> Tensor:
@@ -134,7 +138,7 @@ class TextLabels:
     def _predict_group(self, inputs: Sequence[Tensor], length: int) -> Iterable[Prediction]:
         batch = torch.stack([self.tokens.padded(rows, length) if rows.shape[1] < length else rows for rows in inputs])
         logits = in_passes(batch, self._forward, max_batch=self.max_batch, is_exact=self.is_exact)
-        return answers(logits, self.activation)
+        return answers(logits, self.activation) if self.num_features is None else embeddings_of(logits)
 
     @torch.inference_mode()
     def _forward(self, batch: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ MAX_NAMED = 5
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}")
 
 _SHARD = re.compile(
-    r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
+    r"config\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
     r"|[^/]+/[^/]*(model|optim)_states\.pt"
 )
-"""The files that PyTorch and DeepSpeed write into the folder of a checkpoint."""
+"""The files that PyTorch, DeepSpeed and :mod:`.model_config` write into the folder of a checkpoint."""
 
 
 def checkpoint_name(epoch: int) -> str:

@@ -23,6 +23,7 @@ from .config import TrainConfig
 from .data import LabelledImages, epoch_order, load_dataset, rank_batches, to_input
 from .engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, evaluate
+from .model_config import write_model_config
 from .schedule import schedule_for
 
 
@@ -72,9 +73,16 @@ def train(config: TrainConfig, device: torch.device, resume_from: Path | str | N
         for epoch in range(progress.epoch + 1, config.last_epoch + 1):
             metrics = run_epoch(config, engine, device, samples, held_out, epoch)
             progress = Progress(epoch, progress.step + len(metrics.losses))
-            report(metrics, partial(engine.save, progress=progress) if config.saves_after(epoch) else None)
+            report(metrics, partial(_save, config, engine, progress) if config.saves_after(epoch) else None)
             history.append(metrics)
         return Trained(tuple(history), evaluate(engine.logits, held_out, device))
+
+
+def _save(config: TrainConfig, engine: Engine, progress: Progress, folder: Path) -> None:
+    """This rank's shards; the first rank also says what model they are of."""
+    engine.save(folder, progress)
+    if torch.distributed.get_rank() == 0:
+        write_model_config(folder, config.dataset)
 
 
 def load_parts(config: TrainConfig) -> tuple[LabelledImages, LabelledImages]:

@@ -70,5 +70,5 @@ class BesideCommand(click.Command):
 
 
 train_command = BesideCommand("train", "train", "Train a small model whose checkpoints the other commands open.")
-predict_command = BesideCommand("predict", "serve", "Predict images with a model file.")
+predict_command = BesideCommand("predict", "serve", "Predict images, texts or tables with a checkpoint.")
 serve_command = BesideCommand("serve", "serve", "Serve a model file over HTTP.")

@@ -43,7 +43,7 @@ COMMANDS = {
     "prune": Home("prune", "Remove old checkpoints of a run; without --yes, list what would be removed."),
     "formats": Home("formats", "List the formats that can be read and written."),
     "train": Home("beside", "Train a small model whose checkpoints the other commands open."),
-    "predict": Home("beside", "Predict images with a model file."),
+    "predict": Home("beside", "Predict images, texts or tables with a checkpoint."),
     "serve": Home("beside", "Serve a model file over HTTP."),
 }
 """The commands. A summary is the first sentence of the command's own help, which is not imported to list them."""

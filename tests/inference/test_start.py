@@ -32,15 +32,15 @@ def run(command: str, *args: object, missing: tuple[str, ...] = ()) -> subproces
     ("command", "args", "code"),
     [
         ("batch", ["--help"], 0),
-        ("batch", ["MODEL", "--dataset=digit", "--out=x.jsonl"], 2),
-        ("batch", ["MODEL", "--dataset=digits", "--out=x.jsonl", "--unknown"], 2),
-        ("batch", ["MODEL", "--dataset=digits", "--out=x.csv"], 2),
-        ("batch", ["MODEL", "--out=x.jsonl"], 2),
-        ("batch", ["MODEL", "--dataset=fashion-mnist", "--out=x.jsonl"], 2),
-        ("batch", ["none.pt", "--dataset=digits", "--out=x.jsonl"], 3),
-        ("batch", ["MODEL", "--images=/none", "--out=x.jsonl"], 3),
-        ("batch", ["MODEL", "--dataset=digits", "--out=nodir/x.jsonl"], 5),
-        ("batch", ["MODEL", "--dataset=digits", "--out=there.jsonl"], 8),
+        ("batch", ["--model", "MODEL", "--input=digits", "--runner=rey", "--output=x.jsonl"], 2),
+        ("batch", ["--model", "MODEL", "--input=digits", "--output=x.jsonl", "--unknown"], 2),
+        ("batch", ["--model", "MODEL", "--input=digits", "--output=x.csv"], 2),
+        ("batch", ["--model", "MODEL", "--output=x.jsonl"], 2),
+        ("batch", ["--model", "MODEL", "--input=fashion-mnist", "--output=x.jsonl"], 2),
+        ("batch", ["--model", "none.pt", "--input=digits", "--output=x.jsonl"], 3),
+        ("batch", ["--model", "MODEL", "--input=/none", "--output=x.jsonl"], 3),
+        ("batch", ["--model", "MODEL", "--input=digits", "--output=nodir/x.jsonl"], 5),
+        ("batch", ["--model", "MODEL", "--input=digits", "--output=there.jsonl"], 8),
         ("serve", ["--help"], 0),
         ("serve", ["MODEL", "--prot=8000"], 2),
         ("serve", ["MODEL", "--port=99999"], 2),
@@ -75,9 +75,10 @@ def test_options_are_checked_before_torch_is_imported(
     ],
 )
 def test_a_missing_package_is_one_sentence(command: str, package: str, forms: Path, tmp_path: Path) -> None:
-    out = ["--dataset=digits", f"--out={tmp_path / 'x.parquet'}"] if command == "batch" else ["--port=0"]
+    out = ["--input=digits", f"--output={tmp_path / 'x.parquet'}"] if command == "batch" else ["--port=0"]
     missing = (package, "multipart") if package == "python_multipart" else (package,)
-    done = run(command, forms / "model.pt", *out, missing=missing)
+    model = ["--model"] if command == "batch" else []
+    done = run(command, *model, forms / "model.pt", *out, missing=missing)
     assert done.returncode == 2
     assert done.stderr == (
         f"error: this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'\n"

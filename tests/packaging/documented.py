@@ -94,12 +94,12 @@ def training_on_s3(environment: Environment, material: Material) -> None:
 
 def inference(environment: Environment, material: Material) -> None:
     rows = environment.work / "rows.jsonl"
-    environment.succeed("predict", material.model, "--dataset", "digits", "--out", rows)
+    environment.succeed("predict", "--model", material.model, "--input", "digits", "--output", rows)
     assert len(rows.read_text().splitlines()) == 360
     table = environment.work / "rows.parquet"
-    environment.succeed("predict", material.model, "--images", material.images, "--out", table)
+    environment.succeed("predict", "--model", material.model, "--input", material.images, "--output", table)
     assert table.read_bytes().startswith(b"PAR1")
-    assert environment.run("predict", "missing.safetensors", "--dataset=digits", "--out=x.jsonl").returncode == 3
+    assert environment.run("predict", "--model=missing.pt", "--input=digits", "--output=x.jsonl").returncode == 3
     with _serving(environment, material.model) as address:
         image = next(material.images.iterdir())
         answer = httpx.post(f"{address}/predict", files={"image": image.read_bytes()}, timeout=60)

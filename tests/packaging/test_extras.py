@@ -56,7 +56,7 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     ("words", "extra"),
     [
         (["train", "--engine=fsdp2", "--out=run"], "train"),
-        (["predict", "MODEL", "--dataset=digits", "--out=rows.jsonl"], "serve"),
+        (["predict", "--model", "MODEL", "--input=digits", "--output=rows.jsonl"], "serve"),
         (["serve", "MODEL", "--port=0"], "serve"),
         (["inspect", "s3://bucket/model"], "s3"),
         (["sign", "MODEL", "--private-key=KEY"], "sign"),

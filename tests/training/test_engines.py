@@ -75,7 +75,7 @@ def test_a_run_trains_and_counts_exactly(small_run: SmallRun) -> None:
 
 def test_each_engine_leaves_the_shards_of_both_ranks(small_run: SmallRun) -> None:
     dcp = {path.name for path in Path(small_run("fsdp2").checkpoint).iterdir()}
-    assert dcp == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert dcp == {".metadata", "config.json", "__0_0.distcp", "__1_0.distcp"}
     zero = Path(small_run("zero3").checkpoint)
     tag = (zero / "latest").read_text()
     shards = {f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")}

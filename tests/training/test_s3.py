@@ -74,7 +74,7 @@ def test_all_workers_upload_into_one_checkpoint(result: Result, s3: S3Server, st
     assert result("stored").checkpoint == f"{storage}/fsdp2/checkpoints/epoch_0002"
     below = f"{storage.removeprefix(f's3://{BUCKET}/')}/fsdp2/"
     shards = {f"checkpoints/epoch_{epoch:04d}/{name}" for epoch in (1, 2)
-              for name in (".metadata", "__0_0.distcp", "__1_0.distcp")}  # fmt: skip
+              for name in (".metadata", "config.json", "__0_0.distcp", "__1_0.distcp")}  # fmt: skip
     record = {"checkpoints/checkpoint_manager_snapshot.json", "checkpoints/.validate_storage_marker"}
     assert {*s3.keys(below)} == shards | record
     assert not s3.open_uploads(below)
