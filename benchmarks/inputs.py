@@ -44,6 +44,9 @@ KINDS = {
     "ranks-weights": Kind(
         "a torch file of DTensors a rank, as verl saves FSDP2, 4 ranks, fp32 weights", WEIGHT_BYTES, 4
     ),
+    "megatron-weights": Kind(
+        "Megatron-Core torch_dist, tensor parallel 2 x pipeline parallel 2, fp32 weights", WEIGHT_BYTES, 4
+    ),
     "zero2": Kind("DeepSpeed ZeRO-2, 4 ranks, bf16 with fp32 masters and AdamW", 14, 4),
     "zero3": Kind("DeepSpeed ZeRO-3, 4 ranks, bf16 with fp32 masters and AdamW", STATE_BYTES, 4),
     "safetensors": Kind("one safetensors file, fp32 weights", WEIGHT_BYTES),
@@ -143,6 +146,6 @@ def _digest() -> str:
     digest = hashlib.sha256()
     for name in ("builders.py", "llama.py"):
         digest.update((HERE / name).read_bytes())
-    for framework in ("torch", "deepspeed", "safetensors", "transformers"):
+    for framework in ("torch", "deepspeed", "safetensors", "transformers", "megatron-core"):
         digest.update(version(framework).encode())
     return digest.hexdigest()[:8]

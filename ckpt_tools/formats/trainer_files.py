@@ -124,7 +124,7 @@ def _is_foreign_part(name: str, manifest: Manifest) -> bool:
     """Whether it is a part that a reader of another format left alone: the index of a DCP, or the same model once more,
     as Trainer and accelerate write it with FSDP."""
     if name == ".metadata":
-        return manifest.format != "dcp"
+        return manifest.format not in ("dcp", "megatron")
     return manifest.format == "safetensors" and _WEIGHTS_IN_TORCH.fullmatch(name) is not None
 
 

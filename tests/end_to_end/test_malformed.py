@@ -39,7 +39,7 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from tests.end_to_end.fuzzing.seeds import SEEDS, DcpFolder, saved, torch_bytes
 from tests.end_to_end.fuzzing.target import Outcome, execute
-from tests.end_to_end.malformed import dcp, deepspeed, headers, judges, tensors, truncated, zips
+from tests.end_to_end.malformed import carriers, dcp, deepspeed, headers, judges, tensors, truncated, zips
 from tests.end_to_end.malformed.case import HOSTILE_NAMES, Case, seed
 from tests.formats import zero_files
 
@@ -52,6 +52,7 @@ CLASSES: dict[str, Made] = {
     "tensors": tensors.cases,
     "dcp": dcp.cases,
     "deepspeed": deepspeed.cases,
+    "carriers": carriers.cases,
 }
 
 HANG_SECONDS = 10.0
@@ -161,7 +162,7 @@ def test_each_is_refused_by_name_or_read_as_its_library_reads_it(name: str, tmp_
 
 def test_there_are_enough_of_every_format() -> None:
     assert sum(SEEN.values()) >= 2000 or not SEEN
-    assert all(count >= 200 for count in SEEN.values())
+    assert all(count >= (60 if family in carriers.CARRIERS else 200) for family, count in SEEN.items())
 
 
 @pytest.mark.parametrize("name", SEEDS)

@@ -188,6 +188,11 @@ class TestFolders:
         manifest = read_checkpoint(run, ReadOptions())[1]
         assert all(path.startswith("iter_0000020/") for path in manifest.files), source
 
+    def test_its_own_index_is_not_beside_it(self, run: Path) -> None:
+        """The only checkpoint of a run without a tracker, named by the run's folder."""
+        (run / TRACKER).unlink()
+        assert [note for note in notes_of(run) if note.outcome is Outcome.DROPPED] == []
+
     def test_release(self, run: Path) -> None:
         (run / FOLDER).rename(run / "release")
         (run / TRACKER).write_text("release")

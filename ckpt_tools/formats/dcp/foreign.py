@@ -38,6 +38,7 @@ def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> No
     if sign is not None:
         raise UnsupportedError(f"{_ADVICE}read it with {option('from_', 'megatron')}", path=sign)
     _refuse_fsdp(metadata, index)
+    _refuse_16_bit(metadata, index)
     name = next((name for name in index.objects if _SHARDED_OBJECT.fullmatch(name)), None)
     if name is not None or index.mcore_data is not None:
         raise UnsupportedError(
@@ -57,6 +58,19 @@ def _refuse_fsdp(metadata: Iterable[str], index: Index) -> None:
             "it is a checkpoint of Megatron-FSDP (fsdp_dtensor), whose optimizer names parameters otherwise than the "
             "model does, which is not supported; save it with --ckpt-format torch_dist, or without the optimizer "
             "(--no-save-optim)",
+            path=next(iter(metadata)),
+            key=name,
+        )
+
+
+def _refuse_16_bit(metadata: Iterable[str], index: Index) -> None:
+    """Raises UnsupportedError for Megatron-LM's ``torch_dcp`` with the optimizer of a run in 16 bit: its fp32 masters
+    are lists without names (megatron-core 0.16.1, optimizer/optimizer.py, ``Float16OptimizerWithFloat16Params``)."""
+    name = next((name for name, path in index.paths.items() if "fp32_from_fp16_params" in path), None)
+    if name is not None:
+        raise UnsupportedError(
+            "it is a checkpoint of Megatron-LM (torch_dcp) in 16 bit, whose fp32 masters have no names, which is not "
+            "supported; save it with --ckpt-format torch_dist, or without the optimizer (--no-save-optim)",
             path=next(iter(metadata)),
             key=name,
         )

@@ -318,6 +318,9 @@ FUZZED: dict[str, Callable[[], Files]] = {
     "npz": npz,
     "gguf": gguf,
     "sharded": lambda: of_corpus("verl"),
+    "megatron": lambda: of_corpus("megatron-weights"),
+    "zstd": lambda: of_corpus("dcp-zstd"),
+    "accelerate": lambda: of_corpus("accelerate-ddp-bin"),
 }
 """Those, and other carriers, which the fuzzer changes."""
 

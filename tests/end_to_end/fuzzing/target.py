@@ -15,11 +15,9 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.summary import summarize
 from ckpt_tools.errors import CkptError, MemoryBudgetError
-from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.formats.trainer_files import with_trainer_files
+from ckpt_tools.formats.reading import read_source
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.overlay import Overlay
-from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.scan import scan_source
 
@@ -42,11 +40,10 @@ def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Ou
     """Read a checkpoint. Raises whatever no reader should raise."""
     try:
         source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
-        reader = reader_for(source, format_name)
-        manifest = with_trainer_files(reader.read_manifest(source, ReadOptions()), source)
+        source, manifest = read_source(source, ReadOptions(), format_name=format_name)
         summary = summarize(manifest, source.store.url, source.files)
         json.dumps(summary.to_json(tensors=True), ensure_ascii=False).encode()
-        return Outcome(manifest, elements_of(Overlay(source.store, manifest.literals), manifest))
+        return Outcome(manifest, elements_of(source.store, manifest))
     except MemoryBudgetError:
         raise
     except CkptError as error:
@@ -60,7 +57,7 @@ def scan(files: Mapping[str, bytes]) -> None:
         scan_source(Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()})), "memory://")
 
 
-def elements_of(store: Overlay, manifest: Manifest) -> dict[tuple[str, str], bytes]:
+def elements_of(store: Store, manifest: Manifest) -> dict[tuple[str, str], bytes]:
     """The bytes of every tensor, or the first of them."""
     tensor_reader = TensorReader(store, SCRATCH_BYTES)
     found = {}

@@ -1,0 +1,120 @@
+"""A run that Megatron-Core itself trained and saved goes on in FSDP2 and DeepSpeed as it would have in Megatron.
+
+The model, its names and its stacked shapes are those of ``fixtures.megatron_run``. Two judges: the losses of
+Megatron's own next steps, and those of plain torch from what Megatron's own loader gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt_tools
+from fixtures import launch, megatron_run
+from tests.support.ranks import for_ranks
+from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
+
+Run = Callable[[str], "Trained"]
+
+RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run's folder, what Megatron loads from it with plain torch's next losses, and those of Megatron itself."""
+
+    folder: Path
+    truth: Truth
+    losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run of a dtype, on two data parallel ranks."""
+    made: dict[str, Trained] = {}
+
+    def get(dtype: str) -> Trained:
+        if dtype not in made:
+            folder, truth = tmp_path_factory.mktemp(dtype), tmp_path_factory.mktemp(f"{dtype}-truth")
+            losses = launch.pool(RANKS).run(megatron_run.produce, str(folder), dtype)[0]
+            saved = folder / f"iter_{megatron_run.STEPS_BEFORE:07d}"
+            launch.pool(1).run(megatron_run.write_truth, str(saved), dtype, str(truth))
+            made[dtype] = Trained(folder, Truth.load(truth), losses)
+        return made[dtype]
+
+    return get
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A run of a dtype, converted, and resumed by ``kind`` on ``ranks``."""
+
+    dtype: str
+    kind: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.kind}x{self.ranks}"
+
+    @property
+    def to(self) -> str:
+        return {"fsdp2": "dcp"}.get(self.kind, self.kind.partition("-")[0])
+
+    @property
+    def is_megatrons_precision(self) -> bool:
+        """Whether the job computes in the dtype of the run."""
+        return self.kind.endswith(self.dtype) or (self.kind == "fsdp2" and self.dtype == "fp32")
+
+
+CORE = (
+    Cell("fp32", "fsdp2", 3),
+    Cell("fp32", "universal-zero2-fp32", 1),
+    Cell("bf16", "fsdp2", 3),
+    Cell("bf16", "zero3-bf16", 3),
+    Cell("bf16", "universal-zero2-bf16", 1),
+)
+SOAK = (
+    *(Cell(dtype, "fsdp2", ranks) for dtype in ("fp32", "bf16") for ranks in (1, 2, 4)),
+    *(
+        Cell(dtype, f"{front}zero{stage}-{dtype}", ranks)
+        for dtype in ("fp32", "bf16")
+        for front in ("", "universal-")
+        for stage in (1, 2, 3)
+        for ranks in (1, 2, 3, 4)
+    ),
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames:
+        cells = dict.fromkeys((*CORE, *SOAK) if metafunc.config.getoption("--soak") else CORE)
+        metafunc.parametrize("cell", cells, ids=str)
+
+
+def test_plain_torch_goes_on_as_megatron(trained: Run) -> None:
+    """The truth is one: the model that is resumed elsewhere is Megatron's, and so are its groups."""
+    run = trained("fp32")
+    np.testing.assert_allclose(run.truth.facts["losses"], run.losses, rtol=1e-6, atol=0)
+
+
+def test_the_run_goes_on(cell: Cell, trained: Run, tmp_path: Path) -> None:
+    run, out = trained(cell.dtype), tmp_path / "out"
+    report = ckpt_tools.convert(run.folder, out, to=cell.to, **for_ranks(cell.to, cell.ranks))
+    assert not [note for note in report.plan.notes if "not read" in note.why]
+    launch.pool(cell.ranks).run(megatron_run.resume, cell.kind, str(out), str(tmp_path / "resumed"))
+    resumed = Truth.load(tmp_path / "resumed")
+    assert_same_bits(run.truth.best_weights(), resumed.best_weights())
+    assert_same_bits(_moments(run.truth), _moments(resumed))
+    if cell.is_megatrons_precision:
+        np.testing.assert_allclose(resumed.facts["losses"], run.losses, rtol=1e-6, atol=0)
+    else:
+        np.testing.assert_allclose(resumed.facts["losses"], run.truth.facts["losses"], rtol=1e-6, atol=0)
+
+
+def _moments(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
+    """Moments and steps."""
+    return {key: tensor for key, tensor in truth.tensors.items() if key[1] not in (WEIGHT, MASTER)}
