@@ -16,6 +16,7 @@ from training.config import TrainConfig
 from training.config_files import shipped
 from training.engines.deepspeed_config import deepspeed_config
 from training.frameworks import check_frameworks
+from training.model_names import MODELS
 from training.strategies import BY_NAME, STRATEGIES, chosen_strategy
 
 TEXT = {"model": "lm", "dataset": "text"}
@@ -241,3 +242,23 @@ def test_a_file_for_deepspeed_is_taken_with_what_the_options_decide(tmp_path: Pa
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"has no config.json of a causal language model"):
         check_frameworks(config(strategy="ddp", model=f"hf:{tmp_path}", dataset="text"))
+
+
+DOCUMENTED = [
+    line.removeprefix("$ ckpt-tools train ")
+    for line in (Path(__file__).parents[2] / "docs/training.md").read_text().splitlines()
+    if line.startswith("$ ckpt-tools train ")
+]
+
+
+@pytest.mark.parametrize("words", DOCUMENTED)
+def test_each_documented_command_is_a_run(words: str) -> None:
+    params = main.make_context("training", words.split()).params
+    assert config(**params).sharding.name in STRATEGIES
+
+
+def test_every_strategy_and_option_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    options = {name for option in main.params for name in option.opts if name.startswith("--")} - {"--help"}
+    models = {f"`{model}`" for model in MODELS}
+    assert {name for name in {*options, *models, *(f"`{name}`" for name in STRATEGIES)} if name not in page} == set()

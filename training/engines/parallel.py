@@ -72,8 +72,10 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
 
 
 def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """Buckets of gradients stay as they are made. DDP would order them anew after the first step, and a resumed run, whose
-    first step is a later one, would add up in another order; it does not if it looks for parameters without a gradient.
+    """Buckets of gradients stay as they are made first, because DDP looks for parameters without a gradient.
+
+    Otherwise it orders them anew after the first step of a run, and a resumed run, whose first step is a later one,
+    would add up in another order.
     """
     model = build(config, spec, lambda block: prepare(config, block)).to(device)
     devices = [device] if device.type == "cuda" else None
