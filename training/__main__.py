@@ -57,7 +57,6 @@ with killed_by_interrupts():
 @click.option("--forward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, forwards.")
 @click.option("--backward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, backwards.")
 @click.option("--activation-checkpointing", is_flag=True, help="Compute each block again in backward.")
-@click.option("--compile", is_flag=True, help="Compile each block with torch.compile.")
 @click.option("--deepspeed-config", type=click.Path(path_type=Path), help="A JSON file in the place of ours.")
 @click.option("--seed", type=int, default=0, help="Of the first weights and the order of samples.")
 @click.option("--save-every", type=int, default=1, help="Epochs between checkpoints; the last is always saved.")

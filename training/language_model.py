@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: the unit that is sharded, checkpointed and compiled."""
+    """One layer: the unit that is sharded and checkpointed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from .models import build_model
 class ModelSpec:
     """A model that draws its weights from torch's global RNG while it is built.
 
-    ``blocks`` are the classes of which each instance is sharded, checkpointed and compiled by itself. ``whole_first``:
+    ``blocks`` are the classes of which each instance is sharded and checkpointed by itself. ``whole_first``:
     the weights are drawn when all blocks are built, so that none can be sharded before.
     """
 

@@ -52,7 +52,7 @@ def saved(folder: Path, **entries: Any) -> Path:
 
 def test_every_option_is_a_setting_or_may_differ_freely() -> None:
     free = {"out", "engine", "launcher", "num_workers", "until", "data_root", "save_every", "storage"}
-    free |= {"strategy", "shard_size", "tp", "cpu_offload", "reshard_after_forward", "forward_prefetch", "compile"}
+    free |= {"strategy", "shard_size", "tp", "cpu_offload", "reshard_after_forward", "forward_prefetch"}
     free |= {"backward_prefetch", "activation_checkpointing", "gradient_accumulation", "deepspeed_config"}
     fields = set(TrainConfig.__dataclass_fields__)
     assert fields == {*SETTINGS} | free | {"resume", "override"}

@@ -37,8 +37,6 @@ def prepare(config: TrainConfig, block: nn.Module) -> None:
     if config.activation_checkpointing:
         # Around forward, not around the module: names of parameters stay as they are.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if config.compile:
-        block.compile()
 
 
 @contextmanager
