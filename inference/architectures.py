@@ -3,7 +3,7 @@
 A checkpoint has names and numbers, and no code. The architecture comes from the ``config.json`` beside the weights if
 transformers or a training run of ours wrote one, or from the user:
 
-- ``ours``: the Vision Transformer of the training package
+- ``ours``: the Vision Transformer of the training package, and ``ours:NAME`` another of its models of images
 - ``hf``: the class that ``config.json`` names, of transformers, without any code of the folder (``trust_remote_code``)
 - ``torchvision:NAME`` and ``timm:NAME``, with arguments as in ``torchvision:resnet18?num_classes=10``
 - ``module:function``: a function of the user's own that is called without arguments and returns the module
@@ -32,7 +32,7 @@ OURS = "ours"
 HUGGING_FACE = "hf"
 LIBRARIES = ("torchvision", "timm")
 
-HOW_TO_NAME = "write ours, hf, torchvision:NAME, timm:NAME or module:function"
+HOW_TO_NAME = "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME or module:function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,21 @@ class Architecture:
             UsageError: there is no such model, or its package is missing. FormatError: ``config.json`` is not usable.
         """
         if self.library == OURS:
-            from .training_package import models
-
-            return models.build_model().to(dtype=dtype)
+            return self._of_training().to(dtype=dtype)
         if self.library == HUGGING_FACE:
             return _transformers_model(folder, dtype)
         if self.library in LIBRARIES:
             return self._of_library().to(dtype=dtype)
         return self._of_user().to(dtype=dtype)
+
+    def _of_training(self) -> nn.Module:
+        from .training_package import model_names, zoo
+
+        name = self.name or "vit"
+        facts = model_names.MODELS.get(name)
+        if facts is None or facts.task != "images":
+            raise UsageError(f"--architecture {OURS}:{name}: training has no model of images of this name")
+        return zoo.spec_of(name).build()
 
     def _of_library(self) -> nn.Module:
         library = _imported("torchvision.models" if self.library == "torchvision" else "timm", self.library)

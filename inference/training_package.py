@@ -13,9 +13,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from training import config, data, evaluation, interruption, launchers, locking, models, result
+    from training import config, data, evaluation, interruption, launchers, locking, model_names, models, result, zoo
 
-__all__ = ["config", "data", "evaluation", "interruption", "launchers", "locking", "models", "result"]
+__all__ = [
+    "config",
+    "data",
+    "evaluation",
+    "interruption",
+    "launchers",
+    "locking",
+    "model_names",
+    "models",
+    "result",
+    "zoo",
+]
 
 _PACKAGE = f"{__package__}".replace("inference", "training")
 

@@ -15,13 +15,25 @@ with killed_by_interrupts():
 
     from ckpt_tools.errors import CkptError
 
-    from .config import DATASETS, ENGINES, LAUNCHERS, OVERRIDES, PRECISIONS, RESUME_LATEST, TrainConfig
+    from .config import DATASETS, LAUNCHERS, OVERRIDES, PRECISIONS, RESUME_LATEST, SCHEDULES, TrainConfig
+    from .config_files import read_defaults
     from .installed import check_installed
     from .interruption import how_to_go_on, interruptible
+    from .strategies import ENGINES, STRATEGIES
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.option("--engine", type=click.Choice(ENGINES), required=True, help="How the model is sharded.")
+@click.option(
+    "--config",
+    metavar="FILE|NAME",
+    callback=read_defaults,
+    is_eager=True,
+    expose_value=False,
+    help="A TOML file of options, or one that comes along, such as full_shard; the command line wins.",
+)
+@click.option("--strategy", type=click.Choice(STRATEGIES), help="How the model is spread over the workers.")
+@click.option("--engine", type=click.Choice(ENGINES), help="Which framework does it; alone, it shards fully.")
+@click.option("--model", default="vit", metavar="NAME|hf:FOLDER", help="vit, lm, cnn, resnet18, ...")
 @click.option("--launcher", type=click.Choice(LAUNCHERS), default="ray", help="Who starts the workers.")
 @click.option("--num-workers", type=int, default=2, help="The world size; one GPU each where there is CUDA.")
 @click.option("--epochs", type=int, default=12, help="The length of the learning rate schedule.")
@@ -33,8 +45,19 @@ with killed_by_interrupts():
 @click.option("--batch-size", type=int, default=64, help="Samples a step, over all workers.")
 @click.option("--learning-rate", type=float, default=1e-3, help="The peak, after the warm-up.")
 @click.option("--weight-decay", type=float, default=0.05)
+@click.option("--schedule", type=click.Choice(SCHEDULES), default="cosine", help="After the warm-up.")
 @click.option("--warmup-fraction", type=float, default=0.1, help="The part of the schedule that warms up.")
 @click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", help="What the model computes in.")
+@click.option("--clip-grad-norm", type=float, help="Scale gradients down to this norm, over all weights.")
+@click.option("--gradient-accumulation", type=int, default=1, help="Micro-batches that one step adds up.")
+@click.option("--shard-size", type=int, help="Of hybrid_shard and zero3_hpz: workers that share one copy.")
+@click.option("--tp", type=int, default=1, help="Workers that compute each layer together, beside FSDP2.")
+@click.option("--cpu-offload", is_flag=True, help="FSDP2: weights, gradients and optimizer in the host's memory.")
+@click.option("--reshard-after-forward", type=int, help="full_shard: keep shards over so many workers until backward.")
+@click.option("--forward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, forwards.")
+@click.option("--backward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, backwards.")
+@click.option("--activation-checkpointing", is_flag=True, help="Compute each block again in backward.")
+@click.option("--deepspeed-config", type=click.Path(path_type=Path), help="A JSON file in the place of ours.")
 @click.option("--seed", type=int, default=0, help="Of the first weights and the order of samples.")
 @click.option("--save-every", type=int, default=1, help="Epochs between checkpoints; the last is always saved.")
 @click.option("--storage", metavar="URL", help="Where checkpoints go, such as s3://bucket/run; else to --out.")
@@ -47,7 +70,7 @@ with killed_by_interrupts():
     help="With --resume: a setting that may differ from the checkpoint's run, such as learning-rate; repeatable.",
 )
 def main(**options: Any) -> None:
-    """Train the Vision Transformer; leaves result.json in --out, sharded checkpoints there or in --storage."""
+    """Train a small model; leaves result.json in --out, sharded checkpoints there or in --storage."""
     try:
         run(options)
     except CkptError as error:
@@ -57,7 +80,7 @@ def main(**options: Any) -> None:
 
 def run(options: dict[str, Any]) -> None:
     """Train as the options say, and print where the result lies."""
-    paths = {name: options[name].absolute() for name in ("out", "data_root") if options[name]}
+    paths = {name: options[name].absolute() for name in ("out", "data_root", "deepspeed_config") if options[name]}
     config = TrainConfig(**(options | paths))
     check_installed(config)
     # What follows imports torch, which takes seconds: a mistake in the options is answered before.

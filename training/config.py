@@ -12,30 +12,52 @@ from typing import Any, Literal, get_args
 
 from ckpt_tools.errors import UsageError
 
-EngineName = Literal["fsdp2", "zero1", "zero2", "zero3"]
+from .combinations import broken_rule
+from .strategies import ENGINES as ENGINES
+from .strategies import STRATEGIES, Strategy, StrategyName, chosen_strategy
+from .strategies import EngineName as EngineName
+
 LauncherName = Literal["ray", "torchrun"]
-Precision = Literal["fp32", "bf16"]
-DatasetName = Literal["digits", "fashion-mnist"]
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+Precision = Literal["fp32", "bf16", "fp16"]
+DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
+ScheduleName = Literal["cosine", "linear", "constant"]
 LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 RESUME_LATEST = "latest"
 MAX_SEED = 2**32 - 1  # as NumPy has it; torch refuses seeds that do not fit 64 bits, and an epoch's is larger
 
 SETTINGS = (
+    "model",
     "dataset",
     "num_samples",
     "batch_size",
     "epochs",
+    "schedule",
     "warmup_fraction",
     "learning_rate",
     "weight_decay",
+    "clip_grad_norm",
     "precision",
     "seed",
 )
 """The fields that change what is learnt. They are saved with a checkpoint, and a resumed run keeps to them."""
+
+COUNTS = (
+    "num_workers",
+    "epochs",
+    "until",
+    "batch_size",
+    "num_samples",
+    "save_every",
+    "gradient_accumulation",
+    "shard_size",
+    "tp",
+    "reshard_after_forward",
+)
+"""The fields that count something there must be one of."""
 
 Settings = dict[str, Any]
 
@@ -57,6 +79,8 @@ def check_data_root(dataset: DatasetName, root: Path | None) -> None:
     """Raises ``UsageError`` if the dataset is kept in a folder and none is given."""
     if dataset == "fashion-mnist" and root is None:
         raise UsageError(f"--dataset {dataset} needs --data-root, the folder it is kept in or downloaded to")
+    if dataset == "image-folder" and root is None:
+        raise UsageError(f"--dataset {dataset} needs --data-root, a folder with train/CLASS and held-out/CLASS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +94,9 @@ class TrainConfig:
     """
 
     out: Path
-    engine: EngineName
+    strategy: StrategyName | None = None
+    engine: EngineName | None = None
+    model: str = "vit"
     launcher: LauncherName = "ray"
     num_workers: int = 2
     epochs: int = 12
@@ -78,9 +104,20 @@ class TrainConfig:
     batch_size: int = 64
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
+    schedule: ScheduleName = "cosine"
     warmup_fraction: float = 0.1
+    clip_grad_norm: float | None = None
+    gradient_accumulation: int = 1
     seed: int = 0
     precision: Precision = "fp32"
+    shard_size: int | None = None
+    tp: int = 1
+    cpu_offload: bool = False
+    reshard_after_forward: int | None = None
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    activation_checkpointing: bool = False
+    deepspeed_config: Path | None = None
     dataset: DatasetName = "digits"
     data_root: Path | None = None
     num_samples: int | None = None
@@ -95,6 +132,16 @@ class TrainConfig:
         self._check_together()
         self._check_storage()
         self._check_override()
+
+    @property
+    def sharding(self) -> Strategy:
+        """What ``strategy`` and ``engine`` mean together."""
+        return chosen_strategy(self.strategy, self.engine)
+
+    @property
+    def data_workers(self) -> int:
+        """Workers, or groups of workers under ``tp``, that see samples of their own."""
+        return self.num_workers // self.tp
 
     @property
     def last_epoch(self) -> int:
@@ -119,26 +166,40 @@ class TrainConfig:
     def to_args(self) -> list[str]:
         """The command line of ``python -m training`` that gives this configuration."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        flags = [f"--{spelt(name)}" for name, value in values.items() if value is True]
         several = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
-        return [f"--{spelt(name)}={one}" for name, value in several.items() for one in value if one is not None]
+        given = [
+            (name, one)
+            for name, value in several.items()
+            for one in value
+            if one is not None and not isinstance(one, bool)
+        ]
+        return flags + [f"--{spelt(name)}={one}" for name, one in given]
 
     def _check_choices(self) -> None:
         for name, choices in (
-            ("engine", ENGINES),
+            ("strategy", (None, *STRATEGIES)),
+            ("engine", (None, *ENGINES)),
+            ("schedule", SCHEDULES),
             ("launcher", LAUNCHERS),
             ("precision", PRECISIONS),
             ("dataset", DATASETS),
         ):
             if getattr(self, name) not in choices:
-                raise UsageError(f"--{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
+                named = ", ".join(filter(None, choices))
+                raise UsageError(f"--{name} is one of {named}, not {getattr(self, name)!r}")
 
     def _check_counts(self) -> None:
-        for name in ("num_workers", "epochs", "until", "batch_size", "num_samples", "save_every"):
+        for name in COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{spelt(name)} is at least 1, not {value}")
         if not 0 < self.learning_rate < math.inf:
             raise UsageError(f"--learning-rate is a number above 0, not {self.learning_rate}")
+        if min(self.forward_prefetch, self.backward_prefetch) < 0:
+            raise UsageError("--forward-prefetch and --backward-prefetch are numbers of blocks, at least 0")
+        if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < math.inf:
+            raise UsageError(f"--clip-grad-norm is a number above 0, not {self.clip_grad_norm}")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"--weight-decay is a number of at least 0, not {self.weight_decay}")
         if not 0 <= self.warmup_fraction < 1:
@@ -147,16 +208,13 @@ class TrainConfig:
             raise UsageError(f"--seed is from 0 to {MAX_SEED}, not {self.seed}")
 
     def _check_together(self) -> None:
-        if self.batch_size % self.num_workers:
-            raise UsageError(
-                f"the global batch of {self.batch_size} does not divide over {self.num_workers} workers; "
-                f"choose --batch-size a multiple of --num-workers"
-            )
+        if (sentence := broken_rule(self)) is not None:
+            raise UsageError(sentence)
         if self.last_epoch > self.epochs:
             raise UsageError(f"--until {self.until} lies beyond --epochs {self.epochs}")
         check_data_root(self.dataset, self.data_root)
         if self.dataset == "digits" and self.data_root is not None:
-            raise UsageError("--data-root is for --dataset fashion-mnist; digits come with scikit-learn")
+            raise UsageError("--data-root is for the other datasets; digits come with scikit-learn")
 
     def _check_storage(self) -> None:
         if self.storage is None:

@@ -1,7 +1,8 @@
 """Real images in one canonical form: 8-bit grey, 28x28. What a PNG can hold is exactly what the model saw.
 
 ``digits`` is scikit-learn's bundled set of 1,797 handwritten digits (8x8, 17 grey levels), upscaled; it needs no
-network. ``fashion-mnist`` is torchvision's FashionMNIST, 60,000 + 10,000 images. Because every image is kept as uint8
+network. ``fashion-mnist`` is torchvision's FashionMNIST, 60,000 + 10,000 images; ``image-folder`` is the user's own.
+``text`` is the beginning of Shakespeare's Coriolanus as bytes, or the user's own. Because every image is kept as uint8
 until :func:`to_input`, a held-out image that was saved as a PNG and posted to the HTTP service gives the model the same
 numbers as the dataset does.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_tools.errors import StoreError
+from ckpt_tools.errors import StoreError, UsageError
 
 from .config import DATASETS as DATASETS  # also from here, beside what loads them
 from .config import DatasetName as DatasetName
 from .config import check_data_root
-from .models import IMAGE_SIZE
+from .language_model import CONTEXT
+from .models import IMAGE_SIZE, NUM_CLASSES
+
+TEXTS = "texts"
+TEXT_HELD_OUT_EVERY = 10
 
 Part = Literal["train", "held-out"]
 
@@ -52,17 +58,43 @@ class LabelledImages:
         return LabelledImages(self.pixels[:count], self.labels[:count])
 
 
-def load_dataset(name: DatasetName, part: Part, root: Path | None) -> LabelledImages:
-    """One part of a dataset. Raises ``UsageError`` without a needed ``root``, ``StoreError`` where a download fails."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TextWindows:
+    """Pieces of a text: ``pixels`` uint8 [n, t], its bytes, and ``labels`` int64 [n, t], the byte after each."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def first(self, count: int | None) -> TextWindows:
+        """The first ``count`` pieces, or all of them where ``count`` is None."""
+        return TextWindows(self.pixels[:count], self.labels[:count])
+
+
+Samples = LabelledImages | TextWindows
+
+
+def load_dataset(name: DatasetName, part: Part, root: Path | None) -> Samples:
+    """One part of a dataset.
+
+    Raises:
+        UsageError: a needed ``root`` is missing, or holds something else. StoreError: a download fails.
+    """
     if name == "digits":
         return _load_digits(part)
+    if name == "text":
+        return _load_text(part, root)
     check_data_root(name, root)
     assert root is not None
-    return _load_fashion_mnist(part, root)
+    return _load_image_folder(part, root) if name == "image-folder" else _load_fashion_mnist(part, root)
 
 
 def to_input(pixels: Tensor) -> Tensor:
-    """uint8 [n, 28, 28] to the model's input, float32 [n, 1, 28, 28] in [-1, 1]."""
+    """uint8 [n, 28, 28] to the model's input, float32 [n, 1, 28, 28] in [-1, 1]; bytes uint8 [n, t] to int64."""
+    if pixels.ndim == 2:
+        return pixels.to(torch.int64)
     return pixels.unsqueeze(1).to(torch.float32) / 127.5 - 1.0
 
 
@@ -111,6 +143,44 @@ def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
             f"copy its four .gz files into {root / 'FashionMNIST' / 'raw'} or use --dataset digits"
         ) from error
     return LabelledImages(dataset.data, dataset.targets)
+
+
+def _load_image_folder(part: Part, root: Path) -> LabelledImages:
+    """The images of ``root/train/CLASS`` or ``root/held-out/CLASS``, grey and 28x28; classes are numbered by name."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    try:
+        found = ImageFolder(str(root / part), lambda image: image.convert("L").resize((IMAGE_SIZE, IMAGE_SIZE)))
+    except OSError as error:
+        raise UsageError(f"--data-root {root}: {part} is not a folder of classes: {_first_line(error)}") from error
+    if len(found.classes) > NUM_CLASSES:
+        raise UsageError(f"--data-root {root} has {len(found.classes)} classes, and models tell {NUM_CLASSES} apart")
+    pixels, labels = zip(*((pil_to_tensor(image)[0], label) for image, label in found), strict=True)
+    return LabelledImages(torch.stack(pixels), torch.tensor(labels))
+
+
+def _load_text(part: Part, root: Path | None) -> TextWindows:
+    """The scenes that come with the package, or the ``.txt`` files of a folder one after another; every tenth piece is
+    held out."""
+    content = torch.frombuffer(bytearray(_text(root)), dtype=torch.uint8)
+    count = (len(content) - 1) // CONTEXT
+    if count < TEXT_HELD_OUT_EVERY:
+        raise UsageError(f"--data-root {root} has {len(content)} bytes of text, too few to learn from")
+    pieces = content[: count * CONTEXT].view(count, CONTEXT)
+    following = content[1 : count * CONTEXT + 1].view(count, CONTEXT).to(torch.int64)
+    held_out = torch.arange(count) % TEXT_HELD_OUT_EVERY == 0
+    chosen = held_out if part == "held-out" else ~held_out
+    return TextWindows(pieces[chosen], following[chosen])
+
+
+def _text(root: Path | None) -> bytes:
+    if root is None:
+        return resources.files(f"{__package__}").joinpath(TEXTS, "coriolanus.txt").read_bytes()
+    try:
+        return b"\n".join(path.read_bytes() for path in sorted(root.glob("*.txt")))
+    except OSError as error:
+        raise UsageError(f"--data-root {root} cannot be read: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

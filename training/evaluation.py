@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .data import LabelledImages, to_input
+from .data import Samples, to_input
 
 # 360 held-out digits are 12 chunks, an even deal for 2, 3 and 4 ranks; a posted image costs one chunk, about 15 ms.
 CHUNK = 30
@@ -67,25 +67,29 @@ def padded(chunk: Tensor) -> Tensor:
     return torch.cat([chunk, chunk[-1:].expand(missing, *chunk.shape[1:])]) if missing else chunk
 
 
-def evaluate(logits: Logits, images: LabelledImages, device: torch.device) -> Evaluation:
-    """Evaluate over all ranks of the default process group; every sample counts once, on every rank the same result."""
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    predicted = rank_predictions(logits, images.pixels, device, rank=rank, world_size=world_size)
-    torch.distributed.all_reduce(predicted)
-    return evaluation_of(predicted.cpu(), images.labels)
+def evaluate(logits: Logits, samples: Samples, device: torch.device, *, rank: int, world_size: int) -> Evaluation:
+    """Evaluate over all ranks of the default process group; every sample counts once, on every rank the same result.
+
+    ``rank`` of ``world_size`` says which chunks are this rank's. Ranks that share chunks find the same predictions.
+    """
+    predicted = rank_predictions(logits, samples.pixels, device, rank=rank, world_size=world_size)
+    torch.distributed.all_reduce(predicted, torch.distributed.ReduceOp.MAX)
+    return evaluation_of(predicted.cpu().flatten(), samples.labels.flatten())
 
 
 def rank_predictions(logits: Logits, pixels: Tensor, device: torch.device, *, rank: int, world_size: int) -> Tensor:
-    """Predictions of this rank's chunks, int64 [n] with 0 for the samples of other ranks: their sum over ranks is all.
+    """Predictions of this rank's chunks, int64 [n], or [n, t] of a text; 0 for the samples of other ranks, so that the
+    highest over all ranks are all of them.
 
     A forward pass of a sharded model is collective: each rank makes as many as the others, so a rank without a chunk
     left repeats the first one and its answer is not used.
     """
     chunks = pixels.split(CHUNK)
-    predicted = torch.zeros(len(pixels), dtype=torch.int64, device=device)
+    each = pixels.shape[1:] if pixels.ndim == 2 else ()
+    predicted = torch.zeros((len(pixels), *each), dtype=torch.int64, device=device)
     for mine in range(rank, rank + len(chunks), world_size):
         chunk = chunks[mine if mine < len(chunks) else 0]
-        answer = logits(to_input(padded(chunk)).to(device)).argmax(1)
+        answer = logits(to_input(padded(chunk)).to(device)).argmax(-1)
         if mine < len(chunks):
             predicted[mine * CHUNK :][: len(chunk)] = answer[: len(chunk)]
     return predicted

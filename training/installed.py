@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from ckpt_tools.errors import UsageError
 
 from .config import TrainConfig
+from .model_names import HUGGING_FACE
 
 INSTALL = "pip install 'ckpt-tools[train]'"
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}
@@ -16,9 +17,10 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 def needed_modules(config: TrainConfig) -> list[str]:
     """The frameworks that this run imports, in whichever process."""
     by_launcher = ["ray", "pyarrow"] if config.launcher == "ray" else []
-    by_engine = [] if config.engine == "fsdp2" else ["deepspeed"]
+    by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
     by_dataset = ["sklearn"] if config.dataset == "digits" else []
-    return ["torch", "torchvision", *by_launcher, *by_engine, *by_dataset]
+    by_model = ["transformers"] if config.model.startswith(HUGGING_FACE) else []
+    return ["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model]
 
 
 def check_installed(config: TrainConfig) -> None:

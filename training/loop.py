@@ -20,7 +20,7 @@ from torch import Tensor
 from ckpt_tools.errors import UsageError
 
 from .config import TrainConfig
-from .data import LabelledImages, epoch_order, load_dataset, rank_batches, to_input
+from .data import Samples, epoch_order, load_dataset, rank_batches, to_input
 from .engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, evaluate
 from .model_config import write_model_config
@@ -66,7 +66,8 @@ def train(config: TrainConfig, device: torch.device, resume_from: Path | str | N
     """Train to ``config.last_epoch`` on this rank, from the start or from a whole checkpoint at a path or URL."""
     samples, held_out = load_parts(config)
     total_steps = config.epochs * config.steps_per_epoch(len(samples))
-    with closing(create_engine(config, schedule_for(total_steps, config.warmup_fraction), device)) as engine:
+    schedule = schedule_for(total_steps, config.warmup_fraction, config.schedule)
+    with closing(create_engine(config, schedule, device)) as engine:
         progress = engine.resume(resume_from) if resume_from else Progress()
         _check_epochs_left(config, progress)
         history = []
@@ -75,17 +76,17 @@ def train(config: TrainConfig, device: torch.device, resume_from: Path | str | N
             progress = Progress(epoch, progress.step + len(metrics.losses))
             report(metrics, partial(_save, config, engine, progress) if config.saves_after(epoch) else None)
             history.append(metrics)
-        return Trained(tuple(history), evaluate(engine.logits, held_out, device))
+        return Trained(tuple(history), evaluate_all(config, engine, held_out, device))
 
 
 def _save(config: TrainConfig, engine: Engine, progress: Progress, folder: Path) -> None:
     """This rank's shards; the first rank also says what model they are of."""
     engine.save(folder, progress)
     if torch.distributed.get_rank() == 0:
-        write_model_config(folder, config.dataset)
+        write_model_config(folder, config)
 
 
-def load_parts(config: TrainConfig) -> tuple[LabelledImages, LabelledImages]:
+def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
     """The training and the held-out samples; the first rank of each machine goes ahead, so one downloads for all."""
     leads = int(os.environ["LOCAL_RANK"]) == 0
     if not leads:
@@ -109,28 +110,37 @@ def run_epoch(
     config: TrainConfig,
     engine: Engine,
     device: torch.device,
-    samples: LabelledImages,
-    held_out: LabelledImages,
+    samples: Samples,
+    held_out: Samples,
     epoch: int,
 ) -> EpochMetrics:
     """Train one epoch and evaluate."""
     started = time.perf_counter()
     losses = train_epoch(config, engine, device, samples, epoch)
-    evaluation = evaluate(engine.logits, held_out, device)
+    evaluation = evaluate_all(config, engine, held_out, device)
     return EpochMetrics(epoch, losses, evaluation.correct, evaluation.total, time.perf_counter() - started)
 
 
 def train_epoch(
-    config: TrainConfig, engine: Engine, device: torch.device, samples: LabelledImages, epoch: int
+    config: TrainConfig, engine: Engine, device: torch.device, samples: Samples, epoch: int
 ) -> tuple[float, ...]:
     """One pass over the samples in the epoch's order; the mean loss over all ranks at each step."""
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     order = epoch_order(len(samples), epoch, config.seed)
     losses = []
-    for batch in rank_batches(order, config.batch_size, rank, world_size):
-        images, labels = to_input(samples.pixels[batch]), samples.labels[batch]
-        losses.append(engine.step(images.to(device), labels.to(device)))
-    return mean_over_ranks(torch.stack(losses), world_size)
+    for batch in rank_batches(order, config.batch_size, engine.data_rank, data_world_size(config)):
+        inputs, labels = to_input(samples.pixels[batch]), samples.labels[batch]
+        losses.append(engine.step(inputs.to(device), labels.to(device)))
+    return mean_over_ranks(torch.stack(losses), torch.distributed.get_world_size())
+
+
+def evaluate_all(config: TrainConfig, engine: Engine, held_out: Samples, device: torch.device) -> Evaluation:
+    """The held-out samples, dealt out over the ranks that see samples of their own."""
+    return evaluate(engine.logits, held_out, device, rank=engine.data_rank, world_size=data_world_size(config))
+
+
+def data_world_size(config: TrainConfig) -> int:
+    """Ranks, or groups of ranks under tensor parallelism, that see samples of their own."""
+    return torch.distributed.get_world_size() // config.tp
 
 
 def mean_over_ranks(losses: Tensor, world_size: int) -> tuple[float, ...]:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .config import DatasetName
+from .config import DatasetName, TrainConfig
+from .model_names import facts_of
 
 NAME = "config.json"
 
@@ -27,13 +28,36 @@ LABELS: dict[DatasetName, tuple[str, ...]] = {
 }
 
 
-def model_config(dataset: DatasetName) -> dict[str, Any]:
-    """The module by the name that inference gives it, its classes in order, and how an image is prepared for it."""
+def model_config(config: TrainConfig) -> dict[str, Any] | None:
+    """The module by the name that inference gives it, its classes in order, and how an image is prepared for it. None
+    for models of text, which inference does not know."""
     from .models import IMAGE_SIZE
 
+    facts = facts_of(config.model)
+    if facts is None or facts.task != "images":
+        return None
+    architecture = "ours" if config.model == "vit" else f"ours:{config.model}"
     prepared = {"mode": "L", "height": IMAGE_SIZE, "width": IMAGE_SIZE, "resample": "bilinear", "mean": 0.5, "std": 0.5}
-    return {"architecture": "ours", "labels": list(LABELS[dataset]), "image": prepared, "dataset": dataset}
+    return {
+        "architecture": architecture,
+        "labels": list(labels_of(config)),
+        "image": prepared,
+        "dataset": config.dataset,
+    }
 
 
-def write_model_config(folder: Path, dataset: DatasetName) -> None:
-    (folder / NAME).write_text(json.dumps(model_config(dataset), indent=1) + "\n")
+def labels_of(config: TrainConfig) -> tuple[str, ...]:
+    """Of the model's outputs in order; an output that no class of the user's folder has is called by its number."""
+    from .models import NUM_CLASSES
+
+    if config.dataset in LABELS:
+        return LABELS[config.dataset]
+    assert config.data_root is not None, "a dataset without labels of its own is a folder of classes"
+    classes = sorted(path.name for path in (config.data_root / "train").iterdir() if path.is_dir())
+    return (*classes, *map(str, range(len(classes), NUM_CLASSES)))
+
+
+def write_model_config(folder: Path, config: TrainConfig) -> None:
+    found = model_config(config)
+    if found is not None:
+        (folder / NAME).write_text(json.dumps(found, indent=1) + "\n")

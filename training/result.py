@@ -43,6 +43,7 @@ class RunResult:
     """
 
     engine: str
+    strategy: str
     launcher: str
     num_workers: int
     precision: str
@@ -62,7 +63,8 @@ class RunResult:
     def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
         """The result of ``config``'s run, its last epoch's checkpoint being the one it leaves."""
         return cls(
-            engine=config.engine,
+            engine=config.engine or config.sharding.framework,
+            strategy=config.sharding.name,
             launcher=config.launcher,
             num_workers=config.num_workers,
             precision=config.precision,
@@ -98,7 +100,7 @@ def versions_of(config: TrainConfig) -> dict[str, str]:
     frameworks = [
         "torch",
         *(["ray"] if config.launcher == "ray" else []),
-        *([] if config.engine == "fsdp2" else ["deepspeed"]),
+        *(["deepspeed"] if config.sharding.framework == "deepspeed" else []),
     ]
     found = {name: version(name) for name in frameworks}
     return {"python": platform.python_version(), "ckpt_tools": ckpt_tools.__version__, **found}

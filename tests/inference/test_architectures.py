@@ -77,7 +77,7 @@ def test_a_function_of_the_user_builds_the_model(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("resnet18", "not an architecture; write ours, hf"),
+        ("resnet18", "not an architecture; write ours, ours:NAME, hf"),
         ("torchvision:", "not an architecture"),
         ("my-module:f", "not an architecture"),
         ("torchvision:resnet18?classes", "'classes' is not NAME=VALUE"),

@@ -104,6 +104,9 @@ def test_latest_of_ray_is_the_last_in_its_record(used: Path) -> None:
         (["--engine=fsdp", "--out=x"], 2),
         (["--engine=fsdp2"], 2),
         (["--engine=fsdp2", "--out=x", "--epoch=three"], 2),
+        (["--out=x"], 2),
+        (["--strategy=full_shard", "--out=x", "--tp=3"], 2),
+        (["--config=none", "--out=x"], 2),
         (["--engine=fsdp2", "--out=x", "--num-workers=3"], 2),
         (["--engine=fsdp2", "--out=x", "--dataset=fashion-mnist"], 2),
         (["--engine=fsdp2", "--out=x", "--override=lr", "--resume=latest"], 2),
@@ -142,7 +145,7 @@ def test_the_names_that_options_take_are_the_light_ones() -> None:
     from training import data
 
     assert data.DATASETS is DATASETS
-    assert ENGINES == ("fsdp2", "zero1", "zero2", "zero3")
+    assert ENGINES == ("fsdp2", "deepspeed", "zero1", "zero2", "zero3")
 
 
 @pytest.mark.parametrize("out", ["/proc/run", "/proc", "/sys/run"])

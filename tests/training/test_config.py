@@ -18,8 +18,8 @@ def config(**values: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"engine": "ddp"}, "--engine is one of fsdp2, zero1, zero2, zero3, not 'ddp'"),
-        ({"precision": "fp8"}, "--precision is one of fp32, bf16"),
+        ({"engine": "ddp"}, "--engine is one of fsdp2, deepspeed, zero1, zero2, zero3, not 'ddp'"),
+        ({"precision": "fp8"}, "--precision is one of fp32, bf16, fp16, not"),
         ({"num_workers": 0}, "^--num-workers is at least 1, not 0$"),
         ({"save_every": -1}, "^--save-every is at least 1, not -1$"),
         ({"num_samples": 0}, "^--num-samples is at least 1, not 0$"),
@@ -32,12 +32,17 @@ def config(**values: Any) -> TrainConfig:
         ({"warmup_fraction": 1.0}, "^--warmup-fraction is at least 0 and below 1, not 1.0$"),
         ({"seed": -1}, "^--seed is from 0 to 4294967295, not -1$"),
         ({"dataset": "fashion-mnist"}, "^--dataset fashion-mnist needs --data-root"),
-        ({"data_root": Path("/data")}, "^--data-root is for --dataset fashion-mnist"),
+        ({"data_root": Path("/data")}, "^--data-root is for the other datasets"),
         (
             {"override": ("lr",), "resume": "latest"},
-            "^--override lr names no setting of a run; it is one of dataset, num-s",
+            "^--override lr names no setting of a run; it is one of model, dataset, num-s",
         ),
         ({"override": ("seed",)}, "^--override is for --resume"),
+        ({"strategy": "fsdp"}, "^--strategy is one of ddp, no_shard, .*, zero3_hpz, not 'fsdp'$"),
+        ({"schedule": "step"}, "^--schedule is one of cosine, linear, constant, not 'step'$"),
+        ({"clip_grad_norm": 0.0}, "^--clip-grad-norm is a number above 0, not 0.0$"),
+        ({"forward_prefetch": -1}, "^--forward-prefetch and --backward-prefetch are numbers of blocks"),
+        ({"dataset": "image-folder"}, "^--dataset image-folder needs --data-root, a folder with train/CLASS"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
@@ -59,6 +64,7 @@ def test_the_last_epoch_is_always_saved() -> None:
 def test_arguments_give_the_configuration_back() -> None:
     run = {"until": 2, "num_samples": 100, "launcher": "torchrun", "seed": 3}
     data = {"dataset": "fashion-mnist", "data_root": Path("/data")}
-    asked = config(**run, **data, resume="latest", override=("seed", "learning-rate"))
+    more = {"cpu_offload": True, "clip_grad_norm": 1.0, "activation_checkpointing": True, "reshard_after_forward": 2}
+    asked = config(**run, **data, **more, resume="latest", override=("seed", "learning-rate"))
     parsed = main.make_context("training", asked.to_args()).params
     assert TrainConfig(**parsed) == asked

@@ -23,13 +23,16 @@ from training.reading import reading, reworded
 from training.settings import check_settings, recorded_settings
 
 OTHER: Settings = {
+    "model": "cnn",
     "dataset": "fashion-mnist",
     "num_samples": 128,
     "batch_size": 32,
     "epochs": 9,
+    "schedule": "linear",
     "warmup_fraction": 0.5,
     "learning_rate": 5.0,
     "weight_decay": 0.5,
+    "clip_grad_norm": 1.0,
     "precision": "bf16",
     "seed": 7,
 }
@@ -49,6 +52,8 @@ def saved(folder: Path, **entries: Any) -> Path:
 
 def test_every_option_is_a_setting_or_may_differ_freely() -> None:
     free = {"out", "engine", "launcher", "num_workers", "until", "data_root", "save_every", "storage"}
+    free |= {"strategy", "shard_size", "tp", "cpu_offload", "reshard_after_forward", "forward_prefetch"}
+    free |= {"backward_prefetch", "activation_checkpointing", "gradient_accumulation", "deepspeed_config"}
     fields = set(TrainConfig.__dataclass_fields__)
     assert fields == {*SETTINGS} | free | {"resume", "override"}
 
@@ -89,7 +94,9 @@ def test_an_override_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_without_settings_is_said_to_have_none(entries: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, **entries)
     line = check_settings(config(override=("seed",)), checkpoint)
-    assert line is not None and line.startswith(f"{checkpoint} does not record its run's --dataset, --num-samples, ")
+    assert line is not None and line.startswith(
+        f"{checkpoint} does not record its run's --model, --dataset, --num-samples, "
+    )
     assert line.endswith("--seed: not compared, this run uses its own")
     assert line.count("\n") == 0
 

@@ -8,14 +8,14 @@ import torch
 
 from ..config import TrainConfig
 from ..engines.base import Engine, Progress
-from ..schedule import WarmupCosine
+from ..schedule import Schedule
 
 __all__ = ["Engine", "Progress", "create_engine"]
 
 
-def create_engine(config: TrainConfig, schedule: WarmupCosine, device: torch.device) -> Engine:
+def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device) -> Engine:
     """The engine that ``config`` names, over the default process group; DeepSpeed is imported only where asked for."""
-    if config.engine == "fsdp2":
+    if config.sharding.framework == "fsdp2":
         from ..engines.fsdp2 import Fsdp2Engine
 
         return Fsdp2Engine(config, schedule, device)

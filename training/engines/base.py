@@ -1,4 +1,4 @@
-"""What the loop asks of an engine: five methods, each called by every rank at the same time."""
+"""What the loop asks of an engine: five methods and a number, each method called by every rank at the same time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,22 @@ class Progress:
 class Engine(Protocol):
     """A sharded model with its optimizer and schedule, on this rank."""
 
-    def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """One optimizer step on this rank's samples; the mean loss over them, 0-d, detached.
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples is this rank's; ranks of tensor parallelism share one."""
+        ...
 
-        ``images`` float32 [n, 1, 28, 28], ``labels`` int64 [n], on the engine's device, n the same on every rank.
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """One optimizer step on this rank's samples, in as many micro-batches as the run says; the mean loss over them,
+        0-d, detached.
+
+        ``inputs`` float32 [n, 1, 28, 28] and ``labels`` int64 [n], or both int64 [n, t] of a text; on the engine's
+        device, n the same on every rank.
         """
         ...
 
-    def logits(self, images: Tensor) -> Tensor:
-        """Logits in evaluation mode, float32 [n, 10]; collective, so n is the same on every rank."""
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Logits in evaluation mode, float32 [n, classes] or [n, t, bytes]; collective: n is the same on every rank."""
         ...
 
     def save(self, folder: Path, progress: Progress) -> None:
@@ -47,3 +55,8 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of what the framework keeps alive."""
         ...
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy of every label, in float32."""
+    return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO, stages 1 to 3, saved with ``save_checkpoint`` and its client state."""
+"""DeepSpeed ZeRO, stages 0 to 3, saved with ``save_checkpoint`` and its client state."""
 
 from __future__ import annotations
 
@@ -7,45 +7,59 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import Tensor
-from torch.nn import functional
+from deepspeed.utils import groups
+from torch import Tensor, nn
 
-from ..config import TrainConfig
-from ..engines.base import Progress
-from ..engines.resuming import apply_settings, as_zero, progress_of
-from ..models import build_model
+from ckpt_tools import load_into
+
+from ..config import Precision, TrainConfig
+from ..engines.base import Progress, mean_loss
+from ..engines.resuming import apply_settings, as_zero, progress_of, scheduler_of
 from ..reading import reading
-from ..schedule import WarmupCosine
+from ..schedule import Schedule
 from ..settings import SETTINGS_ENTRY
+from ..zoo import logits_of, spec_of
+from .blocks import average_buffers, build, prepare
+from .deepspeed_config import deepspeed_config
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DeepSpeedEngine:
-    """An :class:`~training.engines.base.Engine` over DeepSpeed; the stage is the digit in the engine's name."""
+    """An :class:`~training.engines.base.Engine` over DeepSpeed."""
 
-    def __init__(self, config: TrainConfig, schedule: WarmupCosine, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
         join_process_group(device)
         self._config = config
-        torch.manual_seed(config.seed)
-        self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        model = build_model()
+        self._dtype = DTYPES[config.precision]
+        options = deepspeed_config(config, torch.distributed.get_world_size())
+        model = seeded_model(config, options, self._dtype)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
-            config=deepspeed_config(config, torch.distributed.get_world_size()),
+            config=options,
             lr_scheduler=schedule.attach,
         )
 
-    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+    @property
+    def data_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self._engine.train()
-        loss = functional.cross_entropy(self._forward(images), labels)
-        self._engine.backward(loss)
-        self._engine.step()
-        return loss.detach()
+        parts, losses = self._config.gradient_accumulation, []
+        for micro_inputs, micro_labels in zip(inputs.chunk(parts), labels.chunk(parts), strict=True):
+            loss = mean_loss(self._forward(micro_inputs), micro_labels)
+            self._engine.backward(loss)
+            self._engine.step()
+            losses.append(loss.detach())
+        average_buffers(self._engine.module)
+        return torch.stack(losses).mean()
 
     @torch.no_grad()
-    def logits(self, images: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor) -> Tensor:
         self._engine.eval()
-        return self._forward(images)
+        return self._forward(inputs).float()
 
     def save(self, folder: Path, progress: Progress) -> None:
         tag = f"global_step{progress.step}"
@@ -56,17 +70,48 @@ class DeepSpeedEngine:
 
     def resume(self, checkpoint: Path | str) -> Progress:
         stage = self._engine.zero_optimization_stage()
-        with reading(checkpoint), as_zero(checkpoint, stage, self._dtype) as folder:
-            _, client_state = self._engine.load_checkpoint(str(folder))
+        with reading(checkpoint):
+            if stage == 0:
+                return self._resume_unsharded(checkpoint)
+            with as_zero(checkpoint, stage, self._dtype) as folder:
+                _, client_state = self._engine.load_checkpoint(str(folder))
         apply_settings(self._config, self._engine.lr_scheduler)
         return progress_of(client_state, checkpoint)
+
+    def _resume_unsharded(self, checkpoint: Path | str) -> Progress:
+        """Model and optimizer are plain ones of torch, on every rank the same."""
+        entries = load_into(self._engine.module, self._engine.optimizer, checkpoint)
+        self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
+        apply_settings(self._config, self._engine.lr_scheduler)
+        progress = progress_of(entries, checkpoint)
+        self._engine.global_steps = progress.step
+        return progress
 
     def close(self) -> None:
         self._engine.destroy()
 
-    def _forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self._engine(images.to(self._dtype))
-        return logits.float()
+    def _forward(self, inputs: Tensor) -> Tensor:
+        values = inputs.to(self._dtype) if inputs.is_floating_point() else inputs
+        return logits_of(self._engine(values))
+
+
+def seeded_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The model with the seed's weights. In stage 3 each block is partitioned as soon as it is drawn."""
+
+    def on_block(block: nn.Module) -> None:
+        prepare(config, block)
+        if config.sharding.stage == 3:
+            _partition(block.to(dtype), options, in_groups=config.sharding.in_groups)
+
+    model = build(config, spec_of(config.model), on_block)
+    # DeepSpeed casts no model of which a part is partitioned.
+    return model.to(dtype) if config.sharding.stage == 3 else model
+
+
+def _partition(module: nn.Module, options: dict[str, Any], *, in_groups: bool) -> None:
+    """Leave this rank its part of every parameter. The first call makes the groups of hpZ, a second may not."""
+    group = groups._get_zero_param_intra_parallel_group() if in_groups else None
+    deepspeed.zero.Init(module=module, config_dict_or_path=options, zero_param_parallel_group=group)
 
 
 def join_process_group(device: torch.device) -> None:
@@ -78,23 +123,3 @@ def join_process_group(device: torch.device) -> None:
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
-
-
-def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """The JSON configuration of a run.
-
-    ``torch_adam`` uses torch's own AdamW: no kernel is compiled, and the update equals that of the FSDP2 engine.
-    Clipping is off, where DeepSpeed's default of 1.0 would train to other losses than FSDP2.
-    """
-    return {
-        "train_batch_size": config.batch_size,
-        "train_micro_batch_size_per_gpu": config.batch_size // world_size,
-        "gradient_clipping": 0.0,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": config.learning_rate, "weight_decay": config.weight_decay, "torch_adam": True},
-        },
-        "zero_optimization": {"stage": int(config.engine.removeprefix("zero"))},
-        "bf16": {"enabled": config.precision == "bf16"},
-        "steps_per_print": 1_000_000_000,
-    }

@@ -1,4 +1,4 @@
-"""PyTorch FSDP2: ``fully_shard`` on every encoder block and on the root, saved through DCP.
+"""PyTorch's strategies: FSDP2, ``fully_shard`` on every block and on the root, or DDP; saved through DCP.
 
 The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch", "step", "settings"}}``: one
 ``Stateful`` owns the whole state, and ``get_state_dict`` names optimizer state by fqn, so the files do not depend on
@@ -7,40 +7,57 @@ the world size.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchvision.models import VisionTransformer
 
 from ckpt_tools import load_into
 
-from ..config import Precision, Settings, TrainConfig
-from ..engines.base import Progress
+from ..config import Settings, TrainConfig
+from ..engines.base import Progress, mean_loss
 from ..engines.resuming import apply_settings, progress_of, scheduler_of
-from ..models import build_model, encoder_blocks
 from ..reading import reading
-from ..schedule import WarmupCosine
+from ..schedule import Schedule
 from ..settings import SETTINGS_ENTRY
+from ..zoo import logits_of, spec_of
+from .blocks import average_buffers
+from .gradients import LossScaler, multiply, total_norm
+from .parallel import meshes_of, parallel_model
+
+SCALER_ENTRY = "loss_scaler"
+CLIP_EPSILON = 1e-6
+"""As torch's ``clip_grad_norm_`` and DeepSpeed have it."""
 
 
 class AppState(Stateful):
     """Model, optimizer, scheduler, progress and the run's settings as one DCP entry."""
 
-    def __init__(self, model: VisionTransformer, optimizer: Optimizer, scheduler: LambdaLR, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LambdaLR,
+        settings: Settings,
+        scaler: LossScaler | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.settings = settings
+        self.scaler = scaler
         self.progress = Progress()
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,6 +69,7 @@ class AppState(Stateful):
             "epoch": self.progress.epoch,
             "step": self.progress.step,
             SETTINGS_ENTRY: self.settings,
+            **({} if self.scaler is None else {SCALER_ENTRY: self.scaler.state_dict()}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -66,28 +84,80 @@ class AppState(Stateful):
 
 
 class Fsdp2Engine:
-    """An :class:`~training.engines.base.Engine` over FSDP2."""
+    """An :class:`~training.engines.base.Engine` over FSDP2, or over DistributedDataParallel."""
 
-    def __init__(self, config: TrainConfig, schedule: WarmupCosine, device: torch.device) -> None:
-        model = sharded_model(config, device)
+    def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
+        spec, self._meshes = spec_of(config.model), meshes_of(config, device)
+        self._module = parallel_model(config, spec, self._meshes, device)
+        model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
         # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
         self._config = config
-        self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings)
+        scaler = LossScaler() if config.precision == "fp16" else None
+        self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler)
+        # DDP has no policy of its own for what it computes in.
+        casts = config.precision == "bf16" and model is not self._module
+        self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=casts)
 
-    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+    @property
+    def data_rank(self) -> int:
+        return self._meshes.data_rank
+
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self._app.model.train()
-        loss = functional.cross_entropy(self._app.model(images).float(), labels)
-        loss.backward()
-        self._app.optimizer.step()
-        self._app.scheduler.step()
-        self._app.optimizer.zero_grad()
+        parts = self._config.gradient_accumulation
+        micro_batches = list(zip(inputs.chunk(parts), labels.chunk(parts), strict=True))
+        losses = [self._backward(*one, is_last=at == parts) for at, one in enumerate(micro_batches, 1)]
+        self._update()
+        average_buffers(self._app.model)
+        return torch.stack(losses).mean()
+
+    def _backward(self, inputs: Tensor, labels: Tensor, is_last: bool) -> Tensor:
+        """Add the gradients of one micro-batch; ranks exchange them after the last."""
+        with self._exchanging(is_last):
+            with self._autocast():
+                logits = logits_of(self._module(inputs))
+            loss = mean_loss(logits, labels)
+            scale = 1.0 if self._app.scaler is None else self._app.scaler.scale
+            (loss * (scale / self._config.gradient_accumulation)).backward()
         return loss.detach()
 
+    @contextmanager
+    def _exchanging(self, is_last: bool) -> Iterator[None]:
+        if isinstance(self._module, DistributedDataParallel):
+            with nullcontext() if is_last else self._module.no_sync():
+                yield
+            return
+        assert isinstance(self._module, FSDPModule)
+        self._module.set_requires_gradient_sync(is_last)
+        yield
+
+    def _update(self) -> None:
+        """The optimizer's step, unless gradients overflowed in fp16."""
+        if self._prepare_gradients():
+            self._app.optimizer.step()
+            self._app.scheduler.step()
+        self._app.optimizer.zero_grad()
+
+    def _prepare_gradients(self) -> bool:
+        """Undo the scale and clip; whether there is a step to make."""
+        limit, scaler = self._config.clip_grad_norm, self._app.scaler
+        if limit is None and scaler is None:
+            return True
+        gradients = [found.grad for found in self._app.model.parameters() if found.grad is not None]
+        scale = 1.0 if scaler is None else scaler.scale
+        norm = float(total_norm(gradients)) / scale
+        if scaler is not None:
+            scaler.update(math.isfinite(norm))
+        factor = 1 / scale if limit is None else min(1.0, limit / (norm + CLIP_EPSILON)) / scale
+        multiply(gradients, factor)
+        return scaler is None or math.isfinite(norm)
+
     @torch.no_grad()
-    def logits(self, images: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor) -> Tensor:
         self._app.model.eval()
-        return self._app.model(images).float()
+        with self._autocast():
+            return logits_of(self._module(inputs)).float()
 
     def save(self, folder: Path, progress: Progress) -> None:
         self._app.progress = progress
@@ -98,25 +168,9 @@ class Fsdp2Engine:
             entries = load_into(self._app.model, self._app.optimizer, checkpoint)
         self._app.scheduler.load_state_dict(scheduler_of(entries, checkpoint))
         apply_settings(self._config, self._app.scheduler)
+        if self._app.scaler is not None and SCALER_ENTRY in entries:
+            self._app.scaler.load_state_dict(entries[SCALER_ENTRY])
         return progress_of(entries, checkpoint)
 
     def close(self) -> None:
         """Nothing outlives the process group."""
-
-
-def sharded_model(config: TrainConfig, device: torch.device) -> VisionTransformer:
-    """The seeded model, each rank keeping its slice of every parameter; all ranks draw the same weights first."""
-    torch.manual_seed(config.seed)
-    model = build_model().to(device)
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    policy = precision_policy(config.precision)
-    for unit in (*encoder_blocks(model), model):
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    return model
-
-
-def precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """bf16 computes in bfloat16 and keeps parameters and the sums of gradients in float32; fp32 does all in float32."""
-    if precision == "fp32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

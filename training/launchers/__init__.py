@@ -10,6 +10,7 @@ from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageErr
 from ..checkpoints import resume_folder, way_on
 from ..config import TrainConfig
 from ..data import load_dataset
+from ..frameworks import check_frameworks
 from ..locking import RunLock, check_no_other_run, only_run
 from ..result import RunResult, check_result_file
 from ..settings import check_settings
@@ -61,6 +62,7 @@ def check_before_start(config: TrainConfig) -> None:
     check_result_file(config.out)
     line = None if checkpoint is None else check_settings(config, checkpoint)
     _check_samples(config)
+    check_frameworks(config)
     if line is not None:
         print(line, flush=True)
 

@@ -1,0 +1,181 @@
+"""Options that do not go together: one table, one sentence each, before any worker starts.
+
+Each rule is a condition under which a run cannot be what its options say, and the sentence about it, in the options'
+own spelling. ``training.config`` asks them in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .model_names import MODELS, facts_of
+from .strategies import BY_NAME, is_over
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``name`` is for the tests, of which each rule has one."""
+
+    name: str
+    is_broken: Callable[[TrainConfig], bool]
+    sentence: Callable[[TrainConfig], str]
+
+
+def broken_rule(config: TrainConfig) -> str | None:
+    """The sentence about the first rule that these options break."""
+    return next((rule.sentence(config) for rule in RULES if rule.is_broken(config)), None)
+
+
+def _facts_missing(config: TrainConfig) -> bool:
+    return facts_of(config.model) is None
+
+
+def _task(config: TrainConfig) -> str:
+    facts = facts_of(config.model)
+    assert facts is not None
+    return facts.task
+
+
+def _heads(config: TrainConfig) -> int:
+    facts = facts_of(config.model)
+    assert facts is not None
+    return facts.heads
+
+
+def _wrong_engine(config: TrainConfig) -> str:
+    twin = BY_NAME[config.sharding.name].twin
+    other = f"; --strategy {twin} is the same of {config.engine}" if config.engine == "fsdp2" and twin else ""
+    return f"--strategy {config.sharding.name} is one of DeepSpeed's, and --engine is {config.engine}{other}"
+
+
+def _is_torch(config: TrainConfig) -> bool:
+    return config.sharding.framework == "fsdp2"
+
+
+def _is_fully_sharded(config: TrainConfig) -> bool:
+    """By ``fully_shard``, which DDP is not."""
+    return _is_torch(config) and config.sharding.name != "ddp"
+
+
+def _given(config: TrainConfig, *names: str) -> str:
+    """The first of these options that the run gives."""
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(config, name)), "")
+
+
+FSDP_OPTIONS = ("cpu_offload", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "neither",
+        lambda config: config.strategy is None and config.engine is None,
+        lambda config: "give --strategy, or --engine to shard fully with that engine",
+    ),
+    Rule(
+        "engine",
+        lambda config: not is_over(config.sharding, config.engine),
+        _wrong_engine,
+    ),
+    Rule(
+        "model",
+        _facts_missing,
+        lambda config: f"--model is one of {', '.join(MODELS)} or hf:FOLDER, not {config.model!r}",
+    ),
+    Rule(
+        "task",
+        lambda config: (_task(config) == "text") != (config.dataset == "text"),
+        lambda config: (
+            f"--model {config.model} learns from text: give --dataset text"
+            if _task(config) == "text"
+            else f"--model {config.model} learns from images, and --dataset is text"
+        ),
+    ),
+    Rule(
+        "shard-size missing",
+        lambda config: config.sharding.in_groups and config.shard_size is None,
+        lambda config: f"--strategy {config.sharding.name} needs --shard-size, the workers that share one copy",
+    ),
+    Rule(
+        "shard-size unused",
+        lambda config: config.shard_size is not None and not config.sharding.in_groups,
+        lambda config: "--shard-size is for --strategy hybrid_shard and zero3_hpz",
+    ),
+    Rule(
+        "shard-size",
+        lambda config: config.shard_size is not None and config.data_workers % config.shard_size != 0,
+        lambda config: f"--shard-size {config.shard_size} does not divide {config.data_workers} workers",
+    ),
+    Rule(
+        "fsdp options",
+        lambda config: not _is_fully_sharded(config) and bool(_given(config, *FSDP_OPTIONS)),
+        lambda config: (
+            f"{_given(config, *FSDP_OPTIONS)} is for strategies of FSDP2, and --strategy is {config.sharding.name}"
+            + ("; choose one that ends in _offload" if config.cpu_offload and not _is_torch(config) else "")
+        ),
+    ),
+    Rule(
+        "reshard",
+        lambda config: (
+            config.reshard_after_forward is not None
+            and (config.sharding.name != "full_shard" or config.data_workers % config.reshard_after_forward != 0)
+        ),
+        lambda config: (
+            f"--reshard-after-forward {config.reshard_after_forward} does not divide {config.data_workers} workers"
+            if config.sharding.name == "full_shard"
+            else f"--reshard-after-forward is for --strategy full_shard, not {config.sharding.name}"
+        ),
+    ),
+    Rule(
+        "tp strategy",
+        lambda config: config.tp > 1 and not _is_fully_sharded(config),
+        lambda config: f"--tp goes together with FSDP2, and --strategy is {config.sharding.name}",
+    ),
+    Rule(
+        "tp model",
+        lambda config: config.tp > 1 and _heads(config) == 0,
+        lambda config: f"--tp is for --model lm; the attention of {config.model} cannot be dealt out",
+    ),
+    Rule(
+        "tp heads",
+        lambda config: config.tp > 1 and _heads(config) % config.tp != 0,
+        lambda config: f"--tp {config.tp} does not divide the {_heads(config)} heads of --model {config.model}",
+    ),
+    Rule(
+        "tp workers",
+        lambda config: config.num_workers % config.tp != 0,
+        lambda config: f"--tp {config.tp} does not divide --num-workers {config.num_workers}",
+    ),
+    Rule(
+        "zero0 precision",
+        lambda config: config.sharding.name == "zero0" and config.precision != "fp32",
+        lambda config: f"--strategy zero0 is for fp32 here; in {config.precision} choose zero1, or ddp with bf16",
+    ),
+    Rule(
+        "ddp fp16",
+        lambda config: config.sharding.name == "ddp" and config.precision == "fp16",
+        lambda config: (
+            "--strategy ddp computes in fp32 or bf16 here; no_shard keeps the same whole copies, and takes fp16"
+        ),
+    ),
+    Rule(
+        "deepspeed-config",
+        lambda config: config.deepspeed_config is not None and _is_torch(config),
+        lambda config: f"--deepspeed-config is for strategies of DeepSpeed, and --strategy is {config.sharding.name}",
+    ),
+    Rule(
+        "accumulation",
+        lambda config: config.batch_size % (config.data_workers * config.gradient_accumulation) != 0,
+        lambda config: (
+            f"the global batch of {config.batch_size} does not divide over {config.data_workers} workers"
+            + (f" x {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else "")
+            + (f" (--num-workers / --tp {config.tp})" if config.tp > 1 else "")
+            + "; choose --batch-size a multiple of "
+            + ("--num-workers" if config.gradient_accumulation == config.tp == 1 else "their product")
+        ),
+    ),
+)

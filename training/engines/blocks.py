@@ -1,0 +1,70 @@
+"""Building a model block by block, so that no rank ever holds all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config import TrainConfig
+from ..zoo import ModelSpec
+
+OnBlock = Callable[[nn.Module], None]
+
+
+def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> nn.Module:
+    """The model with the weights of the run's seed; ``on_block`` is called with each block when its weights are drawn.
+
+    They are drawn in the same order whatever ``on_block`` does, so every strategy and world size starts from the same.
+    """
+    torch.manual_seed(config.seed)
+    if spec.whole_first:
+        model = spec.build()
+        for block in spec.blocks_of(model):
+            on_block(block)
+        return model
+    with _announced(spec, on_block):
+        return spec.build()
+
+
+def prepare(config: TrainConfig, block: nn.Module) -> None:
+    """What the options ask of every block, whoever shards it."""
+    if config.activation_checkpointing:
+        # Around forward, not around the module: names of parameters stay as they are.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+@contextmanager
+def _announced(spec: ModelSpec, on_block: OnBlock) -> Iterator[None]:
+    """Within the context, each new block calls ``on_block`` at the end of its constructor."""
+    originals = {kind: kind.__init__ for kind in spec.blocks}
+    try:
+        for kind, original in originals.items():
+            kind.__init__ = _calling(original, on_block)  # type: ignore[method-assign]
+        yield
+    finally:
+        for kind, original in originals.items():
+            kind.__init__ = original  # type: ignore[method-assign]
+
+
+def _calling(original: Callable[..., None], on_block: OnBlock) -> Callable[..., None]:
+    def init(self: Any, *args: Any, **keywords: Any) -> None:
+        original(self, *args, **keywords)
+        on_block(self)
+
+    return init
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module) -> None:
+    """Let every rank have the same buffers: batch norm's running averages are of a rank's own samples."""
+    world_size = torch.distributed.get_world_size()
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and world_size > 1:
+            torch.distributed.all_reduce(buffer)
+            buffer /= world_size

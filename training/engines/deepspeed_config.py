@@ -1,0 +1,147 @@
+"""DeepSpeed's configuration of a run: a JSON file, and what the run's own options say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.errors import UsageError
+
+from ..config import TrainConfig
+from ..config_files import shipped_text
+
+AUTO = "auto"
+"""As transformers has it: the run's options decide."""
+
+KNOWN = frozenset(
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "optimizer",
+        "zero_optimization",
+        "gradient_clipping",
+        "bf16",
+        "fp16",
+        "zero_force_ds_cpu_optimizer",
+        "zero_allow_untested_optimizer",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "comms_logger",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "sparse_gradients",
+        "aio",
+        "checkpoint",
+        "data_types",
+        "activation_checkpointing",
+        "seq_parallel_communication_data_type",
+        "compile",
+        "zero_allow_untested_optimizer",
+    ]
+)
+"""Keys of a file that leave a run of ours what its options say. DeepSpeed itself ignores keys that it does not know."""
+
+_QUIET = 1_000_000_000
+
+
+def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """The JSON configuration of a run. Raises ``UsageError`` if the user's file does not fit the run's options.
+
+    ``torch_adam`` uses torch's own AdamW: no kernel is compiled, and the update equals that of the FSDP2 engine.
+    Clipping is off unless it is asked for, where DeepSpeed's default of 1.0 would train to other losses than FSDP2.
+    """
+    given = _given(config)
+    decided = _decided(config, world_size)
+    if config.deepspeed_config is not None:
+        _check(config, given, decided)
+    return _merged(given, decided)
+
+
+def _given(config: TrainConfig) -> dict[str, Any]:
+    if config.deepspeed_config is None:
+        return _object(json.loads(shipped_text(f"{config.sharding.name}.json")), config)
+    try:
+        return _object(json.loads(config.deepspeed_config.read_text()), config)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--deepspeed-config {config.deepspeed_config} cannot be read: {error}") from error
+
+
+def _object(value: Any, config: TrainConfig) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"--deepspeed-config {config.deepspeed_config} is not a JSON object")
+    return value
+
+
+def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """What the run's options say, in DeepSpeed's keys."""
+    zero: dict[str, Any] = {"stage": config.sharding.stage}
+    if config.shard_size is not None:
+        zero["zero_hpz_partition_size"] = config.shard_size
+    return {
+        "train_batch_size": config.batch_size,
+        "train_micro_batch_size_per_gpu": config.batch_size // world_size // config.gradient_accumulation,
+        "gradient_accumulation_steps": config.gradient_accumulation,
+        "gradient_clipping": config.clip_grad_norm or 0.0,
+        "optimizer": {"params": {"lr": config.learning_rate, "weight_decay": config.weight_decay}},
+        "zero_optimization": zero,
+        "bf16": {"enabled": config.precision == "bf16"},
+        "fp16": {"enabled": config.precision == "fp16"},
+    }
+
+
+def _merged(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
+    return {"steps_per_print": _QUIET} | _over(given, decided)
+
+
+def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with what ``decided`` says in its place, object by object."""
+    nested = {
+        key: _over(given[key], value)
+        for key, value in decided.items()
+        if isinstance(value, dict) and isinstance(given.get(key), dict)
+    }
+    return dict(given) | dict(decided) | nested
+
+
+def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
+    """Raises ``UsageError`` for a key that nobody knows, and for a value that is not the one of the run's options."""
+    file = f"--deepspeed-config {config.deepspeed_config}"
+    if unknown := sorted(set(given) - KNOWN):
+        raise UsageError(f"{file}: {unknown[0]} is not a key that a run takes; it takes {', '.join(sorted(KNOWN))}")
+    for key, (theirs, ours) in _differing(given, decided).items():
+        raise UsageError(f"{file} sets {key} to {theirs} and the options of the run say {ours}; change one of them")
+    _check_sections(file, given)
+
+
+def _differing(given: Mapping[str, Any], decided: Mapping[str, Any], above: str = "") -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, ours in decided.items():
+        theirs = given.get(key, AUTO)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            found |= _differing(theirs, ours, f"{above}{key}.")
+        elif theirs not in (AUTO, ours):
+            found[above + key] = (theirs, ours)
+    return found
+
+
+def _check_sections(file: str, given: Mapping[str, Any]) -> None:
+    """By DeepSpeed's own model of the section that says how a run is sharded."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    zero = {key: value for key, value in given.get("zero_optimization", {}).items() if value != AUTO}
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{file}: zero_optimization.{where}: {first['msg']}") from error

@@ -1,0 +1,110 @@
+"""FSDP2's strategies: which mesh, which dims of it shard, and what each block is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import Precision, TrainConfig
+from ..zoo import ModelSpec
+from .blocks import build, prepare
+from .tensor_parallel import deal_out_block, deal_out_root
+
+SHARD = "shard"
+REPLICATE = "replicate"
+TENSOR = "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The workers of a run: those over which samples are dealt out, and those that compute each layer together."""
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples this rank sees."""
+        return torch.distributed.get_rank() // (1 if self.tensor is None else self.tensor.size())
+
+
+def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
+    """Replicas outermost, tensor parallelism innermost, so that its many small messages stay on one machine."""
+    workers = torch.distributed.get_world_size() // config.tp
+    groups = workers // _shard_size(config, workers)
+    replicated = config.sharding.in_groups or config.sharding.stage == 0
+    dims = {REPLICATE: groups} if replicated else {}
+    dims |= {SHARD: workers // groups} | ({TENSOR: config.tp} if config.tp > 1 else {})
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    data = mesh[(REPLICATE, SHARD)] if replicated else mesh[SHARD]
+    return Meshes(data, mesh[TENSOR] if config.tp > 1 else None)
+
+
+def _shard_size(config: TrainConfig, workers: int) -> int:
+    return 1 if config.sharding.stage == 0 else config.shard_size or workers
+
+
+def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> nn.Module:
+    """The seeded model as the strategy spreads it."""
+    if config.sharding.name == "ddp":
+        return _replicated(config, spec, device)
+    options = _options(config, meshes)
+
+    def on_block(block: nn.Module) -> None:
+        block.to(device)
+        if meshes.tensor is not None:
+            deal_out_block(block, meshes.tensor)
+        prepare(config, block)
+        fully_shard(block, **options, reshard_after_forward=_reshards(config))
+
+    model = build(config, spec, on_block).to(device)
+    if meshes.tensor is not None:
+        deal_out_root(model, meshes.tensor)
+    fully_shard(model, **options)
+    _prefetch(config, spec.blocks_of(model))
+    return model
+
+
+def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+    """Buckets of gradients stay as they are made first, because DDP looks for parameters without a gradient.
+
+    Otherwise it orders them anew after the first step of a run, and a resumed run, whose first step is a later one,
+    would add up in another order.
+    """
+    model = build(config, spec, lambda block: prepare(config, block)).to(device)
+    devices = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
+
+
+def _options(config: TrainConfig, meshes: Meshes) -> dict[str, Any]:
+    on_cuda = meshes.data.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_cuda) if config.cpu_offload else OffloadPolicy()
+    return {"mesh": meshes.data, "mp_policy": precision_policy(config.precision), "offload_policy": offload}
+
+
+def _reshards(config: TrainConfig) -> bool | int:
+    return config.reshard_after_forward or config.sharding.stage == 3
+
+
+def precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """bf16 and fp16 compute in 16 bits, and keep parameters and the sums of gradients in float32."""
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def _prefetch(config: TrainConfig, blocks: list[nn.Module]) -> None:
+    """Gather the parameters of that many following blocks while one computes."""
+    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    for at, block in enumerate(sharded):
+        if config.forward_prefetch:
+            block.set_modules_to_forward_prefetch(sharded[at + 1 : at + 1 + config.forward_prefetch])
+        if config.backward_prefetch:
+            block.set_modules_to_backward_prefetch(sharded[max(0, at - config.backward_prefetch) : at][::-1])

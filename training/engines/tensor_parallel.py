@@ -1,0 +1,52 @@
+"""Tensor parallelism of the language model: heads and hidden units dealt out, norms over slices of the sequence.
+
+Between the layers each worker holds a slice of the sequence (``Shard(1)``). A layer gathers it, multiplies by the
+worker's columns and then by its rows, and hands the sums back in slices.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ..language_model import LanguageModel
+
+
+def deal_out_block(block: nn.Module, mesh: DeviceMesh) -> None:
+    """One layer over the workers of ``mesh``."""
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": _gathered(),
+        **{f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")},
+        "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": _gathered(),
+        **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
+        "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(block, mesh, plan)
+
+
+def deal_out_root(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Embedding and head: each worker has the same part of the vocabulary in both, which are one matrix."""
+    assert isinstance(model, LanguageModel)
+    plan: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    model.head.weight = model.embed.weight
+
+
+def _gathered() -> PrepareModuleInput:
+    return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))

@@ -1,0 +1,38 @@
+"""What the frameworks of a run refuse, found out before any worker starts."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ckpt_tools.errors import UsageError
+
+from .config import TrainConfig
+from .model_names import HUGGING_FACE
+
+
+def check_frameworks(config: TrainConfig) -> None:
+    """Raises ``UsageError`` or ``FormatError`` for a run that its frameworks would refuse on every worker."""
+    if config.model.startswith(HUGGING_FACE):
+        from .zoo import spec_of
+
+        spec_of(config.model)
+    if config.sharding.framework == "deepspeed":
+        _check_deepspeed(config)
+
+
+def _check_deepspeed(config: TrainConfig) -> None:
+    """DeepSpeed is imported only for what cannot be known without it."""
+    if config.deepspeed_config is None and config.precision != "fp16":
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    from .engines.deepspeed_config import deepspeed_config
+
+    if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise UsageError(
+            "--precision fp16: DeepSpeed does not compute in fp16 on this processor; choose bf16, or a GPU with CUDA"
+        )
+    deepspeed_config(config, config.num_workers)
