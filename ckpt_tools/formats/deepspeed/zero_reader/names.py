@@ -139,7 +139,8 @@ def layer_files(source: Source, folder: str) -> Mapping[int, str]:
         if match and int(match["tp"] or 0):
             raise UnsupportedError(
                 f"{_place(folder)} holds pipeline stages that are cut by tensor parallelism too "
-                f"({path.removeprefix(prefix)}), which are not supported"
+                f"({path.removeprefix(prefix)}), which are not supported; load the run and save it with one "
+                "tensor-parallel rank"
             )
         if match and int(match["layer"]) in found:
             raise MalformedError(f"{path} and {found[int(match['layer'])]} are both of one layer")
