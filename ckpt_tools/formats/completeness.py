@@ -16,8 +16,8 @@ from typing import Any
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.deepspeed.completeness import missing as missing_file
-from ckpt_tools.formats.deepspeed.completeness import model_parallel_size
+from ckpt_tools.formats.deepspeed_files import missing as missing_file
+from ckpt_tools.formats.deepspeed_files import model_parallel_size
 from ckpt_tools.formats.rank_names import MANAGER, says_its_rank
 from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, parent_of
 from ckpt_tools.formats.trainer_files import marks_unfinished
