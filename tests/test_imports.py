@@ -46,6 +46,7 @@ LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wor
 FORMATS_SHARED = {
     "base",
     "completeness",
+    "deepspeed_files",
     "flat_names",
     "foreign",
     "hf_index",

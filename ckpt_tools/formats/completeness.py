@@ -16,6 +16,8 @@ from typing import Any
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
+from ckpt_tools.formats.deepspeed_files import missing as missing_file
+from ckpt_tools.formats.deepspeed_files import model_parallel_size
 from ckpt_tools.formats.rank_names import MANAGER, says_its_rank
 from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, parent_of
 from ckpt_tools.formats.trainer_files import marks_unfinished
@@ -295,22 +297,32 @@ def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
     models = sorted(name for name in names if _MODEL_STATES.fullmatch(name))
     if not models:
         return "no *_model_states.pt: the save did not finish"
-    head = open_archive(*saved.part(f"{tag}/{models[0]}" if tag else models[0])).value
-    if not isinstance(head, dict) or any(name.startswith(("layer_", "expp_")) for name in names):
+    head = _head(saved, tag, models[0])
+    if not isinstance(head, dict):
         return None
-    dp, mp = (head.get(name) for name in ("dp_world_size", "mp_world_size"))
+    dp, mp = head.get("dp_world_size"), model_parallel_size(head)
     if type(dp) is not int or type(mp) is not int or not 0 < dp * mp <= 1 << 24:
         return f"{models[0]} does not state the number of ranks"
     wanted = {(r, m) for r in range(dp) for m in range(mp)}
     is_zero3 = any(name.startswith("zero_pp_rank_") for name in models)
     optims = _numbers(names, _OPTIM_STATES)
     is_universal = any(path.startswith(f"{tag}/zero/" if tag else "zero/") for path in saved.files)
+    if any(name.startswith(("layer_", "expp_")) for name in names) or head.get("num_experts"):
+        if missing := {(0, m) for m in range(mp)} - _numbers(names, _MODEL_STATES):
+            return f"model states of mp_rank_{min(missing)[1]:02d} are missing: the save did not finish"
+        file = missing_file(names, filter(None, (_head(saved, tag, name) for name in models)))
+        if file is not None:
+            return f"{file} is missing: the save did not finish"
     if is_zero3 and (missing := wanted - _numbers(names, _MODEL_STATES)) and not is_universal:
         return f"model states of {_of_ranks(_ranks_of(missing))} are missing: the save did not finish"
     has_zero = head.get("param_shapes") is not None and not is_universal
     if (optims or has_zero) and (missing := wanted - optims):
         return f"optimizer states of {_of_ranks(_ranks_of(missing))} are missing: the save did not finish"
     return None
+
+
+def _head(saved: Saved, tag: str, name: str) -> Any:
+    return open_archive(*saved.part(f"{tag}/{name}" if tag else name)).value
 
 
 def _numbers(names: Iterable[str], form: re.Pattern[str]) -> set[tuple[int, int]]:

@@ -76,6 +76,21 @@ RUNS = (
         ("latest", TAGS[1]), format="deepspeed"),
     Run("deepspeed-zero3-bf16", "global_step4", TAGS, "*rank_2_*model_states.pt", "rank 2",
         ("latest", TAGS[1]), format="deepspeed"),
+    *(
+        Run(layout, "global_step4", TAGS, missing, missing.strip("*"), ("latest", TAGS[1]), format="deepspeed")
+        for layout, missing in (
+            ("deepspeed-pipeline-zero1-bf16", "layer_01-model_states.pt"),
+            ("deepspeed-pipeline-zero1-bf16", "mp_rank_01*"),
+            ("deepspeed-pipeline-fp32", "mp_rank_01*"),
+            ("deepspeed-moe-zero2-fp32", "layer_0_expert_2*"),
+            ("deepspeed-moe-zero2-fp32", "layer_1_expert_*"),
+            ("deepspeed-moe-fp32", "expp_rank_1*"),
+        )
+    ),
+    Run("deepspeed-pipeline-zero1-fp32", "global_step4", TAGS, "zero_pp_rank_1_mp_rank_01*", "rank 1",
+        ("latest", TAGS[1]), format="deepspeed"),
+    Run("deepspeed-moe-zero2-fp32", "global_step4", TAGS, "zero_pp_rank_3*", "rank 3", ("latest", TAGS[1]),
+        format="deepspeed"),
     Run("deepspeed-tp-zero1-bf16", "global_step4", TAGS, "*rank_1_mp_rank_01_optim_states.pt", "rank 1",
         ("latest", TAGS[1]), format="deepspeed"),
     Run("deepspeed-universal", "global_step4", TAGS, "mp_rank_*", "no *_model_states.pt",

@@ -273,6 +273,7 @@ def manifest_of(
     """
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
     tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key, own=leaves.own)
+    doubts = () if model_key is not None else _doubts(leaves, numels, tree)
     parameters = _parameter_shapes(leaves, tree, buffers)
     leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order, parameters)
     roles = {name: _role(name, leaves, tree) for name in leaves.paths}
@@ -295,8 +296,27 @@ def manifest_of(
         step=_step(extra),
         world_size=world_size,
         tree=StateTree(tree.model, tree.optim, _is_flattened(leaves.paths.values(), tree.optim), homes),
-        notes=notes,
+        notes=(*doubts, *notes),
     )
+
+
+def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree) -> tuple[Note, ...]:
+    """Another mapping with the name of a model, which was passed over for its size alone: no optimizer knows the
+    parameters of either by their names."""
+    places = {name: leaves.paths[name] for name in numels if name not in leaves.own}
+    if any(isinstance(place, State) and not place.fqn.isdecimal() for place in _places(places, tree)):
+        return ()
+    others = {path[:-1] for path in places.values() if path and _in_optim(path, tree.optim) is None} - {tree.model}
+    named = [other for other in others if other and other[-1] in MODEL_NAMES and other[: len(tree.model)] != tree.model]
+    if not named or not tree.model or tree.model[-1] not in MODEL_NAMES:
+        return ()
+    why = f"the model is {dotted(tree.model)}, which is larger, and this is carried along; choose it with"
+    names = sorted(dotted(other) for other in named)
+    return tuple(Note(Outcome.KEPT, f"tensors in {name}", f"{why} {option('model_key', name)}") for name in names)
+
+
+def _places(paths: Mapping[str, TreePath], tree: Tree) -> Iterator[State | Option | None]:
+    return (_in_optim(path, tree.optim) for path in paths.values())
 
 
 def _by_name(

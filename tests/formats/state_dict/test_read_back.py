@@ -66,6 +66,19 @@ def test_what_would_be_read_as_the_model_is_refused(to: WrittenFormat, tmp_path:
     assert weights(tmp_path / "model") == {"v"}
 
 
+def test_a_second_entry_of_a_models_name_is_told(tmp_path: Path) -> None:
+    """No optimizer says which of the two is the model, so that the larger one is."""
+    torch.save({"model": {"w": torch.ones(1)}, "state_dict": {"q": torch.ones(3)}}, tmp_path / "in.pt")
+    assert weights(tmp_path / "in.pt") == {"q"}
+    (note,) = read_checkpoint(tmp_path / "in.pt", ReadOptions())[1].notes
+    assert note.what == "tensors in model"
+    assert "the model is state_dict, which is larger" in note.why
+    assert "model_key='model'" in note.why
+    manifest = read_checkpoint(tmp_path / "in.pt", ReadOptions(model_key="model"))[1]
+    assert {key.fqn for key in manifest.of_kind(Kind.PARAMETER)} == {"w"}
+    assert not manifest.notes
+
+
 @pytest.mark.parametrize("to", ["safetensors", "sharded", "zero2"])
 def test_files_that_say_what_the_model_is_are_written(to: WrittenFormat, tmp_path: Path) -> None:
     more: Any = {"state": "all"} if to == "safetensors" else {}

@@ -239,7 +239,8 @@ class OptimStates:
 
     ``masters`` are its flats in order: one a param group (stages 1, 2) or a sub-group (3). ``states`` has the
     optimizer's state of each, ``paddings`` the elements its slots may have more than the masters (none for
-    BF16_Optimizer, which trims nothing and counts its padding otherwise). ``groups`` are the param groups: their
+    BF16_Optimizer, which trims nothing and counts its padding otherwise). ``partition_counts`` say over how many ranks
+    each is cut. ``groups`` are the param groups: their
     hyperparameters, and which flats they have.
     """
 
@@ -247,7 +248,7 @@ class OptimStates:
     own: Mapping[str, Value]
     stage: int
     is_bf16_optimizer: bool
-    world_size: int
+    partition_counts: tuple[int, ...]
     masters: tuple[StoredTensor, ...]
     states: tuple[Mapping[str, Value], ...]
     paddings: tuple[int, ...]
@@ -267,13 +268,18 @@ class OptimStates:
             own=own,
             stage=stage,
             is_bf16_optimizer="zero_stage" not in own,
-            world_size=_world_size(own, file.path),
+            partition_counts=_partition_counts(own, len(masters), file.path),
             masters=masters,
             states=states,
             paddings=_paddings(own, len(masters), file.path) if "zero_stage" in own else (0,) * len(masters),
             groups=groups,
             alignment_paddings=_alignment_paddings(own, len(masters), file.path),
         )
+
+    @property
+    def world_size(self) -> int:
+        """The ranks that partition the optimizer; those of experts are cut over some of them."""
+        return max(self.partition_counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,15 +308,13 @@ def _refuse_foreign(own: Mapping[str, Value], path: str) -> None:
         raise UnsupportedError("its experts are partitioned over groups of their own (AutoEP)", path=path)
 
 
-def _world_size(own: Mapping[str, Value], path: str) -> int:
-    """``partition_count``: a number, or one a param group."""
+def _partition_counts(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
+    """``partition_count``: a number, or one a param group. Experts are cut into fewer partitions than the rest."""
     found = own.get("partition_count")
-    counts: list[Any] = found if isinstance(found, list) and found else [found]
+    counts: list[Any] = found if isinstance(found, list) and found else [found] * max(1, num_flats)
     if not all(type(count) is int and count > 0 for count in counts):
         raise MalformedError(f"its partition_count is {brief(found)}", path=path, key="partition_count")
-    if len(set(counts)) > 1:
-        raise UnsupportedError("its param groups are cut into different numbers of partitions (experts)", path=path)
-    return int(counts[0])
+    return tuple(counts)
 
 
 def _flat_tensors(found: list[Value], name: str, path: str) -> tuple[StoredTensor, ...]:

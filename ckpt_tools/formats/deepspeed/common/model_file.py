@@ -8,6 +8,7 @@ from math import prod
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.files import ModelStates
 
 
@@ -23,6 +24,21 @@ def refuse_experts(model: ModelStates) -> None:
     content = model.file.content
     if content.get("ds_autoep_layers") or content.get("autoep_layers"):
         raise UnsupportedError("it is of a run with experts (AutoEP), which is not supported", path=model.file.path)
+
+
+def check_experts(model: ModelStates) -> None:
+    """Raises IncompleteError for the file of a run with ``deepspeed.moe`` layers that does not have all experts: in
+    what we write they lie in the model's file, and DeepSpeed leaves them to files of their own."""
+    refuse_experts(model)
+    counts = model.file.content.get("num_experts")
+    numbers = [count for count in counts if type(count) is int] if isinstance(counts, list) else []
+    found = {parts[:2] for name in model.module if (parts := split(name))}
+    if len(found) < sum(numbers):
+        raise IncompleteError(
+            f"it is of a run with {sum(numbers)} experts, of which it has {len(found)}, and there are no files of "
+            "experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
+            path=model.file.path,
+        )
 
 
 def model_parallel_size(model: ModelStates) -> int:

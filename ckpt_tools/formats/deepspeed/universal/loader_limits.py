@@ -14,6 +14,7 @@ from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.ds_config import Settings
+from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
@@ -88,6 +89,12 @@ def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
     yield from _slots_in_stage3(state.groups)
     yield from _groups_in_stage3(state, extras)
     yield from _groups_in_stages_1_and_2(state.groups)
+    if any(split(name) for group in state.groups for name in group.params):
+        why = (
+            "load it in stage 1 or 2, with ep_size=1 or in a model of the same names without deepspeed.moe; DeepSpeed "
+            "stops if it has more expert-parallel ranks, and in stage 3, for which zero3 is"
+        )
+        yield Note(Outcome.DEFAULTED, "experts have their numbers among all ranks", why)
 
 
 def _untrained(what: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:

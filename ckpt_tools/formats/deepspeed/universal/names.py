@@ -37,7 +37,7 @@ _RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9}
 _NATIVE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|.*optim_states\.pt")
 _FOREIGN = {
     re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*"): "experts (mixture of experts)",
-    re.compile(r"layer_\d+[-_].*"): "pipeline stages",
+    re.compile(r"layer_\d+[-_].*"): "files of a pipeline's layers",
 }
 
 

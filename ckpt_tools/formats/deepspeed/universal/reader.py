@@ -11,8 +11,9 @@ from math import prod
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
-from ckpt_tools.formats.deepspeed.common.model_file import check_parts, refuse_experts
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, stages_of
+from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.universal import names
 from ckpt_tools.formats.deepspeed.universal.contents import Contents
 from ckpt_tools.formats.deepspeed.universal.states import Slots
@@ -30,8 +31,15 @@ class UniversalReader:
 
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         files = names.universal_files(source, names.choose_folder(source, options.tag))
-        model = ModelStates.of(File.open(source, files.model[0]))
-        refuse_experts(model)
+        first = File.open(source, files.model[0])
+        if stages_of(first) > 1:
+            raise UnsupportedError(
+                "it is a universal checkpoint of a pipeline-parallel run, whose model's files hold no weights, and is "
+                "not supported; convert the native checkpoint that it was made from",
+                path=first.path,
+            )
+        model = ModelStates.of(first)
+        check_experts(model)
         parts = (model, *(ModelStates.of(File.open(source, path)) for path in files.model_parts))
         check_parts(model, len(parts))
         others = files.model[1:] if _has_fragments(model) else ()

@@ -16,6 +16,7 @@ from ckpt_tools.core.literals import is_number, literal_file, number_table
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.serialization.torch_zip import ANY_ROOT, TorchArchive, open_archive, root_of
 from ckpt_tools.stores.source import Source
 
@@ -38,6 +39,7 @@ class _Content:
     saved_as: str
     start: int = 0
     is_vocabulary: bool = False
+    is_expert: bool = False
 
 
 @dataclass(slots=True)
@@ -59,6 +61,10 @@ class Slots:
             MalformedError: its elements are not those of the shape; UnsupportedError: it belongs to an expert.
         """
         content = self._open(path)
+        if content.is_expert and split(fqn) is None:
+            raise UnsupportedError(
+                "it is of a run with experts (AutoEP), which is not supported in a universal checkpoint", path=path
+            )
         tensor = content.value
         if not isinstance(tensor, StoredTensor):
             raise MalformedError("it does not contain a tensor, as the files of universal checkpoints do", path=path)
@@ -133,17 +139,13 @@ def _checked(path: str, content: _Content) -> _Content:
 def _content(archive: TorchArchive) -> _Content:
     value = archive.value
     fields: Mapping[Value, Value] = value if isinstance(value, dict) else {PARAM: value}
-    if fields.get(IS_EXPERT):
-        raise UnsupportedError(
-            "it is of a run with experts (mixture of experts), which is not supported", path=archive.path
-        )
     found = fields.get(PARAM)
     if not isinstance(found, StoredTensor):
         return _Content(found, archive.saved_as)
     if found.storage is None and found.numel:
         raise MalformedError("the tensor is on the meta device and has no elements", path=archive.path)
     start = archive.storage_range(found.storage.key)[0] if found.storage and found.numel else 0
-    return _Content(found, archive.saved_as, start, bool(fields.get(VOCAB)))
+    return _Content(found, archive.saved_as, start, bool(fields.get(VOCAB)), bool(fields.get(IS_EXPERT)))
 
 
 def _range(path: str, start: int, tensor: StoredTensor, numel: int) -> ByteRange:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
@@ -19,6 +20,7 @@ from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
+from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, is_scaling, loss_scaler
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors
@@ -27,6 +29,7 @@ from ckpt_tools.formats.deepspeed.common.written_extras import Extras
 from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
 from ckpt_tools.formats.deepspeed.universal.model_states import ModelFiles
 from ckpt_tools.formats.deepspeed.universal.names import LATEST, MASTER_FILE, OPTIMIZER_NAME
+from ckpt_tools.formats.deepspeed.universal.states import IS_EXPERT
 from ckpt_tools.serialization.torch_zip import archive_segments, root_of
 from ckpt_tools.stores.source import checked_name
 
@@ -79,7 +82,8 @@ class _Output:
             for position, fqn in enumerate(group.params):
                 shape = self.state.manifest.tensors[StateKey(fqn)].shape
                 for name, slot in named:
-                    yield _slot_file(self._path(fqn, name), shape, slot.keys[position], slot.dtype)
+                    is_expert = split(fqn) is not None
+                    yield _slot_file(self._path(fqn, name), shape, slot.keys[position], slot.dtype, is_expert)
                 if STEP in group.scalars:
                     yield self._step_file(self._path(fqn, STEP), group.scalars[STEP])
 
@@ -127,21 +131,24 @@ class _Output:
         return found
 
 
-def _slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType) -> FileLayout:
+def _slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType, is_expert: bool) -> FileLayout:
     """A slot of a parameter; zeros where it has none and others of its group have."""
     whole = Box.whole(shape)
     elements = Padding(whole.numel * dtype.item_bytes) if key is None else Payload(key, whole, shape, dtype)
-    template = _slot_segments(root_of(path), shape, dtype)
+    template = _slot_segments(root_of(path), shape, dtype, is_expert)
     return FileLayout(path, tuple(elements if isinstance(segment, Payload) else segment for segment in template))
 
 
 @lru_cache(maxsize=4096)
-def _slot_segments(root: str, shape: Shape, dtype: DType) -> tuple[Segment, ...]:
+def _slot_segments(root: str, shape: Shape, dtype: DType, is_expert: bool) -> tuple[Segment, ...]:
     """The file of a slot of this shape and type: 1 of its segments differs from parameter to parameter.
 
-    ``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism.
+    ``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism. A job with several
+    expert-parallel ranks would take the experts of rank 0 on all of them; the mark without a number of experts makes it
+    stop (universal_checkpoint.py ``load_hp_checkpoint_state``).
     """
     ref = StorageRef.holding("0", dtype, prod(shape))
     tensor = StoredTensor(ref, dtype, 0, shape, contiguous_strides(shape))
+    content: dict[str, Any] = {"cat_dim": 0, "param": tensor, **({IS_EXPERT: True} if is_expert else {})}
     anybody = Payload(StateKey(""), Box.whole(shape), shape, dtype)
-    return tuple(merged(archive_segments({"cat_dim": 0, "param": tensor}, {"0": [anybody]}, root=root)))
+    return tuple(merged(archive_segments(content, {"0": [anybody]}, root=root)))

@@ -35,6 +35,9 @@ from ckpt_tools.stores.source import Source
 
 Entries = Iterator[tuple[StateKey, TensorEntry]]
 
+Scalars = list[Mapping[str, TensorEntry]]
+"""By flat the 0-d slots."""
+
 
 @dataclass
 class Contents:
@@ -193,24 +196,33 @@ class Contents:
                 yield StateKey(name, slot.name), _state(shape, slot.table(pieces))
         if name in self.momentum:
             yield StateKey(name, MOMENTUM), _state(shape, self.partitions.momentum.table(self.momentum[name]))
-        for slot_name, entry in self.scalars[int(pieces.flats[0])].items():
+        for slot_name, entry in self._scalars_at(pieces)[int(pieces.flats[0])].items():
             yield StateKey(name, slot_name), entry
 
+    def _scalars_at(self, pieces: Pieces) -> Scalars:
+        return self.scalars
+
     @cached_property
-    def scalars(self) -> list[Mapping[str, TensorEntry]]:
+    def scalars(self) -> Scalars:
         """The 0-d state of each flat, from rank 0, which has some of every parameter's elements or of its group's."""
-        steps = {flat: group.options.get("step") for group in self.optim.groups for flat in group.flats}
+        return self._scalars_of(self.optim, self.part)
+
+    def _scalars_of(self, optim: OptimStates, part: str) -> Scalars:
+        steps = {flat: group.options.get("step") for group in optim.groups for flat in group.flats}
         return [
-            {slot: self._scalar(flat, slot, value) for slot, value in _scalars(state, steps.get(flat)).items()}
-            for flat, state in enumerate(self.optim.states)
+            {
+                slot: self._scalar(optim.file, f"{part}{flat}.{slot}", value)
+                for slot, value in _scalars(state, steps.get(flat)).items()
+            }
+            for flat, state in enumerate(optim.states)
         ]
 
-    def _scalar(self, flat: int, slot: str, value: Value) -> TensorEntry:
+    def _scalar(self, file: File, name: str, value: Value) -> TensorEntry:
         if isinstance(value, StoredTensor):
-            return _state((), self.optim.file.table(value))
+            return _state((), file.table(value))
         if not is_number(value):
             raise MalformedError(f"a step or another counter of the optimizer is {value.bit_length()} bits long")
-        table, files = number_table(value, f"{self.part}{flat}.{slot}")
+        table, files = number_table(value, name)
         self.literals |= files
         return _state((), table)
 

@@ -73,6 +73,11 @@ class Flats:
                     )
         return cls(name, files, dtypes, byte_starts, numels)
 
+    def of_ranks(self, ranks: Ints) -> Flats:
+        """The flats of some of the ranks."""
+        files = [self.files[rank] for rank in ranks.tolist()]
+        return Flats(self.name, files, self.dtypes, self.byte_starts[ranks], self.numels[ranks])
+
     def holds(self, pieces: Pieces) -> bool:
         """Whether any rank saved one of the flats that ``pieces`` lie in."""
         return not self.dtypes.keys().isdisjoint(pieces.flats.tolist())

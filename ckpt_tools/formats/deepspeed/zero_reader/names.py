@@ -1,8 +1,8 @@
 """Where the files of a DeepSpeed checkpoint lie, from their names alone.
 
 A save directory holds a folder for each tag, and ``latest`` names one of them. deepspeed/runtime/engine.py:
-``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name``. Folders of expert parallel runs and of NVMe offload are
-recognised so that they can be refused by name.
+``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``, ``_get_expert_ckpt_name`` and ``_get_optimizer_ckpt_name``. Folders
+of NVMe offload, and other names of experts and layers, are recognised so that they can be refused by name.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ _RANK_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9}
 # The engine still reads names without the last underscore, _get_all_zero_checkpoint_names.
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,9})(-model_(?P<tp>\d{1,9}))?-model_states\.pt")
+_EXPERT = re.compile(r"layer_(?P<layer>\d{1,9})_expert_(?P<expert>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt")
 _UNIVERSAL = re.compile(r"(?P<folder>.*?)/?zero/.+/fp32\.pt")
 
+_OWN = (_MODEL, _RANK_MODEL, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
+
 _FOREIGN = {
-    re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*"): "experts (mixture of experts)",
+    re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*"): "files of experts under other names",
     re.compile(r"layer_\d+[-_].*"): "files of a pipeline's layers under other names",
     re.compile(r"offloaded_tensors/.*"): "optimizer state offloaded to NVMe",
 }
@@ -54,6 +58,20 @@ class TagFiles:
             name = f"{kind}mp_rank_{self.mp_rank:02d}_model_states.pt"
             raise IncompleteError("this file of the checkpoint is missing", path=self.prefix + name)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFiles:
+    """The files of experts by their layer among those with experts, and by their number in it. ``optim`` are, without
+    ZeRO, those of the optimizer, one for each expert-parallel rank."""
+
+    prefix: str
+    weights: Mapping[tuple[int, int], str]
+    optim: tuple[str, ...]
+
+    def weight(self, layer: int, expert: int) -> str:
+        """The path that the file of an expert has."""
+        return f"{self.prefix}layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
 
 
 def tag_folders(paths: Iterable[str]) -> list[str]:
@@ -85,7 +103,7 @@ def own_files(paths: Iterable[str], folder: str) -> frozenset[str]:
 
 def is_own_name(name: str) -> bool:
     """Whether DeepSpeed gives this name to a file of a tag folder."""
-    return any(pattern.fullmatch(name) for pattern in (_MODEL, _RANK_MODEL, _OPTIM, _LAYER))
+    return any(pattern.fullmatch(name) for pattern in _OWN)
 
 
 def tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
@@ -97,7 +115,7 @@ def tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
     """
     prefix = f"{folder}/" if folder else ""
     names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
-    _refuse_foreign([name for name in names if not _LAYER.fullmatch(name)], folder)
+    _refuse_foreign([name for name in names if not is_own_name(name)], folder)
     found = [_by_rank(names, kind) for kind in (_MODEL, _RANK_MODEL, _OPTIM)]
     ranks = max((rank for kind in found for rank in kind), default=0) + 1
     if ranks > 1 + sum(map(len, found)):
@@ -121,13 +139,47 @@ def layer_files(source: Source, folder: str) -> Mapping[int, str]:
         if match and int(match["tp"] or 0):
             raise UnsupportedError(
                 f"{_place(folder)} holds pipeline stages that are cut by tensor parallelism too "
-                f"({path.removeprefix(prefix)}), which are not supported"
+                f"({path.removeprefix(prefix)}), which are not supported; load the run and save it with one "
+                "tensor-parallel rank"
             )
         if match and int(match["layer"]) in found:
             raise MalformedError(f"{path} and {found[int(match['layer'])]} are both of one layer")
         if match:
             found[int(match["layer"])] = path
     return dict(sorted(found.items()))
+
+
+def expert_files(source: Source, folder: str) -> ExpertFiles:
+    """The files of experts; none where the run has no experts.
+
+    Raises:
+        UnsupportedError: the experts are cut by tensor parallelism too; MalformedError: two files claim one expert;
+        IncompleteError: the optimizer's file of an expert-parallel rank is missing.
+    """
+    prefix = f"{folder}/" if folder else ""
+    names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
+    weights: dict[tuple[int, int], str] = {}
+    for name in names:
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            continue
+        _refuse_cut(name, int(match["mp"]), folder)
+        key = int(match["layer"]), int(match["expert"])
+        if key in weights:
+            raise MalformedError(f"{prefix}{name} and {weights[key]} are both of one expert")
+        weights[key] = prefix + name
+    optim = _by_rank(names, _EXPERT_OPTIM)
+    for rank, found in optim.items():
+        _refuse_cut(next(iter(found.values())), rank, folder)
+    return ExpertFiles(prefix, weights, _complete(optim.get(0, {}), prefix))
+
+
+def _refuse_cut(name: str, mp_rank: int, folder: str) -> None:
+    if mp_rank:
+        raise UnsupportedError(
+            f"{_place(folder)} holds experts of a tensor-parallel run ({name}), which are not supported; save the run "
+            "without tensor parallelism"
+        )
 
 
 def no_optimizer(files: TagFiles) -> IncompleteError:
@@ -172,4 +224,4 @@ def _complete(found: Mapping[int, str], prefix: str) -> tuple[str, ...]:
 
 def of_rank(name: str, rank: int) -> str:
     """The name that a file of the same kind has on ``rank``."""
-    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", name)
+    return re.sub(r"(zero_pp|expp)_rank_\d+", rf"\1_rank_{rank}", name)

@@ -15,11 +15,10 @@ from typing import Any
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.values import Opaque, are_naturals, brief
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError
-from ckpt_tools.formats.deepspeed.common.files import MAX_PADDING, File, ModelStates, OptimStates, checked, plain
-from ckpt_tools.formats.deepspeed.common.model_file import check_parts, refuse_experts
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
+from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import whole_extra
 from ckpt_tools.formats.deepspeed.zero_reader import stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
@@ -28,10 +27,8 @@ from ckpt_tools.formats.deepspeed.zero_reader.joining import comparable
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
 from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, read_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import Mapped, slice_mappings
 from ckpt_tools.stores.source import Source
-
-Mapped = Mapping[str, tuple[int, int]]
-"""Of each parameter of a group its elements on a rank, and where they start in the rank's vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Stage:
         """Raises FormatError where a file is missing or damaged."""
         path = files.models(0)[0]
         model = ModelStates.of_stage(File.open(source, path))
-        refuse_experts(model)
+        check_experts(model)
         if model.file.content.get("module") is not None:
             raise MalformedError("it holds a model, but files of a pipeline's layers lie beside it", path=path)
         if not files.optim:
@@ -62,7 +59,7 @@ class Stage:
         partitions = read_partitions(source, files.optim, optim)
         if model.param_shapes:
             return cls(source, number, path, model, optim, partitions, False)
-        mapped = [_mappings(File.open(source, each)) for each in files.optim]
+        mapped = [slice_mappings(File.open(source, each)) for each in files.optim]
         stage = cls(source, number, path, replace(model, param_shapes=_flat_shapes(mapped)), optim, partitions, True)
         stage._check_mapped(mapped)
         return stage
@@ -101,7 +98,7 @@ class Stage:
     def manifest(self, model: ModelStates) -> Manifest:
         """The stage with its layers, as a checkpoint of its own."""
         if self.optim is None:
-            return stage0.Contents(model, stage0.Saved({}, (), {}, False, {})).manifest()
+            return stage0.Contents(model, stage0.Saved(model.file, {}, (), {}, False, {})).manifest()
         return self._contents(model).manifest()
 
 
@@ -147,35 +144,6 @@ def _rows(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
     """Of each piece its rank, its group, its elements, and where they start."""
     columns = (pieces.ranks, pieces.flats, pieces.stops - pieces.starts, pieces.offsets)
     yield from zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _mappings(file: File) -> list[Mapped]:
-    """``param_slice_mappings`` of a rank. Raises MalformedError."""
-    own = checked(file.content, "optimizer_state_dict", dict, file.path)
-    return [
-        {_name(name, file): _address(found, file) for name, found in _group(group, file).items()}
-        for group in checked(own, "param_slice_mappings", list, file.path)
-    ]
-
-
-def _group(found: Any, file: File) -> Mapping[Any, Any]:
-    if not isinstance(found, dict):
-        raise MalformedError("its param_slice_mappings are not dictionaries", path=file.path)
-    return found
-
-
-def _name(found: Any, file: File) -> str:
-    if not isinstance(found, str):
-        raise MalformedError(f"its param_slice_mappings have the key {brief(found)}", path=file.path)
-    return found
-
-
-def _address(found: Any, file: File) -> tuple[int, int]:
-    attributes: Any = plain(found) if isinstance(found, Opaque) else None
-    numbers: list[Any] = [attributes.get(key) if isinstance(attributes, dict) else None for key in ("numel", "start")]
-    if not are_naturals(numbers) or max(numbers) > MAX_PADDING:
-        raise MalformedError("its param_slice_mappings have no addresses", path=file.path)
-    return numbers[0], numbers[1]
 
 
 @dataclass

@@ -10,14 +10,14 @@ its rank, as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.values import StoredTensor, Value, brief
-from ckpt_tools.errors import MalformedError
+from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, OptimStates
 from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Flats, Vector
@@ -86,24 +86,38 @@ class Partitions:
     rest: tuple[tuple[int, RankState], ...]
 
 
-def read_partitions(source: Source, paths: Sequence[str], first: OptimStates) -> Partitions:
-    """The vectors of every rank; ``first`` is what rank 0 said.
+Visit = Callable[[OptimStates], object]
+
+
+def read_partitions(
+    source: Source, paths: Sequence[str], first: OptimStates, visit: Visit = lambda states: None
+) -> Partitions:
+    """The vectors of every rank; ``first`` is what rank 0 said. ``visit`` sees the states of all ranks in their order.
 
     Raises:
         FormatError: a file is missing or damaged, or does not agree with that of rank 0.
     """
-    others = [_read_rank(source, path, first) for path in paths[1:]]
+    visit(first)
+    others = [_read_rank(source, path, first, visit) for path in paths[1:]]
     return _gathered([RankState.of(first), *others], paths, len(first.masters))
 
 
-def _read_rank(source: Source, path: str, first: OptimStates) -> RankState:
+def _read_rank(source: Source, path: str, first: OptimStates, visit: Visit) -> RankState:
     states = OptimStates.of(File.open(source, path))
-    for name in ("stage", "world_size", "is_bf16_optimizer", "alignment_paddings"):
+    counts, expected_counts = states.partition_counts, first.partition_counts
+    if counts != expected_counts and sorted(counts) == sorted(expected_counts):
+        raise UnsupportedError(
+            "its param groups of experts are in another order than those of rank 0, as DeepSpeed takes them from a "
+            "set; set PYTHONHASHSEED=0 for all ranks, load the run and save it",
+            path=path,
+        )
+    for name in ("stage", "partition_counts", "is_bf16_optimizer", "alignment_paddings"):
         found, expected = getattr(states, name), getattr(first, name)
         if found != expected:
             raise MalformedError(f"its {name} is {brief(found)} but that of rank 0 is {brief(expected)}", path=path)
     if len(states.masters) != len(first.masters):
         raise MalformedError(f"it has {len(states.masters)} partitions, but rank 0 has {len(first.masters)}", path=path)
+    visit(states)
     return RankState.of(states)
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import brief
-from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
-from ckpt_tools.formats.deepspeed.common.model_file import check_parts, refuse_experts
+from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
-from ckpt_tools.formats.deepspeed.zero_reader import names, pipeline, stage0
+from ckpt_tools.formats.deepspeed.zero_reader import moe, names, pipeline, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
@@ -36,8 +36,15 @@ class DeepSpeedReader:
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         folder = names.choose_folder(source, options.tag)
         tags = names.tag_files(source, folder)
-        if layers := names.layer_files(source, folder):
+        layers, experts = names.layer_files(source, folder), names.expert_files(source, folder)
+        if layers and (experts.weights or experts.optim):
+            raise UnsupportedError(
+                "it is of a pipeline with experts, which is not supported", path=min(layers.values())
+            )
+        if layers:
             return pipeline.read(source, tags, layers, _check_stage)
+        if experts.weights or experts.optim:
+            return moe.read(source, tags, experts)
         parts = [_part(source, files) for files in tags]
         first = parts[0].model
         check_parts(first, len(parts))
@@ -80,7 +87,7 @@ def _without_zero(source: Source, files: TagFiles) -> _Part:
     if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
         raise names.no_optimizer(files)
     contents = stage0.Contents.of(file)
-    refuse_experts(contents.model)
+    check_experts(contents.model)
     return _Part(contents.manifest(), contents.model)
 
 
@@ -94,6 +101,12 @@ def _model_paths(files: TagFiles, optim: OptimStates) -> tuple[str, ...]:
 
 
 def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
+    if len(set(optim.partition_counts)) > 1:
+        raise IncompleteError(
+            "its param groups are cut into different numbers of partitions, as those of experts are, and there are no "
+            "files of experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
+            path=optim.file.path,
+        )
     if len(paths) < optim.world_size:
         missing = names.of_rank(paths[0], len(paths))
         raise IncompleteError(f"the file of this rank, one of {optim.world_size}, is missing", path=missing)
@@ -105,7 +118,7 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
 
 
 def _check_model(model: ModelStates, optim: OptimStates) -> None:
-    refuse_experts(model)
+    check_experts(model)
     world_size = model.file.content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
         raise MalformedError(

@@ -46,11 +46,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What ``optimizer`` holds: torch's state and groups by number, and the masters if a wrapper keeps them.
+    """What ``optimizer`` of ``file`` holds: torch's state and groups by number, and a wrapper's masters.
 
     ``masters`` are by number: of a parameter, or with ``is_flat`` of a group, whose state is flat as well.
     """
 
+    file: File
     states: Mapping[int, Slots]
     groups: tuple[Mapping[str, Value], ...]
     masters: Mapping[int, StoredTensor]
@@ -62,11 +63,11 @@ class Saved:
         """Raises FormatError where it is no state of torch's, or of DeepSpeed's two wrappers."""
         found = file.content.get("optimizer")
         if found is None:
-            return cls({}, (), {}, False, {})
+            return cls(file, {}, (), {}, False, {})
         if not isinstance(found, dict):
             raise MalformedError(f"its 'optimizer' is a {kind_of(found)}", path=file.path, key="optimizer")
         if "param_groups" in found:
-            return cls(_states(found, file.path), _groups(found, file.path), {}, False, {})
+            return cls(file, _states(found, file.path), _groups(found, file.path), {}, False, {})
         if UNFUSED not in found and FUSED not in found:
             raise UnsupportedError(
                 f"its optimizer state has the entries {brief(list(found))}, which are not those of torch or of "
@@ -78,7 +79,7 @@ class Saved:
         groups = _groups(inner, file.path)
         is_flat = FUSED in found
         masters = _masters(found, groups, is_flat, file.path)
-        return cls(_states(inner, file.path), groups, masters, is_flat, found)
+        return cls(file, _states(inner, file.path), groups, masters, is_flat, found)
 
 
 def _groups(found: Mapping[Value, Value], path: str) -> tuple[Mapping[str, Value], ...]:
@@ -128,12 +129,13 @@ def _masters(
 
 @dataclass
 class Contents:
-    """A checkpoint of stage 0 on its way into a manifest."""
+    """A checkpoint of stage 0 on its way into a manifest. ``part`` sets it apart from others that join it."""
 
     model: ModelStates
     saved: Saved
     extras: Extras = field(default_factory=Extras)
     literals: dict[str, bytes] = field(default_factory=dict)
+    part: str = ""
 
     @classmethod
     def of(cls, file: File) -> Contents:
@@ -189,7 +191,14 @@ class Contents:
         """The parameters of each group, or None where that cannot be proven. Raises UnsupportedError for masters."""
         groups = [NumberedGroup(tuple(group["params"]), _names(group)) for group in self.saved.groups]
         names = match_numbers(groups, self._shapes(), parameters)
-        if names is None and self.saved.masters:
+        if names is None:
+            self._check_unproven()
+            return None
+        return self._as_pieces(names, parameters)
+
+    def _check_unproven(self) -> None:
+        """Raises UnsupportedError where masters would be lost."""
+        if self.saved.masters:
             raise UnsupportedError(
                 "its fp32 masters lie under numbers, and the order and shapes of the parameters do not prove which "
                 "they are; resume the run and save it with ZeRO stage 1, or with an optimizer that was made from "
@@ -197,9 +206,10 @@ class Contents:
                 path=self.model.file.path,
                 key="optimizer",
             )
-        if names is None:
-            return None
-        return [{names[n]: Piece(n, 0, prod(parameters[names[n]])) for n in group.numbers} for group in groups]
+
+    def _as_pieces(self, names: Mapping[int, str], parameters: Mapping[str, Shape]) -> list[dict[str, Piece]]:
+        numbers = [group["params"] for group in self.saved.groups]
+        return [{names[n]: Piece(n, 0, prod(parameters[names[n]])) for n in group} for group in numbers]
 
     def _shapes(self) -> dict[int, Shape]:
         """The one shape that a master, or else all state of a parameter, has."""
@@ -266,21 +276,21 @@ class Contents:
             if isinstance(value, StoredTensor):
                 yield StateKey(name, slot), self._tensor(name, shape, piece, value)
             elif is_number(value):
-                table, files = number_table(value, f"{piece.number}.{slot}")
+                table, files = number_table(value, f"{self.part}{piece.number}.{slot}")
                 self.literals |= files
                 yield StateKey(name, slot), TensorEntry((), table.dtype, Kind.STATE, table)
             elif value is not None:
                 kept = self.extras.values.setdefault("deepspeed", {}).setdefault("optimizer_state", {})
-                where = f"optimizer_state.{piece.number}.{slot}"
-                kept[f"{name}.{slot}"] = self.extras.inert(value, where, self.model.file)
+                where = f"optimizer_state.{name}.{slot}"
+                kept[f"{name}.{slot}"] = self.extras.inert(value, where, self.saved.file)
 
     def _tensor(self, name: str, shape: Shape, piece: Piece, value: StoredTensor) -> TensorEntry:
         if not self.saved.is_flat or not value.shape:
-            return TensorEntry(tuple(value.shape), value.dtype, Kind.STATE, self.model.file.table(value))
+            return TensorEntry(tuple(value.shape), value.dtype, Kind.STATE, self.saved.file.table(value))
         if tuple(value.shape) != tuple(self.saved.masters[piece.number].shape) or not value.is_contiguous:
-            raise UnsupportedError("state of a flat group is not cut like its masters", path=self.model.file.path)
-        start = self.model.file.start(value) + piece.start * value.dtype.item_bytes
-        at = ByteRange(self.model.file.path, start, start + piece.numel * value.dtype.item_bytes)
+            raise UnsupportedError("state of a flat group is not cut like its masters", path=self.saved.file.path)
+        start = self.saved.file.start(value) + piece.start * value.dtype.item_bytes
+        at = ByteRange(self.saved.file.path, start, start + piece.numel * value.dtype.item_bytes)
         table = ShardTable.build((piece.numel,), value.dtype, [Shard(Box((0,), (piece.numel,)), at)])
         return TensorEntry(shape, value.dtype, Kind.STATE, table)
 
@@ -292,7 +302,7 @@ class Contents:
             for name, value in self.saved.groups[number].items()
             if name not in ("params", "param_names")
         }
-        return ParamGroup(tuple(names), self.extras.options(number, options, self.model.file))
+        return ParamGroup(tuple(names), self.extras.options(number, options, self.saved.file))
 
     def _gather_extras(self) -> None:
         self.extras.add_model(self.model.file, without=("optimizer",))
@@ -303,8 +313,8 @@ class Contents:
 
     def _keep_numbers(self) -> None:
         """The optimizer as the user's own entry."""
-        found = self.model.file.content["optimizer"]
-        self.extras.values["optimizer"] = self.extras.inert(found, "optimizer", self.model.file)
+        found = self.saved.file.content["optimizer"]
+        self.extras.values["optimizer"] = self.extras.inert(found, "optimizer", self.saved.file)
 
 
 def _names(group: Mapping[str, Value]) -> tuple[str, ...] | None:

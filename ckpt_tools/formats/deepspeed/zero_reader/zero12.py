@@ -42,12 +42,40 @@ def locate(
         )
     found: dict[str, Pieces] = {}
     for group, shapes in enumerate(param_shapes):
-        gaps = _gaps(shapes, alignment_paddings, group, masters.files[0])
-        partition = _most_common(masters.numels[:, group] + paddings[:, group])
-        spans = list(_spans(shapes, gaps))
-        _check_sizes(masters, group, partition, spans[-1][2] if spans else 0)
-        found |= {name: _pieces(start, stop, partition, group) for name, start, stop in spans if stop > start}
+        found |= locate_group(group, shapes, masters, paddings, alignment_paddings)
     return found
+
+
+def locate_group(
+    group: int,
+    shapes: Mapping[str, Shape],
+    masters: Flats,
+    paddings: Ints,
+    alignment_paddings: Sequence[Sequence[int]] | None,
+) -> dict[str, Pieces]:
+    """The pieces of one group's parameters. Raises MalformedError."""
+    partition = partition_size(group, masters, paddings)
+    spans = list(_spans(shapes, _gaps(shapes, alignment_paddings, group, masters.files[0])))
+    _check_sizes(masters, group, partition, spans[-1][2] if spans else 0)
+    return cut_group(group, shapes, partition, alignment_paddings, masters.files[0])
+
+
+def cut_group(
+    group: int,
+    shapes: Mapping[str, Shape],
+    partition: int,
+    alignment_paddings: Sequence[Sequence[int]] | None,
+    path: str,
+) -> dict[str, Pieces]:
+    """The pieces of parameters of which a rank holds ``partition`` elements. Raises MalformedError."""
+    gaps = _gaps(shapes, alignment_paddings, group, path)
+    spans = _spans(shapes, gaps)
+    return {name: _pieces(start, stop, partition, group) for name, start, stop in spans if stop > start}
+
+
+def partition_size(group: int, masters: Flats, paddings: Ints) -> int:
+    """The elements of a partition, padding included."""
+    return _most_common(masters.numels[:, group] + paddings[:, group])
 
 
 def _most_common(numels: Ints) -> int:

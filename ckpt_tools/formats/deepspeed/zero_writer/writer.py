@@ -15,6 +15,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import listed
+from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.zero_writer.model_states import CutModel, WholeModel
@@ -40,7 +41,19 @@ class ZeroWriter:
         target = Target.of(manifest, self.stage, options.world_size)
         tag = written_tag(options.tag or target.extras.tag, latest="latest")
         files = ZeroFiles.of(tag, target).files()
-        return Layout(files, (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage)))
+        notes = (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage))
+        return Layout(files, (*notes, *_expert_notes(manifest)))
+
+
+def _expert_notes(manifest: Manifest) -> list[Note]:
+    """DeepSpeed's own layers of experts load files of experts alone."""
+    if not any(split(key.fqn) for key in manifest.tensors):
+        return []
+    why = (
+        "a job with deepspeed.moe stops without files of experts; load it in a model of the same names without "
+        "deepspeed.moe, or convert to universal"
+    )
+    return [Note(Outcome.DEFAULTED, "experts are in the model's file", why)]
 
 
 def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
