@@ -30,6 +30,7 @@ from .endpoints import Endpoints
 from .front import TOO_LARGE, Front, Traffic
 from .listening import Listening
 from .metrics import CONTENT_TYPE, exposition
+from .openapi import describe
 from .predictor import Prediction, Predictor
 from .refusals import Refused, answer
 from .repository import Repository
@@ -106,6 +107,7 @@ def create_app(
     app.state.traffic = traffic
     app.add_middleware(Front, settings=chosen, traffic=traffic)
     app.router.routes.extend(endpoints.routes())
+    describe(app)
     for kind in (Refused, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
 

@@ -39,7 +39,9 @@ MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40
 """Of one dimension: what is larger is a mistake, and products of it would not stay numbers."""
 
-REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs"}
+REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
+"""The protocol has no ``model_name`` here. KServe's client sends it."""
+
 TENSOR_FIELDS = {"name", "shape", "datatype", "parameters", "data"}
 OUTPUT_FIELDS = {"name", "parameters"}
 
@@ -93,6 +95,7 @@ def fitting_request(request: Json, binary: bytes, predictor: Predictor, max_rows
     """What ``request`` asks for, in the protocol's JSON, whichever way it came. ``binary`` is the data of its inputs
     that have ``binary_data_size``, one behind the other. Raises as :func:`parse_infer`."""
     _known(request, REQUEST_FIELDS, "the request")
+    _check_name(request, predictor)
     parameters = _parameters(request, "the request")
     items = _items(_list(request, "inputs"), memoryview(binary), predictor, max_rows)
     outputs = _outputs(request, parameters.get("binary_data_output") is True, predictor)
@@ -300,6 +303,12 @@ def _output(given: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
     raise BadRequestError(
         f"there is no output {_shown(given.get('name'))}; the model gives {_names(predictor.outputs)}"
     )
+
+
+def _check_name(request: Json, predictor: Predictor) -> None:
+    name = request.get("model_name", predictor.name)
+    if name != predictor.name:
+        raise BadRequestError(f"the request is to the model {predictor.name}, and its model_name is {_shown(name)}")
 
 
 def _id(request: Json) -> str | None:
