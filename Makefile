@@ -37,10 +37,10 @@ test: check browser
 
 # The full matrix of formats and world sizes, with its table, the casts of all 2**32 float32 patterns, a kill at every
 # system call that writes, 3,000 calls that fail, 20,000 random trees around a destination, kills of conversions on Ray
-# and of training runs, 20,000 hostile files under real loaders, a million pickles beside both of CPython's unpicklers, and every extra installed from the package index.
+# and of training runs, a minute of 64 clients of the service, 20,000 hostile files under real loaders, a million pickles beside both of CPython's unpicklers, and every extra installed from the package index.
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
-		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py \
+		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py tests/inference/test_storm.py \
 		tests/serialization/test_differential.py tests/verification/scan --soak -q --timeout=3600
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
 
