@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,10 +28,13 @@ from ckpt_tools.errors import FormatError
 from .asking import held, predictions
 from .endpoints import Endpoints
 from .front import TOO_LARGE, Front, Traffic
+from .listening import Listening
 from .metrics import CONTENT_TYPE, exposition
+from .openapi import describe
 from .predictor import Prediction, Predictor
 from .refusals import Refused, answer
 from .repository import Repository
+from .service import Service
 from .settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
 
 HOW_TO_POST = "post the image as the one file of a multipart form field named image"
@@ -85,21 +88,26 @@ def create_app(
     settings: Settings | None = None,
     *,
     beside: AbstractContextManager[object] | None = None,
+    grpc: Listening | None = None,
 ) -> FastAPI:
-    """The application over models that are loaded. It closes them when it ends; ``beside`` is open while it runs."""
+    """The application over models that are loaded. It closes them when it ends; ``beside`` is open while it runs, and
+    ``grpc`` is served."""
     chosen, traffic = settings or Settings(), Traffic()
+    service = Service(repository, chosen, traffic)
 
     @asynccontextmanager
     async def run(_: FastAPI) -> AsyncIterator[None]:
         with beside or nullcontext():
-            yield
+            async with nullcontext() if grpc is None else serving_grpc(service, grpc):
+                yield
         repository.close()
 
-    endpoints = Endpoints(repository, chosen, traffic)
+    endpoints = Endpoints(service)
     app = FastAPI(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
     app.add_middleware(Front, settings=chosen, traffic=traffic)
     app.router.routes.extend(endpoints.routes())
+    describe(app)
     for kind in (Refused, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
 
@@ -118,13 +126,20 @@ def create_app(
     @app.post("/predict", openapi_extra={"requestBody": FORM}, response_model=Answer)
     async def predict(request: Request, model: str | None = None) -> Response:
         form = await read_form(request)
-        with held(repository, request, the_model(repository, model), None) as version:
+        with held(repository, request.scope["state"], the_model(repository, model), None) as version:
             item = await read_item(form, version.predictor)
             (prediction,) = await predictions(version, [item], chosen.timeout)
         headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}
         return JSONResponse(shown(prediction, version.predictor), headers=headers)
 
     return app
+
+
+def serving_grpc(service: Service, listening: Listening) -> AbstractAsyncContextManager[None]:
+    """Only who serves it imports it: start-up is not to pay for it."""
+    from .grpc_server import serving
+
+    return serving(service, listening)
 
 
 @cache

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
-from starlette.requests import Request
 from torch import Tensor
 
 from ckpt_tools.errors import FormatError
@@ -22,11 +21,12 @@ LOG = logging.getLogger(__name__)
 
 
 @contextmanager
-def held(repository: Repository, request: Request, name: str, number: str | None) -> Iterator[Version]:
-    """The version that answers ``request``, which is counted there. Raises ``Refused`` 404 if there is none."""
+def held(repository: Repository, noted: MutableMapping[str, str], name: str, number: str | None) -> Iterator[Version]:
+    """The version that answers a request, which is counted there and ``noted`` for the log. Raises ``Refused`` 404 if
+    there is none."""
     try:
         with repository.hold(name, number) as version:
-            request.scope["state"].update(model=name, version=str(version.number))
+            noted.update(model=name, version=str(version.number))
             with counted(version):
                 yield version
     except (UnknownModelError, NotReadyError) as error:

@@ -4,53 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import zlib
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import ckpt_tools
-from ckpt_tools.errors import CkptError
-
-from .asking import held, predictions
-from .front import Traffic, too_large
-from .predictor import Predictor, TensorSpec
-from .protocol import BadRequestError, InferRequest, infer_response, parse_infer, tensor_metadata
+from .front import too_large
+from .predictor import Prediction
+from .protocol import InferRequest, infer_response, parse_infer
 from .refusals import CLOSE, Refused
-from .repository import NotReadyError, Repository, UnknownModelError, Version
-from .settings import MAX_BODY_BYTES, Settings
-
-LOG = logging.getLogger(__name__)
+from .repository import Version
+from .service import Service
+from .settings import MAX_BODY_BYTES
 
 JSON_LENGTH = "Inference-Header-Content-Length"
-EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
-PLATFORM = "pytorch"
-
-LARGE_BODY = 64 * 2**10
-"""A larger request is parsed beside the event loop, so that it holds nobody up."""
 
 Json = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoints:
-    """The handlers, over the models of a repository."""
+    """The handlers, over what the service answers."""
 
-    def __init__(self, repository: Repository, settings: Settings, traffic: Traffic) -> None:
-        self.repository, self.settings, self.traffic = repository, settings, traffic
-        # Loads take turns in a thread of their own: they leave the others to requests.
-        self.loader = ThreadPoolExecutor(1, "loader")
+    def __init__(self, service: Service) -> None:
+        self.service = service
 
     def routes(self) -> list[Route]:
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         gets: dict[str, Handler] = {
-            "/v2": self.server,
+            **dict.fromkeys(("/v2", "/v2/"), self.server),
             "/v2/health/live": self.live,
             "/v2/health/ready": self.ready,
             "/v2/models/stats": self.statistics,
@@ -70,96 +55,39 @@ class Endpoints:
             *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
         ]
 
-    # --- the server
-
     async def server(self, _: Request) -> Response:
-        return JSONResponse({"name": "ckpt-tools", "version": ckpt_tools.__version__, "extensions": EXTENSIONS})
+        return JSONResponse(self.service.server())
 
     async def live(self, _: Request) -> Response:
         return JSONResponse({"live": True})
 
     async def ready(self, _: Request) -> Response:
-        """For a load balancer: not while the service ends, and not while a model is missing that should answer."""
-        if self.traffic.is_draining:
-            raise Refused(503, "the service is stopping")
-        if not self.repository.is_ready:
-            raise Refused(503, "a model is not loaded")
+        self.service.check_ready()
         return JSONResponse({"ready": True})
 
-    # --- a model
-
     async def metadata(self, request: Request) -> Response:
-        version = self._version(request)
-        predictor = version.predictor
-        return JSONResponse(
-            {
-                "name": version.name,
-                "versions": [str(each.number) for each in self.repository.versions_of(version.name)],
-                "platform": PLATFORM,
-                "inputs": [tensor_metadata(spec) for spec in predictor.inputs],
-                "outputs": [tensor_metadata(spec) for spec in predictor.outputs],
-                "parameters": {**identity(version), "labels": predictor.labels},
-            }
-        )
+        return JSONResponse(self.service.metadata(*_asked_of(request)))
 
     async def model_ready(self, request: Request) -> Response:
-        return JSONResponse({"name": self._version(request).name, "ready": True})
+        return JSONResponse({"name": self.service.version(*_asked_of(request)).name, "ready": True})
 
     async def configuration(self, request: Request) -> Response:
-        """As much of Triton's ModelConfig as is true here."""
-        version = self._version(request)
-        predictor = version.predictor
-        return JSONResponse(
-            {
-                "name": version.name,
-                "platform": PLATFORM,
-                "backend": PLATFORM,
-                "max_batch_size": predictor.max_batch,
-                "input": [_configured(spec) for spec in predictor.inputs],
-                "output": [_configured(spec) for spec in predictor.outputs],
-                "dynamic_batching": {},
-                "parameters": {key: {"string_value": str(value)} for key, value in identity(version).items()},
-            }
-        )
+        return JSONResponse(self.service.configuration(*_asked_of(request)))
 
     async def statistics(self, request: Request) -> Response:
-        if "name" not in request.path_params:
-            found = self.repository.versions()
-        elif "version" in request.path_params:
-            found = [self._version(request)]
-        else:
-            self._version(request)
-            found = self.repository.versions_of(request.path_params["name"])
-        return JSONResponse({"model_stats": [_statistics(version) for version in found]})
+        found = request.path_params
+        return JSONResponse(self.service.statistics(found.get("name"), found.get("version")))
 
     async def infer(self, request: Request) -> Response:
         """The body first: a client that is slow holds no version."""
-        name, number = request.path_params["name"], request.path_params.get("version")
-        body = await read_body(request)
-        with held(self.repository, request, name, number) as version:
-            asked = await self._parsed(body, request.headers.get(JSON_LENGTH), version)
-            seconds = min(self.settings.timeout, asked.timeout or self.settings.timeout)
-            answers = await predictions(version, asked.items, seconds)
-            answer = infer_response(asked, answers, name, str(version.number))
-        if answer.json_bytes is None:
-            return Response(answer.content, media_type="application/json")
-        length = {JSON_LENGTH: str(answer.json_bytes)}
-        return Response(answer.content, media_type="application/octet-stream", headers=length)
+        name, number = _asked_of(request)
+        body, length = await read_body(request), request.headers.get(JSON_LENGTH)
 
-    async def _parsed(self, body: bytes, length: str | None, version: Version) -> InferRequest:
-        parse = partial(parse_infer, body, length, version.predictor, version.batcher.max_waiting)
-        try:
-            if len(body) > LARGE_BODY or _decodes(version.predictor):
-                return await asyncio.to_thread(parse)
-            return parse()
-        except BadRequestError as error:
-            raise Refused(400, str(error)) from error
+        def parse(version: Version) -> InferRequest:
+            return parse_infer(body, length, version.predictor, version.batcher.max_waiting)
 
-    def _version(self, request: Request) -> Version:
-        try:
-            return self.repository.version(request.path_params["name"], request.path_params.get("version"))
-        except (UnknownModelError, NotReadyError) as error:
-            raise Refused(404, str(error)) from error
+        state = request.scope["state"]
+        return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), noted=state)
 
     # --- the repository
 
@@ -167,77 +95,30 @@ class Endpoints:
         only_ready = (await _json_object(request)).get("ready", False)
         if not isinstance(only_ready, bool):
             raise Refused(400, "ready has to be true or false")
-        entries = [entry for entry in self.repository.index() if entry.state == "READY" or not only_ready]
-        return JSONResponse(
-            [
-                {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
-                for entry in entries
-            ]
-        )
+        return JSONResponse(self.service.index(only_ready=only_ready))
 
     async def load(self, request: Request) -> Response:
-        """What the model's own URL has now. Another one cannot be named: whoever may ask may not choose files."""
-        if parameters := (await _json_object(request)).get("parameters"):
-            shown = str(parameters)[:60]
-            raise Refused(400, f"a model is loaded as the service was started with it; {shown} is not taken")
-        name = request.path_params["name"]
-        try:
-            await asyncio.get_running_loop().run_in_executor(self.loader, self.repository.load, name)
-        except UnknownModelError as error:
-            raise Refused(404, str(error)) from error
-        except CkptError as error:
-            LOG.error("%s cannot be loaded: %s", name, error)
-            raise Refused(400, f"the model {name} cannot be loaded; the log of the service says why") from error
+        parameters = (await _json_object(request)).get("parameters") or {}
+        await self.service.load(request.path_params["name"], parameters)
         return JSONResponse({})
 
     async def unload(self, request: Request) -> Response:
         await _json_object(request)
-        try:
-            name = request.path_params["name"]
-            await asyncio.get_running_loop().run_in_executor(self.loader, self.repository.unload, name)
-        except UnknownModelError as error:
-            raise Refused(404, str(error)) from error
+        await self.service.unload(request.path_params["name"])
         return JSONResponse({})
 
 
-def identity(version: Version) -> Json:
-    """Which weights answer. Of the source the last two parts: a place of the server is nobody's business."""
-    known = version.predictor.identity
-    return {
-        "digest": known.digest,
-        "source": "/".join(known.source.rstrip("/").split("/")[-2:]),
-        "format": known.format,
-        "step": known.step,
-        "world_size": known.world_size,
-    }
+def _asked_of(request: Request) -> tuple[str, str | None]:
+    """The model and the version in the path."""
+    return request.path_params["name"], request.path_params.get("version")
 
 
-def _decodes(predictor: Predictor) -> bool:
-    return any(spec.datatype == "BYTES" for spec in predictor.inputs)
-
-
-def _configured(spec: TensorSpec) -> Json:
-    datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
-    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:]) or [1]}
-
-
-def _statistics(version: Version) -> Json:
-    counts = version.statistics
-    failures = sum(counts.failures.values())
-    return {
-        "name": version.name,
-        "version": str(version.number),
-        "last_inference": counts.last_inference_ms,
-        "inference_count": counts.inferences,
-        "execution_count": counts.executions,
-        "inference_stats": {
-            "success": {"count": counts.successes, "ns": counts.request_ns},
-            "fail": {"count": failures, "ns": counts.failure_ns},
-            "queue": {"count": counts.inferences, "ns": counts.queue_ns},
-            "compute_infer": {"count": counts.inferences, "ns": counts.compute_ns},
-        },
-        "pending_request_count": version.batcher.num_waiting,
-    }
+def _inferred(asked: InferRequest, answers: Sequence[Prediction], version: Version) -> Response:
+    answer = infer_response(asked, answers, version.name, str(version.number))
+    if answer.json_bytes is None:
+        return Response(answer.content, media_type="application/json")
+    length = {JSON_LENGTH: str(answer.json_bytes)}
+    return Response(answer.content, media_type="application/octet-stream", headers=length)
 
 
 # --- bodies

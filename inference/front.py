@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,15 +27,19 @@ STOPPING = "the service is stopping"
 OPEN_PATHS = frozenset({"/", "/healthz", "/v2/health/live", "/v2/health/ready"})
 """That need no token: a probe has none, and the page asks for it."""
 
+HOST_PORT = re.compile(r":\d*$")
+
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What the service has been asked and is being asked, whichever the model."""
+    """What the service has been asked and is being asked, whichever the model: answers over HTTP by status, and those
+    over gRPC by code."""
 
     in_flight: int = 0
     by_status: Counter[int] = field(default_factory=Counter)
+    by_code: Counter[str] = field(default_factory=Counter)
     is_draining: bool = False
 
 
@@ -86,13 +91,50 @@ class Front:
         origin = headers.get(b"origin")
         if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
             return Refused(403, "a page of another origin may not ask this service", CLOSE)
-        if self.settings.token is None or path in OPEN_PATHS:
-            return None
-        given = headers.get(b"authorization", b"")
-        if hmac.compare_digest(given, f"Bearer {self.settings.token}".encode()):
+        if is_misnamed(self.settings, headers.get(b"host", b"").decode("latin-1")):
+            return Refused(403, "ask this service by its address, as localhost, or by a name of --allow-host", CLOSE)
+        if path in OPEN_PATHS or is_permitted(self.settings, headers.get(b"authorization", b"")):
             return None
         how = {**CLOSE, "WWW-Authenticate": "Bearer"}
         return Refused(401, "the request needs the header Authorization: Bearer TOKEN", how)
+
+
+def is_permitted(settings: Settings, authorization: bytes) -> bool:
+    """Whether somebody with this ``Authorization`` may ask."""
+    if settings.token is None:
+        return True
+    return hmac.compare_digest(authorization, f"Bearer {settings.token}".encode())
+
+
+def is_misnamed(settings: Settings, host: str) -> bool:
+    """Whether a request calls the service by a name that is not its own. An address is nobody's name."""
+    name = HOST_PORT.sub("", host).lower().rstrip(".")
+    if settings.hosts is None or not name or name in settings.hosts or name.endswith(".localhost"):
+        return False
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return True
+    return False
+
+
+def request_id_of(given: str | bytes) -> str:
+    """The one that a client gives, or a new one."""
+    text = given.decode("latin-1") if isinstance(given, bytes) else given
+    return text if REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
+
+
+def access_line(begun: float, begun_at: datetime, *, noted: Mapping[str, str], **found: object) -> str:
+    """A request as a line of JSON; ``noted`` says which model answered."""
+    return json.dumps(
+        {
+            "time": begun_at.isoformat(timespec="milliseconds"),
+            **found,
+            "seconds": round(time.perf_counter() - begun, 6),
+            "model": noted.get("model"),
+            "version": noted.get("version"),
+        }
+    )
 
 
 def too_large(path: str) -> Refused:
@@ -113,8 +155,7 @@ class Visit:
         self.leaving: asyncio.Task[None] | None = None
         self.status, self.bytes_in, self.bytes_out = 499, 0, 0
         self.has_started = self.has_finished = self.has_left = False
-        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
-        self.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.request_id = request_id_of(self.headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})
 
     async def receive(self) -> Message:
@@ -157,20 +198,16 @@ class Visit:
             self.leaving.cancel()
 
     def log_line(self) -> str:
-        state = self.scope["state"]
         client = self.scope.get("client")
-        return json.dumps(
-            {
-                "time": self.begun_at.isoformat(timespec="milliseconds"),
-                "request_id": self.request_id,
-                "client": client[0] if client else None,
-                "method": self.scope["method"],
-                "path": self.path,
-                "status": self.status,
-                "seconds": round(time.perf_counter() - self.begun, 6),
-                "bytes_in": self.bytes_in,
-                "bytes_out": self.bytes_out,
-                "model": state.get("model"),
-                "version": state.get("version"),
-            }
+        return access_line(
+            self.begun,
+            self.begun_at,
+            request_id=self.request_id,
+            client=client[0] if client else None,
+            method=self.scope["method"],
+            path=self.path,
+            status=self.status,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            noted=self.scope["state"],
         )

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
 
 from ckpt_tools.errors import StoreError, UsageError
 
 MAX_PORT = 65535
 
+GRPC_PORT = "--grpc-port"
 
-def check_address(host: str, port: int) -> None:
+
+def check_address(host: str, port: int, option: str = "--port") -> None:
     """Raise ``UsageError`` for what cannot be an address."""
     if not host:
         raise UsageError("--host is empty; 0.0.0.0 listens on every address of this machine")
     if not 0 <= port <= MAX_PORT:
-        raise UsageError(f"--port is a number from 0 to {MAX_PORT}, not {port}")
+        raise UsageError(f"{option} is a number from 0 to {MAX_PORT}, not {port}")
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, option: str = "--port") -> socket.socket:
     """A TCP socket that is bound and does not listen yet. Raises ``StoreError``, which names the address.
 
     Each answer is sent at once: an accepted connection inherits TCP_NODELAY on Linux. Without it the last packet of
@@ -31,8 +36,39 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise _refused(host, port, error) from error
+        raise _refused(host, port, error, option) from error
     return bound
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where gRPC listens: an address with its port, which :func:`reserve` keeps. The file of the certificate may hold
+    the key too."""
+
+    address: str
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A bound socket that never listens, and keeps its port for gRPC, which binds one of its own. Raises as
+    :func:`bind`.
+
+    Nobody else can have the port at the first moment. From then on it can be shared, by this user alone.
+    """
+    bound = bind(host, port, GRPC_PORT)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """The address and the port of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    return ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def listen(bound: socket.socket, host: str) -> str:
@@ -58,7 +94,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketK
     return family, kind, protocol, address
 
 
-def _refused(host: str, port: int, error: OSError) -> StoreError:
+def _refused(host: str, port: int, error: OSError, option: str = "--port") -> StoreError:
     return StoreError(
-        f"cannot listen on host {host}, port {port}: {error.strerror or error}; try another --port or --host"
+        f"cannot listen on host {host}, port {port}: {error.strerror or error}; try another {option} or --host"
     )

@@ -81,6 +81,8 @@ def _histogram(labelled: list[tuple[dict[str, str], Version]]) -> Iterator[str]:
 def _of_process(traffic: Traffic) -> Iterator[str]:
     by_status: Samples = [({"code": str(code)}, count) for code, count in sorted(traffic.by_status.items())]
     yield from _family("ckpt_tools_http_responses_total", "counter", "Answers; 499: the client left", by_status)
+    by_code: Samples = [({"code": code}, count) for code, count in sorted(traffic.by_code.items())]
+    yield from _family("ckpt_tools_grpc_responses_total", "counter", "Answers over gRPC", by_code)
     in_flight: Samples = [({}, traffic.in_flight)]
     yield from _family("ckpt_tools_http_requests_in_flight", "gauge", "Requests without an answer yet", in_flight)
     usage = resource.getrusage(resource.RUSAGE_SELF)

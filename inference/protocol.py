@@ -7,7 +7,7 @@ it is made, so its cost is bounded by its size.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -39,7 +39,9 @@ MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40
 """Of one dimension: what is larger is a mistake, and products of it would not stay numbers."""
 
-REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs"}
+REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
+"""The protocol has no ``model_name`` here. KServe's client sends it."""
+
 TENSOR_FIELDS = {"name", "shape", "datatype", "parameters", "data"}
 OUTPUT_FIELDS = {"name", "parameters"}
 
@@ -86,8 +88,14 @@ def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_r
         BadRequestError: it is not a request, or does not fit the model.
     """
     text, binary = _split(body, json_bytes)
-    request = _object(_loads(text), "the request")
+    return fitting_request(_object(_loads(text), "the request"), binary, predictor, max_rows)
+
+
+def fitting_request(request: Json, binary: bytes, predictor: Predictor, max_rows: int) -> InferRequest:
+    """What ``request`` asks for, in the protocol's JSON, whichever way it came. ``binary`` is the data of its inputs
+    that have ``binary_data_size``, one behind the other. Raises as :func:`parse_infer`."""
     _known(request, REQUEST_FIELDS, "the request")
+    _check_name(request, predictor)
     parameters = _parameters(request, "the request")
     items = _items(_list(request, "inputs"), memoryview(binary), predictor, max_rows)
     outputs = _outputs(request, parameters.get("binary_data_output") is True, predictor)
@@ -297,6 +305,12 @@ def _output(given: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
     )
 
 
+def _check_name(request: Json, predictor: Predictor) -> None:
+    name = request.get("model_name", predictor.name)
+    if name != predictor.name:
+        raise BadRequestError(f"the request is to the model {predictor.name}, and its model_name is {_shown(name)}")
+
+
 def _id(request: Json) -> str | None:
     if not isinstance(request.get("id", ""), str):
         raise BadRequestError("the id of the request has to be a text")
@@ -344,36 +358,61 @@ def _shown(value: object) -> str:
 # --- answers
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """An output of all rows of a request."""
+
+    spec: TensorSpec
+    values: Sequence[Any]
+
+    @property
+    def shape(self) -> list[int]:
+        inner = np.shape(self.values[0]) if self.spec.datatype != BYTES else ()
+        return [len(self.values), *inner]
+
+    def flat(self) -> list[Any]:
+        """The elements in row-major order."""
+        if isinstance(self.values[0], tuple | list):
+            return [each for value in self.values for each in value]
+        return list(self.values)
+
+    def binary(self) -> bytes:
+        """The elements as the binary extension has them."""
+        datatype: str = self.spec.datatype
+        if datatype == BYTES:
+            return joined_texts([str(value).encode() for value in self.flat()])
+        wide = np.float64 if datatype == "BF16" else None
+        return np.asarray(self.values, wide).astype(DTYPES[datatype]).tobytes()
+
+
+def joined_texts(texts: Iterable[bytes]) -> bytes:
+    """Elements of ``BYTES``, each with its length before it."""
+    return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+
+
+def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
+    """An output that a client asks for, of a prediction for each row."""
+    return Column(wanted.spec, [getattr(prediction, wanted.spec.name) for prediction in predictions])
+
+
 def infer_response(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> Body:
     """The answer to ``request``, for each row of it a prediction."""
     outputs: list[Json] = []
     tails: list[bytes] = []
     for wanted in request.outputs:
-        values = [getattr(prediction, wanted.spec.name) for prediction in predictions]
-        shape = [len(values), *(np.shape(values[0]) if wanted.spec.datatype != BYTES else ())]
-        described: Json = {"name": wanted.spec.name, "datatype": wanted.spec.datatype, "shape": shape}
+        found = column(wanted, predictions)
+        described: Json = {"name": found.spec.name, "datatype": found.spec.datatype, "shape": found.shape}
         if wanted.is_binary:
-            tails.append(_binary(values, wanted.spec.datatype))
+            tails.append(found.binary())
             described["parameters"] = {"binary_data_size": len(tails[-1])}
         else:
-            described["data"] = _flat_json(values)
+            described["data"] = found.flat()
         outputs.append(described)
     answer: Json = {"model_name": name, "model_version": version, "outputs": outputs}
     if request.id:
         answer["id"] = request.id
     text = json.dumps(answer, separators=(",", ":")).encode()
     return Body(b"".join([text, *tails]), len(text)) if tails else Body(text)
-
-
-def _flat_json(values: Sequence[Any]) -> list[Any]:
-    return [each for value in values for each in value] if isinstance(values[0], tuple | list) else list(values)
-
-
-def _binary(values: Sequence[Any], datatype: str) -> bytes:
-    if datatype == BYTES:
-        texts = [str(value).encode() for value in _flat_json(values)]
-        return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return np.asarray(values, np.float64 if datatype == "BF16" else None).astype(DTYPES[datatype]).tobytes()
 
 
 def tensor_metadata(spec: TensorSpec) -> Json:

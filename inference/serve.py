@@ -12,10 +12,11 @@ from ckpt_tools.signals import killed_by_interrupts
 with killed_by_interrupts():
     import os
     import re
+    import socket
     import ssl
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-    from dataclasses import dataclass
+    from contextlib import AbstractContextManager, ExitStack
+    from dataclasses import dataclass, replace
     from pathlib import Path
     from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ with killed_by_interrupts():
     from ckpt_tools.errors import FormatError, StoreError, UsageError
 
     from .files import check_model
-    from .listening import bind, check_address, listen
+    from .listening import GRPC_PORT, Listening, address_of, bind, check_address, is_loopback, listen, reserve
     from .reporting import printable, report_errors
     from .settings import Settings, read_token
 
@@ -76,8 +77,8 @@ def create_app(model: str | Path) -> FastAPI:
     return application(Options([str(model)], Settings()))
 
 
-def application(options: Options) -> FastAPI:
-    """The application over models, which are loaded here."""
+def application(options: Options, grpc: Listening | None = None) -> FastAPI:
+    """The application over models, which are loaded here. ``grpc`` is served while it runs."""
     from . import app
     from .repository import Repository, Source
 
@@ -85,7 +86,7 @@ def application(options: Options) -> FastAPI:
     repository = Repository(sources, _loader(options.architecture))
     watching = _watching(repository, options.watch)
     repository.load_all()
-    return app.create_app(repository, options.settings, beside=watching)
+    return app.create_app(repository, options.settings, beside=watching, grpc=grpc)
 
 
 def _loader(architecture: str | None) -> Callable[[str, str], Predictor]:
@@ -129,6 +130,14 @@ def _limit_threads(threads: int | None) -> None:
 @click.option("--architecture", help="The module of the weights: ours, hf, torchvision:NAME, ...")
 @click.option("--host", default="127.0.0.1", help="The address to listen on.")
 @click.option("--port", type=int, default=8000, help="The port to listen on; 0 takes a free one.")
+@click.option(GRPC_PORT, type=int, help="Serve the protocol over gRPC too, on this port; 0 takes a free one.")
+@click.option(
+    "--allow-host",
+    "allowed",
+    metavar="NAME",
+    multiple=True,
+    help="A name that requests may call this service by. On loopback, others than localhost are refused.",
+)
 @click.option("--watch", type=float, metavar="SECONDS", help="Look so often for a newer checkpoint, and serve it.")
 @click.option("--timeout", type=float, default=30.0, help="The seconds that a request may wait for the model.")
 @click.option("--drain", type=float, default=0.0, help="After a signal, serve so many seconds more, as not ready.")
@@ -145,6 +154,8 @@ def main(
     architecture: str | None,
     host: str,
     port: int,
+    grpc_port: int | None,
+    allowed: tuple[str, ...],
     watch: float | None,
     timeout: float,
     drain: float,
@@ -162,6 +173,7 @@ def main(
     """
     with report_errors():
         check_address(host, port)
+        check_address(host, grpc_port or 0, GRPC_PORT)
         word = None if token is None else read_token(token)
         settings = Settings(timeout=timeout, drain=drain, token=word, has_access_log=access_log)
         named = (*([model] if model else []), *models)
@@ -169,7 +181,7 @@ def main(
         check_certificate(options)
         for _, url in options.named():
             check_model(url)
-        run(options, host, port)
+        run(options, Address(host, port, grpc_port, allowed))
 
 
 def check_certificate(options: Options) -> None:
@@ -184,16 +196,47 @@ def check_certificate(options: Options) -> None:
         raise StoreError(f"--certfile or --keyfile cannot be read ({error.strerror or error})") from error
 
 
-def run(options: Options, host: str, port: int) -> None:
-    """Serve until told to stop; the address is printed once the service listens, so port 0 is of use."""
-    with bind(host, port) as bound:
-        from .server import serve
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen, and by which names requests may call it. Without a ``grpc_port`` there is no gRPC."""
 
-        _limit_threads(options.threads)
-        app = application(options)
-        url = listen(bound, host)
+    host: str
+    port: int
+    grpc_port: int | None = None
+    allowed: Sequence[str] = ()
+
+    def hosts(self, bound: socket.socket) -> frozenset[str] | None:
+        """On loopback, no other names than these; elsewhere, requests come by names that nobody here knows."""
+        if not is_loopback(bound) and not self.allowed:
+            return None
+        return frozenset(name.lower() for name in ("localhost", self.host, *self.allowed))
+
+
+def run(options: Options, address: Address) -> None:
+    """Serve until told to stop; the addresses are printed once the service answers, so port 0 is of use."""
+    with ExitStack() as stack:
+        bound = stack.enter_context(bind(address.host, address.port))
+        options = replace(options, settings=replace(options.settings, hosts=address.hosts(bound)))
+        grpc = None
+        if address.grpc_port is not None:
+            reserved = stack.enter_context(reserve(address.host, address.grpc_port))
+            grpc = Listening(address_of(reserved), options.certificate, options.key)
+        _serve(options, address, bound, grpc)
+
+
+def _serve(options: Options, address: Address, bound: socket.socket, grpc: Listening | None) -> None:
+    from .server import serve
+
+    _limit_threads(options.threads)
+    app = application(options, grpc)
+    url = listen(bound, address.host)
+
+    def announce() -> None:
         click.echo(f"serving on {url.replace('http', 'https', 1) if options.certificate else url}")
-        serve(app, bound, drain=options.settings.drain, certificate=options.certificate, key=options.key)
+        if grpc is not None:
+            click.echo(f"serving gRPC on {grpc.address}")
+
+    serve(app, bound, announce, drain=options.settings.drain, certificate=options.certificate, key=options.key)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,11 +18,10 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ckpt_tools.signals import Stopped
 
+from .settings import HEAD_SECONDS
+
 # Requests that are whole are answered well within it; a client that hangs holds the end no longer.
 GRACE_SECONDS = 10
-
-HEAD_SECONDS = 10.0
-"""In which the head of a request has to arrive. Whoever takes longer is cut off: heads have no other limit of time."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -71,9 +70,14 @@ class Server(uvicorn.Server):
     stopped_by: int | None = None
     stops_at: float | None = None
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, drain: float, announce: Callable[[], None]) -> None:
         super().__init__(config)
-        self.traffic, self.drain = app.state.traffic, drain
+        self.traffic, self.drain, self.announce = app.state.traffic, drain, announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.traffic.is_draining = True
@@ -104,17 +108,19 @@ class Server(uvicorn.Server):
 def serve(
     app: FastAPI,
     listening: socket.socket,
+    announce: Callable[[], None],
     *,
     drain: float = 0,
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
-    """Serve until a signal asks for the end; raises it as :class:`Stopped` then."""
+    """Serve until a signal asks for the end; raises it as :class:`Stopped` then. ``announce`` is called when requests
+    are answered."""
     tls: dict[str, Any] = {} if certificate is None else {"ssl_certfile": certificate, "ssl_keyfile": key}
     config = uvicorn.Config(
         app, http=PromptProtocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, ws="none", **tls
     )
-    server = Server(config, app, drain)
+    server = Server(config, app, drain, announce)
     server.run(sockets=[listening])
     if server.stopped_by:
         raise Stopped(server.stopped_by)

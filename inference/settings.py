@@ -12,6 +12,9 @@ MAX_UPLOAD_BYTES = 16 * 2**20
 # What a multipart form takes around one file: its boundaries, headers and the file's name.
 MAX_BODY_BYTES = MAX_UPLOAD_BYTES + 2**16
 
+HEAD_SECONDS = 10.0
+"""In which the head of a request has to arrive. Whoever takes longer is cut off: heads have no other limit of time."""
+
 BODY_SECONDS = 30.0
 """In which a whole request has to arrive: head and body. A client that takes longer is cut off."""
 
@@ -24,6 +27,9 @@ class Settings:
 
     After a signal the service goes on for ``drain`` seconds, and says that it is not ready: a load balancer needs them
     to send nobody here any more.
+
+    ``hosts`` are the names that a request may call the service by, beside addresses; None are all. A page in a browser
+    can give its own name the address of this machine, and would then be no page of another site.
     """
 
     timeout: float = 30.0
@@ -31,6 +37,7 @@ class Settings:
     drain: float = 0.0
     token: str | None = None
     has_access_log: bool = False
+    hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         for option, seconds, may_be_0 in (("--timeout", self.timeout, False), ("--drain", self.drain, True)):

@@ -92,12 +92,13 @@ def many_images(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service that was started as a process of its own; ``log`` is its stderr."""
+    """A service that was started as a process of its own; ``log`` is its stderr. ``grpc`` is the address of that."""
 
     process: subprocess.Popen[bytes]
     url: str
     log: Path
     temporary: Path
+    grpc: str = ""
 
     @property
     def port(self) -> int:
@@ -125,7 +126,9 @@ def running_service(
             assert process.stdout is not None
             line = process.stdout.readline().decode()
             assert line.startswith(f"serving on {scheme}://"), log.read_text()
-            yield Service(process, line.removeprefix("serving on ").strip(), log, temporary)
+            url = line.removeprefix("serving on ").strip()
+            second = process.stdout.readline().decode() if any("--grpc-port" in arg for arg in args) else ""
+            yield Service(process, url, log, temporary, second.removeprefix("serving gRPC on ").strip())
         finally:
             process.kill()
     assert "Traceback" not in log.read_text()

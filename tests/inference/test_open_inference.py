@@ -114,6 +114,14 @@ def test_json_gives_the_answers_of_the_predictor(
     assert probabilities["data"] == [value for row in truth[:3] for value in row[1]]
 
 
+def test_a_models_name_in_the_request_has_to_be_that_of_the_path(client: httpx.Client, digits: LabelledImages) -> None:
+    """KServe's client sends it."""
+    assert client.post(INFER, json={**a_request(pixels(digits)), "model_name": "m"}).status_code == 200
+    answer = client.post(INFER, json={**a_request(pixels(digits)), "model_name": "two"})
+    assert answer.status_code == 400
+    assert answer.json()["error"] == "the request is to the model m, and its model_name is 'two'"
+
+
 def test_nested_data_is_taken_too(client: httpx.Client, digits: LabelledImages) -> None:
     flat = client.post(INFER, json=a_request(pixels(digits)))
     nested = client.post(INFER, json=a_request(pixels(digits), data=pixels(digits).tolist()))

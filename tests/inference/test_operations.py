@@ -44,6 +44,7 @@ def run_folder(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def service(run_folder: Path, token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     options = ["--watch=0.2", f"--token={token_file}", "--access-log", "--timeout=0.000001", "--drain=2"]
+    options.append("--allow-host=Allowed.example")
     folder = tmp_path_factory.mktemp("operations")
     with running_service(folder, None, f"--model=m={run_folder}@latest", *options) as service:
         yield service
@@ -75,6 +76,27 @@ def test_a_page_of_another_site_may_not_ask(client: httpx.Client, origin: str | 
     headers = {} if origin is None else {"Origin": origin}
     assert client.post("/v2/repository/index", headers=headers).status_code == status
     assert client.post("/v2/repository/index", headers={"Origin": str(client.base_url).rstrip("/")}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost", 200),
+        ("LOCALHOST.:8000", 200),
+        ("page.localhost", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("allowed.example", 200),
+    ],
+)
+def test_a_service_on_loopback_has_no_other_name(client: httpx.Client, host: str, status: int) -> None:
+    """A page in a browser can give its own name the address of this machine: its origin is then the host it asks."""
+    answer = client.get("/v2", headers={"Host": host, "Origin": f"http://{host}"})
+    assert answer.status_code == status
+    assert "--allow-host" in answer.text or status == 200
 
 
 @pytest.mark.parametrize(("content", "code"), [(None, 3), ("", 4), ("two words", 4), ("ü", 4), ("a" * 5000, 4)])

@@ -166,7 +166,7 @@ END = b"\r\n--edge--\r\n"
 
 
 def request_head(*headers: str) -> bytes:
-    lines = ["POST /predict HTTP/1.1", "Host: here", "Content-Type: multipart/form-data; boundary=edge", *headers]
+    lines = ["POST /predict HTTP/1.1", "Host: localhost", "Content-Type: multipart/form-data; boundary=edge", *headers]
     return "\r\n".join([*lines, "", ""]).encode()
 
 

@@ -18,6 +18,11 @@ from tests.support.s3_server import S3Server
 from training.models import build_model
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What installs much from the package index is for the soak alone."""
+    return True if collection_path.name == "test_kserve.py" and not config.getoption("--soak") else None
+
+
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return build(tmp_path_factory.mktemp("built"))

@@ -1,0 +1,214 @@
+"""The protocol's own OpenAPI document is the judge: of each path of it, of each answer, and of each refusal.
+
+``PROTOCOL`` is all that the document demands of a server, in its names. What this service says of itself in
+``/openapi.json`` has to hold too, for requests that hypothesis makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.inference.conftest import Service, running_service
+
+Json = dict[str, Any]
+
+NAMED = {"name": {"type": "string"}}
+TENSOR = {**NAMED, "datatype": {"type": "string"}, "shape": {"type": "array", "items": {"type": "integer"}}}
+ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+
+PROTOCOL: dict[str, Json] = {
+    "/v2/": {
+        "type": "object",
+        "properties": {
+            **NAMED,
+            "version": {"type": "string"},
+            "extensions": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["name", "version", "extensions"],
+    },
+    "/v2/models/m/versions/1": {
+        "type": "object",
+        "properties": {
+            **NAMED,
+            "versions": {"type": "array", "items": {"type": "string"}},
+            "platform": {"type": "string"},
+            **{
+                name: {"type": "array", "items": {"type": "object", "properties": TENSOR, "required": list(TENSOR)}}
+                for name in ("inputs", "outputs")
+            },
+        },
+        "required": ["name", "platform"],
+    },
+    "/v2/health/live": {},
+    "/v2/health/ready": {},
+    "/v2/models/m/versions/1/ready": {},
+}
+"""What a GET of each path answers with 200."""
+
+DATA = {
+    "$defs": {
+        "data": {
+            "type": "array",
+            "items": {"anyOf": [{"$ref": "#/$defs/data"}, {"type": ["number", "string", "boolean"]}]},
+        }
+    }
+}
+
+INFERENCE_RESPONSE: Json = {
+    **DATA,
+    "type": "object",
+    "properties": {
+        "model_name": {"type": "string"},
+        "model_version": {"type": "string"},
+        "id": {"type": "string"},
+        "parameters": {"type": "object"},
+        "outputs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {**TENSOR, "parameters": {"type": "object"}, "data": {"$ref": "#/$defs/data"}},
+                "required": [*TENSOR, "data"],
+            },
+        },
+    },
+    "required": ["model_name", "outputs"],
+}
+
+
+@pytest.fixture(scope="module")
+def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("schema")
+    with running_service(folder, None, f"--model=m={forms / 'model.pt'}") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client: httpx.Client) -> Json:
+    found: Json = client.get("/openapi.json").json()
+    return found
+
+
+@pytest.mark.parametrize("path", PROTOCOL)
+def test_a_path_answers_as_the_protocol_has_it(client: httpx.Client, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 200
+    jsonschema.validate(answer.json(), PROTOCOL[path])
+
+
+@pytest.mark.parametrize("path", [path for path in PROTOCOL if "/models/" in path])
+@pytest.mark.parametrize(("name", "version"), [("none", "1"), ("m", "99"), ("m", "x"), ("%00", "1"), ("..", "1")])
+def test_a_refusal_is_as_the_protocol_has_it(client: httpx.Client, path: str, name: str, version: str) -> None:
+    answer = client.get(path.replace("/m/", f"/{name}/").replace("/1", f"/{version}"))
+    assert answer.status_code == 404
+    jsonschema.validate(answer.json(), ERROR)
+
+
+def schema_of(document: Json, path: str, method: str, status: int) -> Json:
+    """What ``/openapi.json`` promises. A status that it does not tell is a KeyError."""
+    answer = document["paths"][path][method]["responses"][str(status)]
+    return {**answer["content"]["application/json"]["schema"], "components": document["components"]}
+
+
+def filled(path: str, name: str = "m", version: str = "1") -> str:
+    return path.replace("{name}", name).replace("{version}", version)
+
+
+def test_every_path_that_is_told_answers_as_it_is_told(client: httpx.Client, document: Json) -> None:
+    told = [(path, method) for path, methods in document["paths"].items() for method in methods]
+    protocols = [(path, method) for path, method in told if path.startswith("/v2") and "unload" not in path]
+    assert len(protocols) == 16
+    assert {filled(path) for path, _ in told} > {path.rstrip("/") for path in PROTOCOL}
+    pixels = {"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "data": [0] * 784}
+    for path, method in protocols:
+        if path.endswith("/load"):
+            continue  # The version would change; the tests of the repository load.
+        body = {"inputs": [pixels]} if path.endswith("/infer") else None
+        answer = client.request(method, filled(path), json=body)
+        assert answer.status_code == 200, (path, answer.text)
+        jsonschema.validate(answer.json(), schema_of(document, path, method, 200))
+        if path.endswith("/infer"):
+            jsonschema.validate(answer.json(), INFERENCE_RESPONSE)
+        if "{name}" in path:
+            refused = client.request(method, filled(path, name="none"), json=body)
+            assert refused.status_code == 404
+            jsonschema.validate(refused.json(), schema_of(document, path, method, 404))
+
+
+# --- what nobody thought of
+
+
+def mutated(draw: st.DrawFn, value: Any) -> Any:
+    """``value`` with something else in a random place of it."""
+    if isinstance(value, dict) and value and draw(st.booleans()):
+        key = draw(st.sampled_from(sorted(value)))
+        return {**value, key: mutated(draw, value[key])}
+    if isinstance(value, list) and 0 < len(value) < 10 and draw(st.booleans()):
+        return [mutated(draw, value[0]), *value[1:]]
+    return draw(ANYTHING)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=8,
+)
+
+RIGHT: Json = {
+    "id": "7",
+    "parameters": {"timeout": 10**7, "binary_data_output": False},
+    "inputs": [{"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "parameters": {}, "data": [0] * 784}],
+    "outputs": [{"name": "label", "parameters": {"binary_data": False}}],
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Any:
+    return mutated(draw, deepcopy(RIGHT))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(request=requests())
+def test_any_request_is_answered_or_refused_in_the_protocols_form(
+    client: httpx.Client, document: Json, request: Any
+) -> None:
+    path = "/v2/models/{name}/infer"
+    answer = client.post(filled(path), json=request)
+    assert answer.status_code in {200, 400}, answer.text
+    is_binary = "Inference-Header-Content-Length" in answer.headers
+    if not is_binary:
+        jsonschema.validate(answer.json(), schema_of(document, path, "post", answer.status_code))
+        jsonschema.validate(answer.json(), INFERENCE_RESPONSE if answer.status_code == 200 else ERROR)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(["/v2/repository/index", "/v2/models/m/infer", "/v2/repository/models/none/load"]),
+    content=st.binary(max_size=60) | st.text(max_size=60).map(str.encode),
+    headers=st.dictionaries(
+        st.sampled_from(["Inference-Header-Content-Length", "Content-Encoding", "Content-Type", "X-Request-Id"]),
+        st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20),
+        max_size=2,
+    ),
+)
+def test_any_bytes_are_refused_in_the_protocols_form(
+    client: httpx.Client, document: Json, path: str, content: bytes, headers: dict[str, str]
+) -> None:
+    told = {"/v2/models/m/infer": "/v2/models/{name}/infer"}.get(path, path.replace("none", "{name}"))
+    answer = client.post(path, content=content, headers=headers)
+    assert answer.status_code < 500, answer.text
+    jsonschema.validate(answer.json(), schema_of(document, told, "post", answer.status_code))
