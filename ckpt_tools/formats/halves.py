@@ -15,7 +15,6 @@ from typing import Any
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.base import Reader
@@ -88,8 +87,7 @@ class _Below(StoreWrapper):
 
 
 def _moved(entry: TensorEntry, prefix: str) -> TensorEntry:
-    table: ShardTable = replace(entry.shards, files=[f"{prefix}{file}" for file in entry.shards.files])
-    return replace(entry, shards=table)
+    return replace(entry, shards=entry.shards.below(prefix))
 
 
 def _check_names(optim: Manifest, model: Manifest, prefix: str) -> None:

@@ -12,6 +12,7 @@ from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import SeveralCheckpointsError
 from ckpt_tools.formats.base import Reader, Serving
+from ckpt_tools.formats.calls_beside import with_calls_noted
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for, readers
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.formats.trainer_names import OPTIMIZER_HALF, OPTIMIZERS
@@ -76,7 +77,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     own = own | reader.own_files(source, manifest)
     if isinstance(reader, Serving):
         source = reader.served(source, manifest)
-    manifest = with_trainer_files(manifest, source, own)
+    manifest = with_calls_noted(with_trainer_files(manifest, source, own))
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 

@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from ckpt_tools.errors import MalformedError
 
 
-def parse_json(data: bytes, path: str) -> Any:
-    """``data`` as UTF-8 JSON of whole characters, without a duplicate key. Raises MalformedError."""
+def parse_json(data: bytes, path: str, *, value_of: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """``data`` as UTF-8 JSON of whole characters, without a duplicate key. Raises MalformedError.
+
+    ``value_of`` gives the value of each object, innermost first: what stands for a million small objects need not be a
+    million dicts.
+    """
+
+    def hook(pairs: list[tuple[str, Any]]) -> Any:
+        found = _unique(pairs, path)
+        return found if value_of is None else value_of(found)
+
     try:
         text = data.decode()
-        found = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_refuse_constant)
+        found = json.loads(text, object_pairs_hook=hook, parse_constant=_refuse_constant)
         if _HALF_CHARACTER.search(text):
             json.dumps(found, ensure_ascii=False).encode()
         return found

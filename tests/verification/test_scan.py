@@ -9,6 +9,7 @@ import datetime
 import decimal
 import io
 import json
+import os
 import pickle
 import random
 import re
@@ -467,3 +468,32 @@ def test_a_call_in_the_place_of_data_is_refused_as_unsafe(tmp_path: Path) -> Non
 def test_texts_that_lead_to_code_or_out_are_findings(name: str, data: bytes, tmp_path: Path) -> None:
     assert found(data, tmp_path, name)[0]
     assert command("scan", tmp_path / "found")[0] == 7
+
+
+class _Call:
+    def __reduce__(self) -> Any:
+        return os.getpid, ()
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["convert", "--to", "safetensors"]])
+@pytest.mark.parametrize("form", ["zip", "legacy", "DCP"])
+def test_a_call_at_the_top_ends_with_7_and_sends_to_scan(words: list[str], form: str, tmp_path: Path) -> None:
+    source = tmp_path / "model.pt"
+    if form == "DCP":
+        source.mkdir()
+        (source / ".metadata").write_bytes(pickle.dumps(_Call()))
+    else:
+        torch.save(_Call(), source, _use_new_zipfile_serialization=form == "zip")
+    target = [tmp_path / "out"] if words[0] == "convert" else []
+    code, _, error = command(words[0], source, *target, *words[1:])
+    assert code == 7
+    assert "posix.getpid" in error and "`ckpt-tools scan` tells more" in " ".join(error.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_call_beside_tensors_is_named_in_a_note(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "config": [{"a": _Call()}], "lr": 0.1}, tmp_path / "model.pt")
+    (note,) = ckpt_tools.inspect(tmp_path / "model.pt").notes
+    assert (note.what, "posix.getpid" in note.why, "scan" in note.why) == ("config", True, True)
+    code, out, error = command("inspect", tmp_path / "model.pt")
+    assert (code, "posix.getpid" in out + error) == (0, True)

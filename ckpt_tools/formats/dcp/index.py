@@ -182,20 +182,25 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files)
     infos = [_info(fqn, chunk.offsets, items) for chunk in chunks]
     is_compressed = _is_compressed(infos)
     numbers, byte_starts, byte_stops = files.places(infos)
-    starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
-    extents = _extents(map(attrgetter("sizes"), chunks), len(chunks), len(shape))
     dtype = entry.properties.element_type
-    table = ShardTable(
-        shape=shape,
-        dtype=dtype,
-        starts=starts,
-        stops=starts + extents,
-        files=files.names,
-        file_ids=numbers,
-        byte_starts=byte_starts,
-        byte_stops=byte_stops,
-        framing=Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM,
-    )
+    framing = Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM
+    if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
+        at = ByteRange(files.names[int(numbers[0])], int(byte_starts[0]), int(byte_stops[0]))
+        table = ShardTable.whole(shape, dtype, at, framing=framing)
+    else:
+        starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
+        extents = _extents(map(attrgetter("sizes"), chunks), len(chunks), len(shape))
+        table = ShardTable(
+            shape=shape,
+            dtype=dtype,
+            starts=starts,
+            stops=starts + extents,
+            files=files.names,
+            file_ids=numbers,
+            byte_starts=byte_starts,
+            byte_stops=byte_stops,
+            framing=framing,
+        )
     if not is_compressed:
         _check_room(fqn, table)
         _refuse_safetensors(table)

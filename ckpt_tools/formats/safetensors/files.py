@@ -23,12 +23,13 @@ from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.rank_names import is_managed
+from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
     Piece,
@@ -39,7 +40,6 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
     read_offsets,
 )
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
-from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:
@@ -77,15 +77,17 @@ class SafetensorsReader:
     def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
         headers = {path: read_header(source, path) for path in _files(source)}
         leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
+        ties = _ties(headers.values(), leaves)
         state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
         if state is not None:
-            ties = _ties(headers.values(), leaves)
             from ckpt_tools.formats.state_dict.packed import unpacked
 
             return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
-        tensors = {StateKey(name): _entry(leaf) for name, leaf in leaves.items()}
         notes = (_note_of_pieces(headers),) if _are_pieces(headers) else ()
-        return Manifest("safetensors", tensors, aliases=_ties(headers.values(), leaves), notes=notes)
+        del headers
+        # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
+        tensors = {StateKey(name): _entry(leaves.pop(name)) for name in list(leaves)}
+        return Manifest("safetensors", tensors, aliases=ties, notes=notes)
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return frozenset([*_files(source), *_index(source)])
@@ -152,11 +154,11 @@ def read_header(source: Source, path: str) -> _Header:
         )
     if 8 + length > size:
         raise IncompleteError(f"its header of {length:,} bytes does not fit its {size:,} bytes", path=path)
-    found = parse_json(source.read(path, 8, 8 + length), path)
+    found = parse_header(source.read(path, 8, 8 + length), path)
     if not isinstance(found, dict):
         raise MalformedError("its header is not a JSON object", path=path)
     metadata = _metadata(found.pop("__metadata__", {}), path)
-    tensors = {name: _described(name, info, 8 + length, path) for name, info in found.items()}
+    tensors = {name: _described(name, found.pop(name), 8 + length, path) for name in list(found)}
     _check_ranges(tensors, 8 + length, size, path)
     return _Header(tensors, metadata)
 
@@ -171,21 +173,28 @@ def _metadata(found: Any, path: str) -> dict[str, str]:
 
 
 def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType, tuple[int, ...], ByteRange]:
-    if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(info, RawEntry) and (not isinstance(info, dict) or set(info) != set(RawEntry._fields)):
         raise MalformedError("an entry needs dtype, shape and data_offsets, and nothing else", path=path, key=name)
-    dtype = from_safetensors(info["dtype"]) if isinstance(info["dtype"], str) else None
+    stated, shape, offsets = info if isinstance(info, RawEntry) else (info[field] for field in RawEntry._fields)
+    dtype = from_safetensors(stated) if isinstance(stated, str) else None
     if dtype is None:
-        raise UnsupportedError(f"unknown dtype {brief(info['dtype'])}", path=path, key=name)
-    shape, offsets = info["shape"], info["data_offsets"]
+        raise UnsupportedError(f"unknown dtype {brief(stated)}", path=path, key=name)
     if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise MalformedError(
-            f"shape {brief(shape)} or data_offsets {brief(offsets)} are not valid", path=path, key=name
+            f"shape {brief(_as_stated(shape))} or data_offsets {brief(_as_stated(offsets))} are not valid",
+            path=path,
+            key=name,
         )
     if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
         raise MalformedError(
-            f"{offsets[1] - offsets[0]:,} bytes cannot hold {shape} of {dtype.value}", path=path, key=name
+            f"{offsets[1] - offsets[0]:,} bytes cannot hold {list(shape)} of {dtype.value}", path=path, key=name
         )
     return dtype, tuple(shape), ByteRange(path, data_start + offsets[0], data_start + offsets[1])
+
+
+def _as_stated(numbers: Any) -> Any:
+    """As JSON has them."""
+    return list(numbers) if isinstance(numbers, tuple) else numbers
 
 
 def _check_ranges(
@@ -209,7 +218,7 @@ def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
         for name, (dtype, shape, at) in header.tensors.items():
             if name in found:
                 raise MalformedError("this tensor is in two files", path=path, key=name)
-            found[name] = TensorLeaf(shape, dtype, ShardTable.build(shape, dtype, [Shard(Box.whole(shape), at)]))
+            found[name] = TensorLeaf(shape, dtype, ShardTable.whole(shape, dtype, at))
     return found
 
 

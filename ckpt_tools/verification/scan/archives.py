@@ -31,8 +31,6 @@ MAX_BROKEN_ZIP_BYTES = 1 << 26
 """Size of an archive that is read so: zipfile holds its whole directory."""
 
 MAX_MEMBERS = 1 << 14
-MAX_INFLATED_BYTES = 1 << 25
-"""Of all records of such an archive together: a zip bomb takes 32 MiB and a tenth of a second."""
 
 _BLOCK = 512
 

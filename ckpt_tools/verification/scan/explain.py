@@ -20,18 +20,18 @@ from ckpt_tools.serialization.pickle.trace.recorder import Recording
 from ckpt_tools.serialization.torch_legacy import FIRST_READ_BYTES, MAGIC_NUMBER
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.verification.scan.archives import (
-    MAX_INFLATED_BYTES,
     has_one_directory,
     is_zip_at_the_end,
     members_of_any_zip,
     tar_members,
 )
+from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES, FollowedBudget
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.strict_zip import TAIL_BYTES
 
-BUDGET_BYTES = 1 << 25
-"""Of what is followed in one scan, inflated and nested data included; about 10 seconds for the worst of it."""
+MAX_FOLLOWED_BYTES = 1 << 25
+"""Of one pickle."""
 
 FREE_BYTES = 1 << 12
 """Of each file, whatever was followed before."""
@@ -63,12 +63,13 @@ class Explainer:
         self._notebook = notebook
         self._known: dict[bytes, Recording] = {}
         self._nested: set[bytes] = set()
-        self._left = BUDGET_BYTES
+        self._budget = FollowedBudget()
         self._shown: list[str] = []
 
     def explain(self, piece: Piece) -> list[str]:
         """Note what a loader would run of ``piece``, of whatever kind it takes it for; the calls as they are shown."""
-        self._left = max(self._left, FREE_BYTES)
+        # What was inflated is no size of a file.
+        self._budget.grant(0 if piece.depth else piece.size, FREE_BYTES)
         self._shown.clear()
         # It was found not to be proved before; this is only the attempt to say more.
         with suppress(FormatError, UnsafeError, RecursionError, ValueError, IndexError):
@@ -76,7 +77,7 @@ class Explainer:
         return list(self._shown)
 
     def _explain(self, piece: Piece) -> None:
-        if not piece.size or piece.depth > MAX_NESTING or self._left <= 0:
+        if not piece.size or piece.depth > MAX_NESTING or self._budget.left <= 0:
             return
         head = piece.head(_HEAD_BYTES)
         if head.startswith(_ZIP_MAGIC):
@@ -113,14 +114,14 @@ class Explainer:
         while True:
             data = piece.read(at, min(at + num_bytes, piece.size))
             found = self._recorded(data, piece.file)
-            if not found.is_cut or at + num_bytes >= piece.size or self._left <= 0:
+            if not found.is_cut or at + num_bytes >= piece.size or self._budget.left <= 0:
                 return found
             num_bytes *= 8
 
     def _recorded(self, data: bytes, path: str) -> Recording:
         if len(data) > MAX_KNOWN_BYTES:
-            self._left -= len(data)
-            return recorded(data[:BUDGET_BYTES], path=path)
+            self._budget.left -= len(data)
+            return recorded(data[:MAX_FOLLOWED_BYTES], path=path)
         if data not in self._known:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
@@ -149,7 +150,7 @@ class Explainer:
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if digest not in self._nested:
             self._nested.add(digest)
-            self._left -= len(data)
+            self._budget.left -= len(data)
             self._explain(piece.holding(data, "a byte string"))
 
     def _after_storages(self, piece: Piece, at: int, series: list[Recording]) -> int:
@@ -186,9 +187,9 @@ class Explainer:
 
     def _any_zip(self, piece: Piece) -> None:
         """An archive that torch did not write. A compressed one can be followed; of others, as much as can be."""
-        members, _ = members_of_any_zip(piece.read, piece.size, min(self._left, MAX_INFLATED_BYTES))
+        members, _ = members_of_any_zip(piece.read, piece.size, min(self._budget.left, MAX_INFLATED_BYTES))
         for member in members:
-            self._left -= len(member.data)
+            self._budget.left -= len(member.data)
             if not _NO_PICKLES.fullmatch(member.name):
                 self._explain(piece.holding(member.data, member.name))
 

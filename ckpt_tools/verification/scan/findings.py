@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import printable
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.serialization.pickle.proof import Proof
 
 MAX_FINDINGS = 1000
@@ -29,6 +30,10 @@ class Danger(StrEnum):
     """Data that is not as its format says, or as no writer writes it."""
     NOT_LOOKED_INTO = "not looked into"
     """Data of a kind that is not read: compressed, encrypted, or unknown."""
+
+
+class NotLookedIntoError(UnsupportedError):
+    """Data of a kind that is not read at all, or beyond what a scan spends on it."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -15,9 +15,11 @@ from typing import Any
 from ckpt_tools.core.dtypes import from_safetensors
 from ckpt_tools.core.values import StorageRef, Value, are_naturals
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
+from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
 from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
-from ckpt_tools.serialization.pickle.machine import PersistentLoad
+from ckpt_tools.serialization.pickle.load import load_first
+from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
 from ckpt_tools.serialization.pickle.proof import Proof, Refusal, prove
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.torch_legacy import is_legacy
@@ -25,7 +27,8 @@ from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_stora
 from ckpt_tools.serialization.zip_archive import TORCHSCRIPT
 from ckpt_tools.stores.source import checked_name
 from ckpt_tools.verification.scan import kinds
-from ckpt_tools.verification.scan.findings import Danger, FindingCollector
+from ckpt_tools.verification.scan.budget import PickleBudget
+from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.strict_zip import covered_zip
 
@@ -39,15 +42,12 @@ _HEAD_BYTES = 512
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 
 
-class NotLookedIntoError(UnsupportedError):
-    """Data of a kind that is not read at all."""
-
-
 class Prover:
     """Proves pieces, and notes what stands in the way."""
 
     def __init__(self, notebook: FindingCollector) -> None:
         self._notebook = notebook
+        self._pickle_budget = PickleBudget()
         self.metadata: dict[str, Metadata] = {}
         self._refused: list[tuple[str, Refusal]] = []
 
@@ -62,7 +62,7 @@ class Prover:
         if head.startswith(b"PK\x03\x04"):
             self._zip(piece)
         elif head.startswith(b"\x93NUMPY"):
-            _prove_npy(piece)
+            self._npy(piece)
         elif piece.file.lower().endswith(".safetensors"):
             self._safetensors(piece)
         elif piece.file.lower().endswith(".gguf"):
@@ -76,13 +76,21 @@ class Prover:
         else:
             raise NotLookedIntoError(kinds.unknown_kind(head))
 
-    def item(self, piece: Piece) -> None:
-        """Prove an item of a DCP: a file of torch."""
+    def item(self, piece: Piece, *, packed_bytes: int | None = None) -> None:
+        """Prove an item of a DCP: a file of torch, which ``packed_bytes`` were inflated to if it was compressed."""
         if not piece.size:
             raise MalformedError("an item of no bytes")
         if piece.head(4) != b"PK\x03\x04":
             raise MalformedError("an item that is not a file of torch.save")
-        self._torch(piece, *covered_zip(piece.read, piece.size, piece.file))
+        directory, ranges = covered_zip(piece.read, piece.size, piece.file)
+        if packed_bytes is not None:
+            self._check_pickle_bytes(ranges, packed_bytes)
+        self._torch(piece, directory, ranges)
+
+    def _check_pickle_bytes(self, ranges: Mapping[str, tuple[int, int]], packed_bytes: int) -> None:
+        num_bytes = sum(stop - start for name, (start, stop) in ranges.items() if name.endswith("/data.pkl"))
+        if not self._pickle_budget.spend(num_bytes, packed_bytes):
+            raise NotLookedIntoError("its pickles are compressed, and much larger than the file that holds them")
 
     # Pickles
 
@@ -91,6 +99,8 @@ class Prover:
             raise NotLookedIntoError(kinds.unknown_kind(head))
         if piece.size > MAX_PICKLE_BYTES:
             raise NotLookedIntoError("a pickle of more than 4 GB")
+        if piece.size > _START_BYTES:
+            _check_start(piece)
         proof = self._pickle(piece, piece.whole(), "")
         if piece.file.endswith(".metadata"):
             self._note_metadata(piece, proof)
@@ -132,7 +142,7 @@ class Prover:
         directory, ranges = covered_zip(piece.read, piece.size, piece.file)
         if all(name.endswith(".npy") for name in ranges):
             for name, (start, stop) in ranges.items():
-                _prove_npy(piece.part(start, stop, name))
+                self._npy(piece.part(start, stop, name))
             return
         self._torch(piece, directory, ranges)
 
@@ -154,11 +164,20 @@ class Prover:
 
     # Others
 
+    def _npy(self, piece: Piece) -> None:
+        """An array of a plain dtype, or one of objects, which is a pickle to the last byte behind the same header."""
+        start, descr, shape = _npy_header(piece)
+        if descr == "|O":
+            objects = piece.part(start, piece.size, f"objects at byte {start:,}")
+            self._pickle(objects, objects.whole(), "")
+        else:
+            _check_elements(piece.size - start, descr, shape)
+
     def _safetensors(self, piece: Piece) -> None:
         length = int.from_bytes(piece.head(8), "little")
         if piece.size < 8 or length > min(piece.size - 8, MAX_HEADER_BYTES):
             raise MalformedError("its header is longer than the file, or than safetensors allows")
-        header = parse_json(piece.read(8, 8 + length), piece.file)
+        header = parse_header(piece.read(8, 8 + length), piece.file)
         if not isinstance(header, dict):
             raise MalformedError("its header is not a JSON object")
         # MLX writes a metadata of null.
@@ -180,6 +199,19 @@ class Prover:
         if is_small and hashlib.sha256(piece.whole()).hexdigest() in kinds.KNOWN_PROGRAMS:
             return
         self._notebook.add(piece.file, piece.place, Danger.COULD_RUN, "it is a program")
+
+
+_START_BYTES = 1 << 22
+
+
+def _check_start(piece: Piece) -> None:
+    """Refuse by its first bytes what is no pickle, or a short one in front of much else: a file may be a hole of
+    gigabytes, which would all be read."""
+    try:
+        first = load_first(piece.head(_START_BYTES), path=piece.file)
+    except EndsEarlyError:
+        return
+    raise MalformedError(f"more data follows the end of the pickle at byte {first.stop - 1:,}")
 
 
 _SMALL = {
@@ -210,9 +242,9 @@ def _check_records(piece: Piece, records: Mapping[str, tuple[int, int]], storage
 
 
 def _span(name: str, entry: Any) -> tuple[int, int]:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, RawEntry):
         raise MalformedError(f"the tensor {name!r} of its header is not described in the way of safetensors")
-    offsets, shape, dtype = entry["data_offsets"], entry["shape"], from_safetensors(str(entry["dtype"]))
+    offsets, shape, dtype = entry.data_offsets, entry.shape, from_safetensors(entry.dtype)
     if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or dtype is None:
         raise MalformedError(f"the tensor {name!r} of its header is not described in the way of safetensors")
     start, stop = offsets
@@ -228,9 +260,9 @@ _NPY_HEADER = re.compile(
 )
 
 
-def _prove_npy(piece: Piece) -> None:
-    """One array of a plain dtype, to the last byte. numpy writes its header in one way (numpy/lib/_format_impl.py), and
-    MLX with other commas (mlx/io/load.cpp)."""
+def _npy_header(piece: Piece) -> tuple[int, str, list[int]]:
+    """Where the elements of an array start, its dtype and its shape. numpy writes a header in one way
+    (numpy/lib/_format_impl.py), and MLX with other commas (mlx/io/load.cpp)."""
     head = piece.head(12)
     version = tuple(head[6:8])
     width = 2 if version == (1, 0) else 4
@@ -242,12 +274,17 @@ def _prove_npy(piece: Piece) -> None:
     found = _NPY_HEADER.fullmatch(piece.read(8 + width, start))
     if found is None:
         raise MalformedError("the header of the array is not as numpy writes it; it may mean objects")
-    descr = _DESCR.fullmatch(found[1].decode().strip("'"))
-    if descr is None:
-        raise MalformedError("the array is of objects, or of a dtype that is not plain")
-    kind, digits = next((descr[n], descr[n + 1]) for n in (1, 3, 5) if descr[n])
     shape = [int(extent) for extent in re.findall(rb"\d{1,18}", found[2])]
-    if piece.size - start != prod(shape) * int(digits) * (4 if kind == "U" else 1):
+    return start, found[1].decode().strip("'"), shape
+
+
+def _check_elements(num_bytes: int, descr: str, shape: list[int]) -> None:
+    """Raises MalformedError where an array of ``shape`` and a plain dtype does not have ``num_bytes``."""
+    found = _DESCR.fullmatch(descr)
+    if found is None:
+        raise MalformedError("the array is of a dtype that is not plain")
+    kind, digits = next((found[n], found[n + 1]) for n in (1, 3, 5) if found[n])
+    if num_bytes != prod(shape) * int(digits) * (4 if kind == "U" else 1):
         raise MalformedError("the array does not end where the file does")
 
 
@@ -278,12 +315,17 @@ class _Alone:
 
 def _check_zeros(piece: Piece, start: int, stop: int) -> None:
     """An alignment, which the header chooses, may ask for much padding."""
+    if stop - start > _MAX_PADDING_BYTES:
+        raise MalformedError(f"{stop - start:,} bytes between its tensors belong to nothing")
     for at in range(start, stop, _ZEROS_BYTES):
         if piece.read(at, min(at + _ZEROS_BYTES, stop)).strip(b"\0"):
             raise MalformedError("its padding is not zeros")
 
 
 _ZEROS_BYTES = 1 << 20
+
+_MAX_PADDING_BYTES = 1 << 24
+"""Of one tensor; GGUF aligns to 32 bytes if its header does not say otherwise."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _YAML_OBJECT = re.compile(r"!!?python|!!\w+\.|!new:|!apply:|!name:|!module:", re.I)

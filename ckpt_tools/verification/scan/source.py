@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ckpt_tools.core.wording import listed
@@ -13,12 +14,12 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Source
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, StorageInfo
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
-from ckpt_tools.verification.scan.archives import MAX_INFLATED_BYTES
+from ckpt_tools.verification.scan.budget import InflationBudget
 from ckpt_tools.verification.scan.disguise import RunsElsewhereError, check_one_meaning
 from ckpt_tools.verification.scan.explain import Explainer
-from ckpt_tools.verification.scan.findings import Danger, FindingCollector, ScanReport
+from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, ScanReport
 from ckpt_tools.verification.scan.piece import Piece
-from ckpt_tools.verification.scan.prove import REASONS, NotLookedIntoError, Prover, danger_of
+from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of
 
 _ZSTD = "stream.zstd/1"
 
@@ -43,6 +44,7 @@ class _Scan:
         self._notebook = FindingCollector(allowed)
         self._prover = Prover(self._notebook)
         self._explainer = Explainer(self._notebook)
+        self._inflation = InflationBudget()
         hidden, links = _hidden(source.store)
         self._source = replace(source, files=dict(sorted({**hidden, **source.files}.items())))
         for link in links:
@@ -84,7 +86,8 @@ class _Scan:
         try:
             prove(piece)
         except REASONS as raised:
-            error = raised
+            # Its traceback would hold this frame, and with it the bytes of the piece, until a collection of cycles.
+            error = raised.with_traceback(None)
         refused = self._prover.refused()
         if error is None and not refused:
             return
@@ -150,7 +153,8 @@ class _Scan:
         except REASONS as error:
             self._refuse(piece.file, piece.place, error)
         else:
-            self._judged(whole, self._prover.item)
+            is_inflated = whole is not piece
+            self._judged(whole, partial(self._prover.item, packed_bytes=piece.size if is_inflated else None))
 
     def _inflated(self, piece: Piece, info: StorageInfo) -> Piece:
         if not info.transform_descriptors:
@@ -160,7 +164,9 @@ class _Scan:
         from ckpt_tools.serialization.zstd import ZstandardMissingError, inflated_frame
 
         try:
-            data = inflated_frame(piece.read, piece.size, piece.file, limit_bytes=MAX_INFLATED_BYTES)
+            with self._inflation.granting(piece.size) as grant:
+                data = inflated_frame(piece.read, piece.size, piece.file, limit_bytes=grant.num_bytes)
+                grant.used_bytes = len(data)
         except ZstandardMissingError as error:
             raise NotLookedIntoError(error.message.removeprefix(f"{piece.file}: ")) from error
         return piece.holding(data, "")

@@ -82,7 +82,8 @@ class _Reader:
 
     def skip_line(self) -> None:
         while self.at < self._piece.size:
-            data = self.take(min(_CHUNK_BYTES, self._piece.size - self.at))
+            start, known = self._window
+            data = self.take(max(start + len(known) - self.at, 1) if self.at >= start else 1)
             end = data.find(b"\n")
             if end >= 0:
                 self.at += end + 1 - len(data)

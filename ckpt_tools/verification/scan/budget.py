@@ -1,0 +1,79 @@
+"""What a scan spends on data that is small in a file and large outside of it: a small file must not cost much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckpt_tools.verification.scan.findings import NotLookedIntoError
+
+MAX_INFLATED_BYTES = 1 << 25
+"""Of one item, or of all records of an archive together: they are held in memory."""
+
+_SPARE_INFLATED_BYTES, _INFLATED_PER_BYTE = 1 << 28, 64
+"""Elements of tensors are inflated and not read: about a second a gigabyte."""
+
+_SPARE_PICKLED_BYTES, _PICKLED_PER_BYTE = 1 << 20, 1
+"""The worst opcodes take a second and 100 MB for each megabyte of them. An item of a tensor has 300 bytes of pickle, so
+that a checkpoint of many compressed tensors is far from this; a compressed object of several megabytes is not."""
+
+_SPARE_FOLLOWED_BYTES, _MAX_FOLLOWED_BYTES = 1 << 21, 1 << 25
+
+
+@dataclass(slots=True)
+class Grant:
+    """``num_bytes`` that an item may have; ``used_bytes`` is how many it has, as many as may be if nothing says it."""
+
+    num_bytes: int
+    used_bytes: int = MAX_INFLATED_BYTES
+
+
+class InflationBudget:
+    """Bytes that compressed items may have outside of their compression."""
+
+    def __init__(self) -> None:
+        self._left = _SPARE_INFLATED_BYTES
+
+    @contextmanager
+    def granting(self, packed_bytes: int) -> Iterator[Grant]:
+        """What an item of ``packed_bytes`` may have, and what it takes, also if it is refused within. Raises
+        NotLookedIntoError if nothing is left."""
+        self._left += packed_bytes * _INFLATED_PER_BYTE
+        if self._left <= 0:
+            raise NotLookedIntoError("it is compressed, and the items before it were too large outside of their files")
+        grant = Grant(min(self._left, MAX_INFLATED_BYTES))
+        try:
+            yield grant
+        finally:
+            self._left -= grant.used_bytes
+
+
+class PickleBudget:
+    """Bytes that pickles in compressed items may have outside of their compression."""
+
+    def __init__(self) -> None:
+        self._left = _SPARE_PICKLED_BYTES
+
+    def spend(self, num_bytes: int, packed_bytes: int) -> bool:
+        """Whether a pickle of ``num_bytes`` in an item of ``packed_bytes`` is within the budget; it is spent then."""
+        self._left += packed_bytes * _PICKLED_PER_BYTE
+        if num_bytes > self._left:
+            return False
+        self._left -= num_bytes
+        return True
+
+
+class FollowedBudget:
+    """Bytes that are followed to explain what was refused, inflated and nested data included: some for the scan, and
+    as many as there are in what is explained, up to 32 MiB together."""
+
+    def __init__(self) -> None:
+        self.left = _SPARE_FOLLOWED_BYTES
+        self._ungranted = _MAX_FOLLOWED_BYTES - _SPARE_FOLLOWED_BYTES
+
+    def grant(self, num_bytes: int, at_least: int) -> None:
+        """For a piece of ``num_bytes``, of which ``at_least`` are followed whatever was followed before."""
+        granted = min(num_bytes, self._ungranted)
+        self._ungranted -= granted
+        self.left = max(self.left + granted, at_least)

@@ -1,0 +1,216 @@
+"""A small file costs a scan little, whatever it unfolds to; and so does a large one that holds nothing but tensors.
+
+Each runs in a process of its own, whose processor time and peak memory the kernel counts. Time is compared with that of
+making small objects, which takes longer while others use the machine.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zstandard
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
+from ckpt_tools.serialization.pickle.load import dumps
+
+ROOT = Path(__file__).parents[3]
+MEGABYTE = 1_000_000
+OBJECTS_SECONDS = 0.15
+"""What ``slowness`` times, on a machine that does little else."""
+
+Files = dict[str, bytes]
+
+
+def slowness() -> float:
+    """How many times slower than the reference machine this one makes small objects now, as reading headers does."""
+
+    def once() -> float:
+        start = time.process_time()
+        made = [{"shape": (str(number), [number])} for number in range(200_000)]
+        assert made
+        return time.process_time() - start
+
+    return max(1.0, sum(once() for _ in range(3)) / 3 / OBJECTS_SECONDS)
+
+
+def cost(*words: object) -> tuple[float, float, int]:
+    """Processor seconds, peak megabytes and exit code of a command.
+
+    A small process starts it, because the peak of a process includes what it had before its program was loaded.
+    """
+    meter = (
+        "import json, os, resource, subprocess, sys\n"
+        "code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
+        "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, code]))"
+    )
+    command = [sys.executable, "-S", "-c", meter, sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=300)
+    seconds, megabytes, code = json.loads(done.stdout)
+    return seconds, megabytes, code
+
+
+def repeated(first: bytes, again: bytes, last: bytes = b"N.") -> bytes:
+    return first + again * ((MEGABYTE - len(first) - len(last)) // len(again)) + last
+
+
+def deflated(members: Files) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return stream.getvalue()
+
+
+def storages(count: int) -> bytes:
+    """The member of a tar in which torch before 0.1.10 kept storages."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        data = b"J\xff\xff\xff\x7f." + b"(NNNt." * count
+        info = tarfile.TarInfo("storages")
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def dcp(item: bytes) -> Files:
+    """As many items as a megabyte holds."""
+    count = MEGABYTE // (len(item) + 100)
+    places = {
+        MetadataIndex(str(n)): StorageInfo("__0_0.distcp", n * len(item), len(item), ("stream.zstd/1",))
+        for n in range(count)
+    }
+    metadata = Metadata({index.fqn: BytesStorageMetadata() for index in places}, None, places)
+    return {".metadata": dumps(metadata), "__0_0.distcp": item * count}
+
+
+def inflating_pickle() -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * (7 << 20) + b"N.")
+        archive.writestr("archive/version", b"3\n")
+    return zstandard.ZstdCompressor(level=19).compress(stream.getvalue())
+
+
+def tuple_keys() -> bytes:
+    keys = (b"J" + struct.pack("<i", number) + b"\x85\x85\x85\x85N" for number in range(MEGABYTE // 10))
+    return b"\x80\x02}(" + b"".join(keys) + b"u."
+
+
+WORST: dict[str, Callable[[], Files]] = {
+    "keys that are tuples of tuples": lambda: {"a.pkl": tuple_keys()},
+    "lists that nest deep": lambda: {"a.pkl": repeated(b"\x80\x02]", b"]" * 90 + b"a" * 90, b".")},
+    "lists within one another": lambda: {"a.pkl": b"\x80\x02" + b"]" * 500_000 + b"a" * 499_999 + b"."},
+    "names": lambda: {"a.pkl": b"".join(b"c%d\nb\n0" % number for number in range(MEGABYTE // 10)) + b"N."},
+    "objects that are built again": lambda: {"a.pkl": repeated(b"\x80\x02ca\nb\nq\x00)\x81q\x01", b"}b", b".")},
+    "long arguments again and again": lambda: {
+        "a.pkl": b"(" + b"N" * 400_000 + b"tq\x000ca\nb\nq\x01" + b"h\x01h\x00R0" * 100_000 + b"N."
+    },
+    "a memo of a million": lambda: {"a.pkl": repeated(b"\x80\x04N", b"\x94", b".")},
+    "one long string": lambda: {"a.pkl": b"\x80\x02X" + struct.pack("<I", MEGABYTE) + b"a" * MEGABYTE + b"."},
+    "lines of text that are opcodes": lambda: {"vocab.txt": b"V\n" * (MEGABYTE // 2)},
+    "lines of JSON": lambda: {"a.jsonl": b"0\n" * (MEGABYTE // 2)},
+    "200,000 tiny lists of JSON": lambda: {"config.json": b"[" + b"[[]]," * 200_000 + b"[]]"},
+    "a zip bomb of names": lambda: {
+        "a.pt": deflated({"archive/data.pkl": b"".join(b"c%x\nb\n0" % number for number in range(420_000))})
+    },
+    "a zip bomb of many records": lambda: {
+        "a.pt": deflated({f"archive/{number}.pkl": b"N0" * (1 << 14) for number in range(6000)})
+    },
+    "a tar of pickles": lambda: {"a.pt": storages(160_000)},
+    "zstd bombs that are pickles": lambda: dcp(zstandard.ZstdCompressor(level=19).compress(b"N0" * (1 << 24))),
+    "zstd bombs that are files of torch": lambda: dcp(inflating_pickle()),
+}
+SAMPLED = {"keys that are tuples of tuples", "lines of text that are opcodes", "a zip bomb of names",
+           "zstd bombs that are pickles", "zstd bombs that are files of torch"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORST)
+def test_a_megabyte_takes_two_seconds_and_200_mb(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name not in SAMPLED and not request.config.getoption("--soak"):
+        return
+    for file, data in WORST[name]().items():
+        assert len(data) < 1.1 * MEGABYTE
+        (tmp_path / file).write_bytes(data)
+    seconds, megabytes, code = cost("scan", tmp_path, "--json")
+    assert code in (0, 7)
+    assert seconds < 2 * slowness()
+    assert megabytes < 200
+
+
+def hole(path: Path, head: bytes, num_bytes: int) -> None:
+    with path.open("wb") as stream:
+        stream.write(head)
+        stream.truncate(len(head) + num_bytes)
+
+
+def test_a_hole_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    """Behind a pickle, and as the elements of tensors, which are accounted for by their header."""
+    size = 3 << 30
+    hole(tmp_path / "a.pkl", b"\x80\x02N.", size)
+    hole(tmp_path / "b.pkl", b"\x80\x02", size)
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    hole(tmp_path / "c.safetensors", struct.pack("<Q", len(header)) + header, size)
+    text = b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d,), }" % size
+    text += b" " * (-(len(text) + 11) % 64) + b"\n"
+    hole(tmp_path / "d.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text, size)
+    seconds, megabytes, code = cost("scan", tmp_path, "--json")
+    assert (code, seconds < 2 * slowness(), megabytes < 200) == (7, True, True)
+
+
+def test_tensors_cost_a_scan_less_than_reading_them(tmp_path: Path) -> None:
+    torch.save({str(number): torch.zeros(1 << 20) for number in range(16)}, tmp_path / "model.pt")
+    seconds, _, code = cost("scan", tmp_path)
+    assert code == 0
+    assert seconds < (0.5 + 3 * 0.067) * slowness()
+
+
+def safetensors_of_many(folder: Path) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"layers.{number:06d}": entry for number in range(200_000)}, separators=(",", ":")).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert 12 * MEGABYTE < len(header) < 15 * MEGABYTE
+
+
+def dcp_of_many(folder: Path) -> None:
+    """Metadata of 13 MB; a DCP takes more for each tensor."""
+    count = 72_000
+    metadata = dcp_metadata.Metadata({}, {}, {})
+    metadata.storage_data = {}
+    for number in range(count):
+        name, offset, size = f"layers.{number:06d}", torch.Size([0]), torch.Size([1])
+        chunk = dcp_metadata.ChunkStorageMetadata(offset, size)
+        metadata.state_dict_metadata[name] = dcp_metadata.TensorStorageMetadata(
+            dcp_metadata.TensorProperties(), size, [chunk]
+        )
+        place = _StorageInfo("__0_0.distcp", number * 1000, 1000)
+        metadata.storage_data[dcp_metadata.MetadataIndex(name, offset, 0)] = place
+    data = pickle.dumps(metadata)
+    assert 12 * MEGABYTE < len(data) < 15 * MEGABYTE
+    (folder / ".metadata").write_bytes(data)
+    hole(folder / "__0_0.distcp", b"", count * 1000)
+
+
+@pytest.mark.parametrize("make", [safetensors_of_many, dcp_of_many])
+def test_a_header_of_13_mb_is_inspected_in_three_seconds_and_200_mb(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path)
+    seconds, megabytes, code = cost("inspect", tmp_path)
+    assert code == 0
+    assert seconds < 3 * slowness()
+    assert megabytes < 200
