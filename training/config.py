@@ -22,6 +22,10 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 
 RESUME_LATEST = "latest"
+RESUME_AUTO = "auto"
+METRICS = ("accuracy", "loss")
+"""What is measured at the end of each epoch."""
+
 MAX_SEED = 2**32 - 1  # as NumPy has it; torch refuses seeds that do not fit 64 bits, and an epoch's is larger
 
 SETTINGS = (
@@ -59,6 +63,10 @@ def check_data_root(dataset: DatasetName, root: Path | None) -> None:
         raise UsageError(f"--dataset {dataset} needs --data-root, the folder it is kept in or downloaded to")
 
 
+def _as_typed(name: str, value: object) -> str:
+    return f"--{spelt(name)}" if value is True else f"--{spelt(name)}={value}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """A training run. Raises ``UsageError`` for values that do not fit together, naming options as a user types them.
@@ -85,6 +93,12 @@ class TrainConfig:
     data_root: Path | None = None
     num_samples: int | None = None
     save_every: int = 1
+    save_every_steps: int | None = None
+    save_every_minutes: float | None = None
+    async_save: bool = False
+    keep_last: int | None = None
+    keep_best: str | None = None
+    max_restarts: int = 0
     storage: str | None = None
     resume: str | None = None
     override: tuple[str, ...] = ()
@@ -94,6 +108,7 @@ class TrainConfig:
         self._check_counts()
         self._check_together()
         self._check_storage()
+        self._check_saving()
         self._check_override()
 
     @property
@@ -120,7 +135,7 @@ class TrainConfig:
         """The command line of ``python -m training`` that gives this configuration."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         several = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
-        return [f"--{spelt(name)}={one}" for name, value in several.items() for one in value if one is not None]
+        return [_as_typed(name, one) for name, value in several.items() for one in value if one not in (None, False)]
 
     def _check_choices(self) -> None:
         for name, choices in (
@@ -133,7 +148,16 @@ class TrainConfig:
                 raise UsageError(f"--{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
 
     def _check_counts(self) -> None:
-        for name in ("num_workers", "epochs", "until", "batch_size", "num_samples", "save_every"):
+        for name in (
+            "num_workers",
+            "epochs",
+            "until",
+            "batch_size",
+            "num_samples",
+            "save_every",
+            "save_every_steps",
+            "keep_last",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{spelt(name)} is at least 1, not {value}")
@@ -167,6 +191,20 @@ class TrainConfig:
             raise UsageError(
                 "--storage is Ray Train's: use --launcher ray, or convert the checkpoints to it afterwards"
             )
+
+    def _check_saving(self) -> None:
+        if self.save_every_minutes is not None and not 0 < self.save_every_minutes < math.inf:
+            raise UsageError(f"--save-every-minutes is a number above 0, not {self.save_every_minutes}")
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts is at least 0, not {self.max_restarts}")
+        if self.async_save and self.engine != "fsdp2":
+            raise UsageError(f"--async-save needs --engine fsdp2: DeepSpeed saves the state of {self.engine} itself")
+        if self.keep_best is not None and self.keep_best not in METRICS:
+            raise UsageError(f"--keep-best is one of {', '.join(METRICS)}, not {self.keep_best!r}")
+        if self.keep_best is not None and self.keep_last is None:
+            raise UsageError("--keep-best is for --keep-last: without it every checkpoint is kept")
+        if self.keep_last is not None and self.storage is not None:
+            raise UsageError("--keep-last removes checkpoints in --out alone; for --storage use ckpt-tools prune")
 
     def _check_override(self) -> None:
         for name in self.override:

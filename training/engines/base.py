@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ..progress import Progress as Progress
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run has come: finished epochs and optimizer steps."""
-
-    epoch: int = 0
-    step: int = 0
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.epoch <= self.step or self == Progress(0, 0)
+Save = Callable[[Path], None]
+"""Writes this rank's shards into a folder."""
 
 
 class Engine(Protocol):
@@ -46,4 +41,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of what the framework keeps alive."""
+        ...
+
+
+@runtime_checkable
+class StagingEngine(Protocol):
+    """An engine that can write a copy of its state while it trains on."""
+
+    def staged(self, progress: Progress, group: ProcessGroup) -> Save:
+        """Copy the state to this process' memory. The function that it gives writes the copy in any thread, with
+        collectives of ``group``, and has to end before the next call."""
         ...

@@ -51,7 +51,7 @@ class DeepSpeedEngine:
         tag = f"global_step{progress.step}"
         # DeepSpeed makes the tag's folder on rank 0 only, and each rank may have a folder of its own.
         (folder / tag).mkdir(exist_ok=True)
-        client_state = {"epoch": progress.epoch, "step": progress.step, SETTINGS_ENTRY: self._config.settings}
+        client_state = {**progress.entries(), SETTINGS_ENTRY: self._config.settings}
         self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state)
 
     def resume(self, checkpoint: Path | str) -> Progress:

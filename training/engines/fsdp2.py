@@ -7,12 +7,15 @@ the world size.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +28,7 @@ from torchvision.models import VisionTransformer
 from ckpt_tools import load_into
 
 from ..config import Precision, Settings, TrainConfig
-from ..engines.base import Progress
+from ..engines.base import Progress, Save
 from ..engines.resuming import apply_settings, progress_of, scheduler_of
 from ..models import build_model, encoder_blocks
 from ..reading import reading
@@ -49,8 +52,7 @@ class AppState(Stateful):
             "model": model,
             "optim": optim,
             "lr_scheduler": self.scheduler.state_dict(),
-            "epoch": self.progress.epoch,
-            "step": self.progress.step,
+            **self.progress.entries(),
             SETTINGS_ENTRY: self.settings,
         }
 
@@ -62,7 +64,7 @@ class AppState(Stateful):
             optim_state_dict=state_dict["optim"],
         )
         self.scheduler.load_state_dict(state_dict["lr_scheduler"])
-        self.progress = Progress(state_dict["epoch"], state_dict["step"])
+        self.progress = Progress.of(state_dict) or Progress()
 
 
 class Fsdp2Engine:
@@ -73,6 +75,8 @@ class Fsdp2Engine:
         # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
         self._config = config
+        # Into memory of its own, which is kept from save to save. Threads and pinned memory would need CUDA.
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -93,6 +97,12 @@ class Fsdp2Engine:
         self._app.progress = progress
         state_dict_saver.save({"app": self._app}, checkpoint_id=folder)
 
+    def staged(self, progress: Progress, group: ProcessGroup) -> Save:
+        """Copy the state to this process' memory; the function that writes the copy, with collectives of ``group``."""
+        self._app.progress = progress
+        state = self._stager.stage({"app": self._app.state_dict()})
+        return partial(_write_staged, state, group)
+
     def resume(self, checkpoint: Path | str) -> Progress:
         with reading(checkpoint):
             entries = load_into(self._app.model, self._app.optimizer, checkpoint)
@@ -101,7 +111,11 @@ class Fsdp2Engine:
         return progress_of(entries, checkpoint)
 
     def close(self) -> None:
-        """Nothing outlives the process group."""
+        self._stager.close()
+
+
+def _write_staged(state: Any, group: ProcessGroup, folder: Path) -> None:
+    state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
 
 
 def sharded_model(config: TrainConfig, device: torch.device) -> VisionTransformer:

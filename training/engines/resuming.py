@@ -25,10 +25,10 @@ _FORMATS: Mapping[int, ckpt_tools.WrittenFormat] = {1: "zero1", 2: "zero2", 3: "
 
 def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
     """How far the run had come that wrote these entries beside model and optimizer. Raises ``FormatError``."""
-    epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
-    if type(epoch) is not int or type(step) is not int:
+    progress = Progress.of(entries)
+    if progress is None:
         raise FormatError(f"{checkpoint} does not say after which epoch and step it was saved")
-    return Progress(epoch, step)
+    return progress
 
 
 def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str, Any]:

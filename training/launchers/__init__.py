@@ -12,7 +12,7 @@ from ..config import TrainConfig
 from ..data import load_dataset
 from ..locking import RunLock, check_no_other_run, only_run
 from ..result import RunResult, check_result_file
-from ..settings import check_settings
+from ..settings import lines_before_start
 from .failures import RunFailedError
 
 # Ray reads these when it is imported: it sends no usage statistics, and exports no metrics of its own.
@@ -59,9 +59,9 @@ def check_before_start(config: TrainConfig) -> None:
     check_no_other_run(config.out)
     checkpoint = resume_folder(config)
     check_result_file(config.out)
-    line = None if checkpoint is None else check_settings(config, checkpoint)
+    lines = lines_before_start(config, checkpoint)
     _check_samples(config)
-    if line is not None:
+    for line in lines:
         print(line, flush=True)
 
 
