@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import ckpt_tools
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import SourceNotFoundError, UsageError
 
 from .checkpoints import CHECKPOINTS, empty_partial, is_checkpoint_name, partial_folder, strangers_in
 from .config import TrainConfig
@@ -22,8 +22,8 @@ def remove_old(config: TrainConfig) -> None:
         return
     try:
         report = ckpt_tools.prune(config.out, keep_last=config.keep_last, keep_best=config.keep_best)
-    except UsageError:
-        return  # no checkpoint has been measured yet
+    except (UsageError, SourceNotFoundError):
+        return  # no checkpoint has been measured yet, or none is complete
     for each in reversed(report.checkpoints):
         if not each.stays:
             _remove(config.out / each.name)

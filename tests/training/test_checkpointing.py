@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 from tests.training.checkpoint_jobs import ENGINES, STOPPED_AFTER
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, small_config
-from tests.training.watched import Watched
+from tests.training.watched import START_SECONDS, Watched
 from training.checkpoints import resume_folder, saved_checkpoints
-from training.config import LauncherName, TrainConfig
+from training.config import LAUNCHERS, LauncherName, TrainConfig
 from training.locking import only_run
 from training.progress import Progress
 from training.result import RunResult
@@ -140,14 +139,9 @@ def train(out: Path, launcher: LauncherName, **values: Any) -> TrainConfig:
     return TrainConfig(out=out, engine="fsdp2", launcher=launcher, **(size | values))
 
 
-def each_sample_once(out: Path, results: list[RunResult]) -> None:
-    """The steps of each epoch's last run and of those before it are all steps of the epoch, and no more."""
-    for epoch in results[-1].history:
-        assert epoch.earlier_steps + len(epoch.losses) == STEPS_PER_EPOCH
-
-
-def end_at_random(out: Path, launcher: LauncherName, number: signal.Signals, moments: random.Random) -> None:
-    config = train(out, launcher)
+def end_at_random(config: TrainConfig, number: signal.Signals, moments: random.Random) -> None:
+    """Within a second after its first checkpoint."""
+    out = config.out
     before = len(saved_checkpoints(out))
     run = Watched.start(out, "-m", "training", *config.to_args())
     try:
@@ -167,14 +161,13 @@ def test_a_run_that_is_killed_at_any_step_goes_on_bit_for_bit(
     """Until it has finished. Checkpoints are written all the time, so most kills hit one that is half written."""
     moments = random.Random(7)
     kills = SOAK_KILLS if pytestconfig.getoption("--soak") else 1
-    epochs = 3 if kills == 1 else 3 * SOAK_KILLS
+    epochs = 3 * kills
     out, whole = tmp_path / "run", tmp_path / "whole"
     for _ in range(kills):
-        end_at_random(out, "torchrun", signal.SIGKILL, moments)
-    for run in (train(out, "torchrun"), train(whole, "torchrun", save_every_steps=None, async_save=False)):
+        end_at_random(train(out, "torchrun", epochs=epochs), signal.SIGKILL, moments)
+    for run in (train(out, "torchrun", epochs=epochs), train(whole, "torchrun", epochs=epochs, save_every_steps=None)):
         done = in_process("-m", "training", *run.to_args())
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert epochs
     check_same_end(result_of(out), result_of(whole))
     assert not list((out / "checkpoints").glob(".epoch*"))
 
@@ -204,3 +197,119 @@ def test_a_run_that_is_asked_to_stop_saves_first(
 
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture
+def filled(tmp_path: Path, small_run: SmallRun) -> Callable[..., TrainConfig]:
+    """A run's folder with complete checkpoints of these names, and the accuracy of its epochs."""
+    source = Path(small_run("fsdp2").checkpoint)
+
+    def fill(names: list[str], accuracies: dict[str, float], **values: Any) -> TrainConfig:
+        for name in names:
+            shutil.copytree(source, tmp_path / "checkpoints" / name, copy_function=os.link)
+        lines = [{"epoch": int(name[6:10]), "accuracy": value} for name, value in accuracies.items()]
+        (tmp_path / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines) + '{"epoch": 9, "acc'
+        )
+        return TrainConfig(out=tmp_path, engine="fsdp2", launcher="torchrun", **values)
+
+    return fill
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_newest_the_best_and_whatever_is_not_ours_stay(seed: int, filled: Callable[..., TrainConfig]) -> None:
+    """Of any run: the newest K complete ones and the best one, in any order of metrics."""
+    chance = random.Random(seed)
+    epochs = [f"epoch_{epoch:04d}" for epoch in range(1, chance.randint(3, 6))]
+    within = [f"{name}_step_{70 + number:06d}" for number, name in enumerate(epochs) if chance.random() < 0.5]
+    accuracies = {name: chance.random() for name in epochs if chance.random() < 0.8}
+    keep_last, keep_best = chance.randint(1, 4), chance.choice([None, "accuracy"])
+    config = filled(epochs + within, accuracies, keep_last=keep_last, keep_best=keep_best)
+    folder = config.out / "checkpoints"
+    mine, broken = chance.choice(epochs), chance.choice(epochs + within)
+    (folder / mine / "notes.txt").write_text("mine")
+    (folder / broken / ".metadata").unlink()
+    (folder / ".epoch_0099.partial").mkdir()
+    remove_old(config)
+    whole = sorted({*epochs, *within} - {broken})
+    measured = accuracies.keys() & {*whole}
+    best = {max(measured, key=lambda name: accuracies[name])} if measured else {*whole}
+    expected = {*whole[-keep_last:], broken, mine, ".epoch_0099.partial", *(best if keep_best else ())}
+    assert {path.name for path in folder.iterdir()} == expected
+
+
+def test_auto_takes_the_newest_complete_checkpoint_and_sets_a_damaged_one_aside(
+    filled: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["epoch_0001", "epoch_0001_step_000006", "epoch_0002"]
+    config = filled(names, {}, resume="auto")
+    folder = config.out / "checkpoints"
+    (folder / "epoch_0002/__1_0.distcp").unlink()
+    assert resume_folder(config) == folder / names[1]
+    assert lines_before_start(config, None) == ["going on from epoch_0001_step_000006 (dcp, 2 ranks)"]
+    with only_run(config):
+        assert capsys.readouterr().out == "epoch_0002 is not complete: it is called epoch_0002.incomplete now\n"
+    assert {path.name for path in folder.iterdir()} == {*names[:2], "epoch_0002.incomplete"}
+    shutil.copytree(folder / "epoch_0002.incomplete", folder / "epoch_0002")
+    with pytest.raises(DestinationExistsError, match=r"epoch_0002\.incomplete is there already"), only_run(config):
+        pass
+
+
+def test_auto_begins_anew_where_nothing_is_complete(filled: Callable[..., TrainConfig]) -> None:
+    config = filled([], {}, resume="auto")
+    assert resume_folder(config) is None
+    assert lines_before_start(config, None) == [f"{config.out} holds no complete checkpoint: a new run begins"]
+
+
+def test_the_samples_of_an_epoch_that_has_begun_cannot_change(runs: Path) -> None:
+    resume = runs / "fsdp2-stopped/checkpoints" / WITHIN
+    changed = {"seed": 7, "override": ("seed",)}
+    with pytest.raises(UsageError, match="within an epoch, and --seed is 7 here and 0 in the checkpoint"):
+        check_settings(small_config(runs / "new", engine="fsdp2", resume=str(resume), **changed), resume)
+    at_the_end = resume.with_name("epoch_0001")
+    assert check_settings(small_config(runs / "new", engine="fsdp2", resume=str(at_the_end), **changed), at_the_end)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_goes_on_by_itself_when_a_worker_is_killed(
+    launcher: LauncherName, tmp_path: Path, small_run: SmallRun
+) -> None:
+    config = train(tmp_path, launcher, epochs=EPOCHS, max_restarts=1, resume=None)
+    command = [sys.executable, "-m", "training", *config.to_args()]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not saved_checkpoints(tmp_path):
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.02)
+        os.kill(a_rank(run.pid, launcher), signal.SIGKILL)
+        said, errors = run.communicate(timeout=START_SECONDS)
+    finally:
+        run.kill()
+        run.communicate()
+    assert (run.returncode, errors) == (0, ""), errors
+    assert "restart 1 of 1: rank " in said, said
+    check_same_end(result_of(tmp_path), small_run("fsdp2"))
+
+
+def a_rank(run: int, launcher: LauncherName) -> int:
+    """A process that trains, among those that the run has started."""
+    mark, file = {"torchrun": (b"\0RANK=1\0", "environ"), "ray": (b"RayTrainWorker", "cmdline")}[launcher]
+    started = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+    return next(each for each in started if has(each, file, mark) and is_descendant(each, run))
+
+
+def has(process: int, file: str, mark: bytes) -> bool:
+    try:
+        return mark in Path(f"/proc/{process}/{file}").read_bytes()
+    except OSError:
+        return False
+
+
+def is_descendant(process: int, ancestor: int) -> bool:
+    while process not in (0, ancestor):
+        try:
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return process == ancestor

@@ -48,7 +48,8 @@ def saved(folder: Path, **entries: Any) -> Path:
 
 
 def test_every_option_is_a_setting_or_may_differ_freely() -> None:
-    free = {"out", "engine", "launcher", "num_workers", "until", "data_root", "save_every", "storage"}
+    free = {"out", "engine", "launcher", "num_workers", "until", "data_root", "storage", "max_restarts"}
+    free |= {"save_every", "save_every_steps", "save_every_minutes", "async_save", "keep_last", "keep_best"}
     fields = set(TrainConfig.__dataclass_fields__)
     assert fields == {*SETTINGS} | free | {"resume", "override"}
 
