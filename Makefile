@@ -40,7 +40,7 @@ test: check browser
 # and of training runs, 20,000 hostile files under real loaders, a million pickles beside both of CPython's unpicklers, and every extra installed from the package index.
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
-		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py \
+		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py tests/training/test_checkpointing.py \
 		tests/serialization/test_differential.py tests/verification/scan --soak -q --timeout=3600
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
 

@@ -59,6 +59,9 @@ with killed_by_interrupts():
     metavar=f"PATH|URL|{RESUME_LATEST}|{RESUME_AUTO}",
     help="Continue a checkpoint, or this run's last; auto: if there is one.",
 )
+@click.option("--init-from", metavar="PATH|URL", help="Start with the weights of a checkpoint of any format.")
+@click.option("--rename", multiple=True, metavar="REGEX=REPL", help="With --init-from: change names; repeatable.")
+@click.option("--export", metavar="PATH|URL", help="At the end, write the weights as one file or folder.")
 @click.option(
     "--override",
     type=click.Choice(OVERRIDES),

@@ -99,6 +99,9 @@ class TrainConfig:
     keep_last: int | None = None
     keep_best: str | None = None
     max_restarts: int = 0
+    init_from: str | None = None
+    rename: tuple[str, ...] = ()
+    export: str | None = None
     storage: str | None = None
     resume: str | None = None
     override: tuple[str, ...] = ()
@@ -109,6 +112,7 @@ class TrainConfig:
         self._check_together()
         self._check_storage()
         self._check_saving()
+        self._check_first_weights()
         self._check_override()
 
     @property
@@ -205,6 +209,12 @@ class TrainConfig:
             raise UsageError("--keep-best is for --keep-last: without it every checkpoint is kept")
         if self.keep_last is not None and self.storage is not None:
             raise UsageError("--keep-last removes checkpoints in --out alone; for --storage use ckpt-tools prune")
+
+    def _check_first_weights(self) -> None:
+        if self.init_from is not None and self.resume not in (None, RESUME_AUTO):
+            raise UsageError(f"--init-from starts a new run: use it without --resume, or with --resume {RESUME_AUTO}")
+        if self.rename and self.init_from is None:
+            raise UsageError("--rename is for --init-from")
 
     def _check_override(self) -> None:
         for name in self.override:

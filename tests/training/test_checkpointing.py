@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,11 +19,13 @@ from typing import Any
 import pytest
 
 import ckpt_tools
+import training
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from tests.training.checkpoint_jobs import ENGINES, STOPPED_AFTER
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, small_config
 from tests.training.watched import START_SECONDS, Watched
+from training.__main__ import main
 from training.checkpoints import resume_folder, saved_checkpoints
 from training.config import LAUNCHERS, LauncherName, TrainConfig
 from training.locking import only_run
@@ -172,9 +176,7 @@ def test_a_run_that_is_killed_at_any_step_goes_on_bit_for_bit(
     assert not list((out / "checkpoints").glob(".epoch*"))
 
 
-@pytest.mark.parametrize(
-    ("launcher", "number"), [("torchrun", signal.SIGTERM), ("torchrun", signal.SIGUSR1), ("ray", signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("launcher", "number"), [("torchrun", signal.SIGUSR1), ("ray", signal.SIGTERM)])
 def test_a_run_that_is_asked_to_stop_saves_first(
     launcher: LauncherName, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -313,3 +315,22 @@ def is_descendant(process: int, ancestor: int) -> bool:
         except OSError:
             return False
     return process == ancestor
+
+
+PAGE = Path(training.__file__).parent.parent / "docs/training.md"
+TAUGHT = re.findall(
+    r"(?m)^\$ ckpt-tools train (.*)$", PAGE.read_text().split("## Checkpoints, and how")[1].split("\n## ")[0]
+)
+SMALL = "--launcher=torchrun --num-workers=1 --num-samples=64 --epochs=2"
+
+
+@pytest.mark.timeout(3600)
+def test_the_commands_that_the_page_teaches_work(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """One after the other in one folder; without the soak, their options fit together."""
+    assert len(TAUGHT) == 7
+    for taught in TAUGHT:
+        TrainConfig(**main.make_context("training", shlex.split(taught)).params)
+        if pytestconfig.getoption("--soak"):
+            command = [sys.executable, "-m", "training", *shlex.split(taught), *SMALL.split()]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, (taught, done.stderr)

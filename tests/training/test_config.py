@@ -29,6 +29,8 @@ def config(**values: Any) -> TrainConfig:
         ({"keep_best": "loss"}, "^--keep-best is for --keep-last"),
         ({"keep_best": "wer", "keep_last": 1}, "^--keep-best is one of accuracy, loss, not 'wer'$"),
         ({"keep_last": 1, "storage": "s3://bucket/run"}, "^--keep-last removes checkpoints in --out alone"),
+        ({"init_from": "model.safetensors", "resume": "latest"}, "^--init-from starts a new run"),
+        ({"rename": ("a=b",)}, "^--rename is for --init-from$"),
         ({"num_samples": 0}, "^--num-samples is at least 1, not 0$"),
         ({"num_workers": 3}, "64 does not divide over 3 workers"),
         ({"epochs": 2, "until": 3}, "--until 3 lies beyond --epochs 2"),
@@ -70,5 +72,5 @@ def test_arguments_give_the_configuration_back() -> None:
     parsed = main.make_context("training", asked.to_args()).params
     assert TrainConfig(**parsed) == asked
     saving = {"async_save": True, "save_every_steps": 5, "save_every_minutes": 1.5, "keep_last": 2, "keep_best": "loss"}
-    asked = config(**saving, max_restarts=2)
+    asked = config(**saving, max_restarts=2, init_from="a.pt", rename=("a=b", "c=d"), export="b.pt")
     assert TrainConfig(**main.make_context("training", asked.to_args()).params) == asked

@@ -50,6 +50,7 @@ def saved(folder: Path, **entries: Any) -> Path:
 def test_every_option_is_a_setting_or_may_differ_freely() -> None:
     free = {"out", "engine", "launcher", "num_workers", "until", "data_root", "storage", "max_restarts"}
     free |= {"save_every", "save_every_steps", "save_every_minutes", "async_save", "keep_last", "keep_best"}
+    free |= {"init_from", "rename", "export"}
     fields = set(TrainConfig.__dataclass_fields__)
     assert fields == {*SETTINGS} | free | {"resume", "override"}
 

@@ -17,6 +17,7 @@ from ..models import build_model
 from ..reading import reading
 from ..schedule import WarmupCosine
 from ..settings import SETTINGS_ENTRY
+from ..starting import load_first_weights
 
 
 class DeepSpeedEngine:
@@ -28,6 +29,7 @@ class DeepSpeedEngine:
         torch.manual_seed(config.seed)
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         model = build_model()
+        load_first_weights(config, model)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),

@@ -34,6 +34,7 @@ from ..models import build_model, encoder_blocks
 from ..reading import reading
 from ..schedule import WarmupCosine
 from ..settings import SETTINGS_ENTRY
+from ..starting import load_first_weights
 
 
 class AppState(Stateful):
@@ -72,6 +73,7 @@ class Fsdp2Engine:
 
     def __init__(self, config: TrainConfig, schedule: WarmupCosine, device: torch.device) -> None:
         model = sharded_model(config, device)
+        load_first_weights(config, model)
         # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
         self._config = config

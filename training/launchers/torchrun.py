@@ -34,6 +34,7 @@ from ..loop import Interrupted, train
 from ..outlets import FolderOutlet
 from ..result import RESULT_NAME, RunResult
 from ..settings import lines_before_start
+from ..starting import check_export, export
 from ..stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passed_on
 from .processes import die_with_parent, wait_for
 
@@ -168,6 +169,8 @@ def _work(config: TrainConfig, request: Request) -> int:
     rank = torch.distributed.get_rank()
     torch.distributed.destroy_process_group()
     if interrupted is None:
+        if rank == 0 and ERROR_FILE_VARIABLE not in os.environ:
+            export(config, RunResult.read(config.out / RESULT_NAME).checkpoint)
         return 0
     if STOPPED_FILE_VARIABLE not in os.environ:
         if rank == 0:
@@ -181,6 +184,7 @@ def _work(config: TrainConfig, request: Request) -> int:
 def _check_settings(config: TrainConfig) -> None:
     """As the launcher does before it starts torchrun, for a torchrun that the user has started."""
     checkpoint = resume_folder(config)
+    check_export(config)
     lines = lines_before_start(config, checkpoint)
     if int(os.environ["RANK"]) == 0:
         print(*lines, sep="\n", end="\n" if lines else "", flush=True)
