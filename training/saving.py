@@ -94,11 +94,15 @@ class SaveRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _Begun:
+    """A save: when it was begun, and how long it has kept the training."""
+
     name: str
+    step: int
     values: Values
-    record: Callable[[float], SaveRecord]
-    done: Future[float]
+    started: float
+    waited: float
+    stalled: float
 
 
 class Saver:
@@ -110,7 +114,7 @@ class Saver:
         self._outlet = outlet
         self._after_save = after_save
         self._group = _own_group() if config.async_save else None
-        self._pending: _Pending | None = None
+        self._pending: tuple[_Begun, Future[float]] | None = None
         self._saved_at = time.monotonic()
         self.records: list[SaveRecord] = []
 
@@ -121,34 +125,37 @@ class Saver:
     @property
     def is_ready(self) -> bool:
         """Whether a background save has ended, well or not, and waits to be collected."""
-        return self._pending is not None and self._pending.done.done()
+        return self._pending is not None and self._pending[1].done()
 
     @property
     def has_failed(self) -> bool:
-        return self._pending is not None and self._pending.done.done() and self._pending.done.exception() is not None
+        return self._pending is not None and self.is_ready and self._pending[1].exception() is not None
 
     def save(self, progress: Progress, values: Values) -> None:
         """Save a checkpoint, or begin to; collective. The next one waits until it is complete."""
         started = time.perf_counter()
         self.collect()
         waited = time.perf_counter() - started
-        name, folder = progress.name, self._outlet.begin(progress.name)
-
-        def record(ended: float) -> SaveRecord:
-            return SaveRecord(name, progress.step, stalled, waited, ended - started)
-
-        if self._group is None:
-            self._engine.save(folder, progress)
-            torch.distributed.barrier()
-            self._finish(name)
-            stalled = time.perf_counter() - started
-            self._announce(name, values, record(time.perf_counter()))
-        else:
-            assert isinstance(self._engine, StagingEngine)
-            write = self._engine.staged(progress, self._group)
-            stalled = time.perf_counter() - started
-            self._pending = _Pending(name, values, record, _in_background(lambda: self._write(write, folder, name)))
+        folder = self._outlet.begin(progress.name)
+        done = self._write_now(progress, folder) if self._group is None else self._write_later(progress, folder)
+        stalled = time.perf_counter() - started
+        self._pending = _Begun(progress.name, progress.step, values, started, waited, stalled), done
         self._saved_at = time.monotonic()
+        if self._group is None:
+            self.collect()
+
+    def _write_now(self, progress: Progress, folder: Path) -> Future[float]:
+        self._engine.save(folder, progress)
+        torch.distributed.barrier()
+        self._finish(progress.name)
+        done: Future[float] = Future()
+        done.set_result(time.perf_counter())
+        return done
+
+    def _write_later(self, progress: Progress, folder: Path) -> Future[float]:
+        assert self._group is not None and isinstance(self._engine, StagingEngine)
+        write = self._engine.staged(progress, self._group)
+        return _in_background(lambda: self._write(write, folder, progress.name))
 
     def collect(self, *, has_failed: bool = False) -> None:
         """Wait for the save in the background and announce its checkpoint; collective.
@@ -158,11 +165,11 @@ class Saver:
         """
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        ended = pending.done.result()
+        (begun, done), self._pending = self._pending, None
+        ended = done.result()
         if has_failed:
-            raise StoreError(f"{pending.name} could not be saved: another rank failed")
-        self._announce(pending.name, pending.values, pending.record(ended))
+            raise StoreError(f"{begun.name} could not be saved: another rank failed")
+        self._announce(begun, ended)
 
     def _write(self, write: Save, folder: Path, name: str) -> float:
         """DCP's own collectives make sure that the first rank ends only when all have written."""
@@ -174,8 +181,14 @@ class Saver:
         if _leads():
             self._outlet.finish(name)
 
-    def _announce(self, name: str, values: Values, record: SaveRecord) -> None:
-        self._outlet.announce(name, values)
+    def _announce(self, begun: _Begun, ended: float) -> None:
+        """An upload, if there is one, keeps the training too."""
+        before = time.perf_counter()
+        self._outlet.announce(begun.name, begun.values)
+        took = time.perf_counter() - before
+        record = SaveRecord(
+            begun.name, begun.step, begun.stalled + took, begun.waited, max(ended - begun.started, begun.stalled) + took
+        )
         self.records.append(record)
         if _leads():
             self._outlet.record(asdict(record))

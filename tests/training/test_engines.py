@@ -104,7 +104,7 @@ def test_the_command_starts_torchrun_and_trains_as_the_loop_does(small_run: Smal
     result = RunResult.read(tmp_path / "run" / "result.json")
     assert result.history[0].losses == expected.history[1].losses
     assert done.stderr == ""
-    assert ckpt_tools.verify(exported, result.checkpoint).equal
+    assert ckpt_tools.verify(result.checkpoint, exported).equal
     assert done.stdout.splitlines() == [
         result.history[0].line(EPOCHS),
         f"{result.correct} of 360 held-out samples right ({result.accuracy:.4f})",

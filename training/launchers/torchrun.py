@@ -109,7 +109,8 @@ def work(config: TrainConfig) -> NoReturn:
     if _restarts():
         config = replace(config, resume=RESUME_AUTO)
         if os.environ["RANK"] == "0":
-            print(f"restart {_restarts()} of {config.max_restarts}: {_reason(config)}", flush=True)
+            limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+            print(f"restart {_restarts()} of {limit}: {_reason(config)}", flush=True)
     try:
         with nullcontext() if ERROR_FILE_VARIABLE in os.environ else _on_its_own(config):
             code = _work(config, request)
