@@ -159,9 +159,7 @@ def end_at_random(config: TrainConfig, number: signal.Signals, moments: random.R
 
 
 @pytest.mark.timeout(3600)
-def test_a_run_that_is_killed_at_any_step_goes_on_bit_for_bit(
-    tmp_path: Path, small_runs: Path, pytestconfig: pytest.Config
-) -> None:
+def test_a_run_that_is_killed_at_any_step_goes_on_bit_for_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Until it has finished. Checkpoints are written all the time, so most kills hit one that is half written."""
     moments = random.Random(7)
     kills = SOAK_KILLS if pytestconfig.getoption("--soak") else 1
