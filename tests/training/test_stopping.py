@@ -58,14 +58,18 @@ def end(run: Watched, number: signal.Signals) -> None:
         assert run.left_in_time() == []
         return
     assert run.left() == []
+    if number == signal.SIGTERM:
+        stopped = r"stopped as asked(: epoch_\d{4}(_step_\d{6})? is saved; go on with --resume latest|, before .*)\n"
+        assert (code == 75 and re.fullmatch(stopped, stderr)) or code == 143, (code, stderr)
+        return
     assert code == 128 + number, stderr
-    way_on = r"epoch_\d{4} is saved; go on with --resume latest" if saved else r".*"
+    way_on = r"epoch_\d{4}(_step_\d{6})? is saved; go on with --resume latest" if saved else r".*"
     assert re.fullmatch(rf"interrupted by {number.name}: {way_on}\n", stderr), stderr
 
 
 def check_goes_on_exactly(out: Path, launcher: LauncherName, whole: Path) -> None:
     """What is left is resumed for two epochs, and does in them what a run does that nobody stopped."""
-    last = int(saved_checkpoints(out)[-1].name.removeprefix("epoch_")) + 2
+    last = int(saved_checkpoints(out)[-1].name[6:10]) + 2
     for run in (config(out, launcher, until=last), config(whole, "torchrun", until=last, save_every=EPOCHS)):
         done = in_process("-m", "training", *run.to_args())
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
