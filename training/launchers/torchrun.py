@@ -20,9 +20,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ckpt_tools.guard import guarded
 
@@ -128,15 +130,21 @@ def _restarts() -> int:
 
 def _reason(config: TrainConfig) -> str:
     """Of the last failure. A killed rank says nothing, and the others then fail because of it."""
+    error = _taken_error()
     ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text()) if ERROR_FILE_VARIABLE in os.environ else []
     if ends and int(ends[-1][0]) < 0:
         return f"rank {ends[-1][1]} was ended by {signal.Signals(-int(ends[-1][0])).name}"
-    error = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
-    if not error.is_file():
-        return "a rank failed; torchrun's log has the reason"
-    reason = Failure.recorded(error).sentence
-    error.unlink()
-    return reason
+    return "a rank failed; torchrun's log has the reason" if error is None else error.sentence
+
+
+def _taken_error() -> Failure | None:
+    """The error that the last failure was recorded with, whose place is free for the next one's now."""
+    path = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
+    if not path.is_file():
+        return None
+    error = Failure.recorded(path)
+    path.unlink()
+    return error
 
 
 @contextmanager
@@ -205,12 +213,19 @@ def run_rank(config: TrainConfig, device: torch.device, request: Request | None 
 def join_process_group() -> torch.device:
     """Join the process group that torchrun's environment describes; nccl and one GPU a rank where CUDA is there."""
     if not torch.cuda.is_available():
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo", **_meeting())
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", device_id=device)
+    torch.distributed.init_process_group("nccl", device_id=device, **_meeting())
     return device
+
+
+def _meeting() -> dict[str, Any]:
+    """Where the ranks find each other. The agent's store outlives a restart, and would give the addresses of ranks that
+    are gone."""
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": PrefixStore(f"start_{_restarts()}", store), "rank": rank, "world_size": world_size}
 
 
 def _command(config: TrainConfig) -> list[str]:
