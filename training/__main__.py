@@ -15,7 +15,17 @@ with killed_by_interrupts():
 
     from ckpt_tools.errors import CkptError
 
-    from .config import DATASETS, LAUNCHERS, OVERRIDES, PRECISIONS, RESUME_LATEST, SCHEDULES, TrainConfig
+    from .config import (
+        DATASETS,
+        LAUNCHERS,
+        METRICS,
+        OVERRIDES,
+        PRECISIONS,
+        RESUME_AUTO,
+        RESUME_LATEST,
+        SCHEDULES,
+        TrainConfig,
+    )
     from .config_files import read_defaults
     from .installed import check_installed
     from .interruption import how_to_go_on, interruptible
@@ -59,9 +69,22 @@ with killed_by_interrupts():
 @click.option("--activation-checkpointing", is_flag=True, help="Compute each block again in backward.")
 @click.option("--deepspeed-config", type=click.Path(path_type=Path), help="A JSON file in the place of ours.")
 @click.option("--seed", type=int, default=0, help="Of the first weights and the order of samples.")
-@click.option("--save-every", type=int, default=1, help="Epochs between checkpoints; the last is always saved.")
+@click.option("--save-every", type=int, default=1, help="Epochs between checkpoints; the last epoch is always saved.")
+@click.option("--save-every-steps", type=int, help="Optimizer steps between checkpoints, also within an epoch.")
+@click.option("--save-every-minutes", type=float, help="Minutes between checkpoints, also within an epoch.")
+@click.option("--async-save", is_flag=True, help="Copy the state to memory, go on, and write it beside the training.")
+@click.option("--keep-last", type=int, metavar="K", help="Keep the newest K checkpoints of --out.  [default: all]")
+@click.option("--keep-best", type=click.Choice(METRICS), help="With --keep-last: keep also the best by this metric.")
+@click.option("--max-restarts", type=int, default=0, help="How often the run is started again after a failure.")
 @click.option("--storage", metavar="URL", help="Where checkpoints go, such as s3://bucket/run; else to --out.")
-@click.option("--resume", metavar=f"PATH|URL|{RESUME_LATEST}", help="Continue a checkpoint, or this run's last.")
+@click.option(
+    "--resume",
+    metavar=f"PATH|URL|{RESUME_LATEST}|{RESUME_AUTO}",
+    help="Continue a checkpoint, or this run's last; auto: if there is one.",
+)
+@click.option("--init-from", metavar="PATH|URL", help="Start with the weights of a checkpoint of any format.")
+@click.option("--rename", multiple=True, metavar="REGEX=REPL", help="With --init-from: change names; repeatable.")
+@click.option("--export", metavar="PATH|URL", help="At the end, write the weights as one file or folder.")
 @click.option(
     "--override",
     type=click.Choice(OVERRIDES),

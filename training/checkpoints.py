@@ -1,27 +1,31 @@
 """The folder of a run, the checkpoints that it keeps there or in its storage, and the one that ``--resume`` means.
 
 ``OUT/checkpoints/epoch_0003``, or ``STORAGE/checkpoints/epoch_0003`` if the run has a storage, holds the shards
-written after three finished epochs, whatever the launcher. A checkpoint is a path or, in a store, a URL.
+written after three finished epochs, whatever the launcher. ``epoch_0003_step_000070`` was written within the fourth,
+after 70 steps of the run. A checkpoint is a path or, in a store, a URL.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError, UsageError
 
-from .config import RESUME_LATEST, TrainConfig, is_url
+from .config import RESUME_AUTO, RESUME_LATEST, TrainConfig, is_url
+from .progress import Progress
 from .storage import check_bucket, names_below, recorded_latest
 
 CHECKPOINTS = "checkpoints"
 MAX_NAMED = 5
 """Names that an error lists, the newest first."""
 
-_EPOCH_FOLDER = re.compile(r"epoch_\d{4,}")
+_EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
 
 _SHARD = re.compile(
     r"config\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
@@ -31,8 +35,18 @@ _SHARD = re.compile(
 
 
 def checkpoint_name(epoch: int) -> str:
-    """The folder name of the checkpoint after ``epoch`` finished epochs; names sort as epochs do up to 9999."""
-    return f"epoch_{epoch:04d}"
+    """The folder name of the checkpoint after ``epoch`` finished epochs."""
+    return Progress(epoch, epoch).name
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a run gives that name to a checkpoint."""
+    return _EPOCH_FOLDER.fullmatch(name) is not None
+
+
+def partial_folder(folder: Path, name: str) -> Path:
+    """Where a checkpoint is while it is not complete."""
+    return folder / f".{name}.partial"
 
 
 def make_partial(folder: Path, name: str) -> Path:
@@ -41,7 +55,7 @@ def make_partial(folder: Path, name: str) -> Path:
     Raises:
         DestinationExistsError: there are files in its place that no run wrote; nothing is removed then.
     """
-    partial = folder / f".{name}.partial"
+    partial = partial_folder(folder, name)
     empty_partial(partial)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
@@ -53,15 +67,20 @@ def empty_partial(partial: Path) -> None:
     Raises:
         DestinationExistsError: there are files in it that no run wrote; nothing is removed then.
     """
-    found = sorted(partial.rglob("*"), key=lambda path: -len(path.parts))
-    strangers = [path for path in found if path.is_symlink() or not (path.is_dir() or _is_shard(path, partial))]
+    strangers = strangers_in(partial)
     if strangers or partial.is_symlink():
         raise DestinationExistsError(
             f"{partial} is where a checkpoint is written, and holds {strangers[0] if strangers else 'a link'}, which "
             "no run wrote; move it away"
         )
-    for path in found:
+    for path in sorted(partial.rglob("*"), key=lambda path: -len(path.parts)):
         path.rmdir() if path.is_dir() else path.unlink()
+
+
+def strangers_in(folder: Path) -> list[Path]:
+    """What is in the folder of a checkpoint and is not a file or folder that a run writes there."""
+    found = sorted(folder.rglob("*"))
+    return [path for path in found if path.is_symlink() or not (path.is_dir() or _is_shard(path, folder))]
 
 
 def _is_shard(path: Path, partial: Path) -> bool:
@@ -97,10 +116,10 @@ def saved_checkpoints(out: Path) -> list[Path]:
 
 def _epochs_in(folder: Path) -> list[Path]:
     try:
-        found = [path for path in folder.glob("epoch_*") if _EPOCH_FOLDER.fullmatch(path.name)]
+        found = [path for path in folder.glob("epoch_*") if is_checkpoint_name(path.name)]
     except OSError as error:
         raise StoreError(f"{folder} cannot be listed: {error.strerror}") from error
-    return sorted(found, key=lambda path: int(path.name.removeprefix("epoch_")))
+    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
 def resume_folder(config: TrainConfig) -> Path | str | None:
@@ -114,6 +133,9 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
         check_bucket(config.storage)
     if config.resume == RESUME_LATEST:
         return _needed_latest(config)
+    if config.resume == RESUME_AUTO:
+        newest = newest_complete(config)
+        return None if newest is None else checkpoint_of(config, newest.name)
     _check_unused(config)
     if config.resume is None or is_url(config.resume):
         return config.resume
@@ -123,14 +145,56 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
 def latest_checkpoint(config: TrainConfig) -> Path | str | None:
     """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read.
 
-    Ray goes by its record of the run: a checkpoint that was being uploaded when the run was killed is not in it.
+    In a store it is the last one in Ray's record of the run: a checkpoint that was being uploaded when the run was
+    killed is not in it. In ``out`` every checkpoint got its name when it was complete.
     """
-    if config.launcher == "ray":
-        home = str(config.out / CHECKPOINTS) if config.storage is None else _stored(config.storage)
-        if name := recorded_latest(home):
-            return checkpoint_of(config, name)
-    saved = saved_checkpoints(config.out) if config.storage is None else []
+    if config.storage is not None:
+        name = recorded_latest(_stored(config.storage))
+        return None if name is None else checkpoint_of(config, name)
+    saved = saved_checkpoints(config.out)
     return saved[-1] if saved else None
+
+
+def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
+    """The run's newest checkpoint that is whole by its files, whoever wrote it. Raises ``StoreError``."""
+    place = config.out / CHECKPOINTS if config.storage is None else _stored(config.storage)
+    try:
+        found = ckpt_tools.ls(place).checkpoints
+    except SourceNotFoundError:
+        return None
+    return next((each for each in found if each.is_complete and is_checkpoint_name(each.name)), None)
+
+
+def line_of_auto(config: TrainConfig) -> str | None:
+    """What ``--resume auto`` does, for a person."""
+    if config.resume != RESUME_AUTO:
+        return None
+    newest = newest_complete(config)
+    if newest is None:
+        return f"{config.storage or config.out} holds no complete checkpoint: a new run begins"
+    return f"going on from {newest.name} ({newest.format}, {newest.world_size or 'unknown'} ranks)"
+
+
+def set_aside_incomplete(config: TrainConfig) -> list[str]:
+    """Rename the checkpoints in ``out`` that ``--resume auto`` passes over, whose names the run may need; the lines to
+    print.
+
+    Raises:
+        DestinationExistsError: one of that name was set aside before.
+    """
+    newest = newest_complete(config)
+    saved = saved_checkpoints(config.out)
+    names = [path.name for path in saved]
+    passed = saved if newest is None else saved[names.index(newest.name) + 1 :]
+    return [_set_aside(path) for path in passed]
+
+
+def _set_aside(checkpoint: Path) -> str:
+    aside = checkpoint.with_name(f"{checkpoint.name}.incomplete")
+    if os.path.lexists(aside):
+        raise DestinationExistsError(f"{checkpoint} is not complete, and {aside.name} is there already; move one away")
+    checkpoint.rename(aside)
+    return f"{checkpoint.name} is not complete: it is called {aside.name} now"
 
 
 def way_on(config: TrainConfig) -> str:
@@ -157,7 +221,7 @@ def _check_unused(config: TrainConfig) -> None:
 def _holds_checkpoints(config: TrainConfig) -> bool:
     if config.storage is None:
         return bool(saved_checkpoints(config.out))
-    return any(_EPOCH_FOLDER.fullmatch(name) for name in names_below(_stored(config.storage)))
+    return any(is_checkpoint_name(name) for name in names_below(_stored(config.storage)))
 
 
 def _existing(checkpoint: Path) -> Path:

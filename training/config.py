@@ -27,6 +27,10 @@ DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 RESUME_LATEST = "latest"
+RESUME_AUTO = "auto"
+METRICS = ("accuracy", "loss")
+"""What is measured at the end of each epoch."""
+
 MAX_SEED = 2**32 - 1  # as NumPy has it; torch refuses seeds that do not fit 64 bits, and an epoch's is larger
 
 SETTINGS = (
@@ -52,6 +56,8 @@ COUNTS = (
     "batch_size",
     "num_samples",
     "save_every",
+    "save_every_steps",
+    "keep_last",
     "gradient_accumulation",
     "shard_size",
     "tp",
@@ -122,6 +128,15 @@ class TrainConfig:
     data_root: Path | None = None
     num_samples: int | None = None
     save_every: int = 1
+    save_every_steps: int | None = None
+    save_every_minutes: float | None = None
+    async_save: bool = False
+    keep_last: int | None = None
+    keep_best: str | None = None
+    max_restarts: int = 0
+    init_from: str | None = None
+    rename: tuple[str, ...] = ()
+    export: str | None = None
     storage: str | None = None
     resume: str | None = None
     override: tuple[str, ...] = ()
@@ -131,6 +146,8 @@ class TrainConfig:
         self._check_counts()
         self._check_together()
         self._check_storage()
+        self._check_saving()
+        self._check_first_weights()
         self._check_override()
 
     @property
@@ -225,6 +242,28 @@ class TrainConfig:
             raise UsageError(
                 "--storage is Ray Train's: use --launcher ray, or convert the checkpoints to it afterwards"
             )
+
+    def _check_saving(self) -> None:
+        if self.save_every_minutes is not None and not 0 < self.save_every_minutes < math.inf:
+            raise UsageError(f"--save-every-minutes is a number above 0, not {self.save_every_minutes}")
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts is at least 0, not {self.max_restarts}")
+        if self.async_save and self.sharding.framework != "fsdp2":
+            raise UsageError(
+                f"--async-save needs --engine fsdp2: DeepSpeed saves the state of {self.sharding.name} itself"
+            )
+        if self.keep_best is not None and self.keep_best not in METRICS:
+            raise UsageError(f"--keep-best is one of {', '.join(METRICS)}, not {self.keep_best!r}")
+        if self.keep_best is not None and self.keep_last is None:
+            raise UsageError("--keep-best is for --keep-last: without it every checkpoint is kept")
+        if self.keep_last is not None and self.storage is not None:
+            raise UsageError("--keep-last removes checkpoints in --out alone; for --storage use ckpt-tools prune")
+
+    def _check_first_weights(self) -> None:
+        if self.init_from is not None and self.resume not in (None, RESUME_AUTO):
+            raise UsageError(f"--init-from starts a new run: use it without --resume, or with --resume {RESUME_AUTO}")
+        if self.rename and self.init_from is None:
+            raise UsageError("--rename is for --init-from")
 
     def _check_override(self) -> None:
         for name in self.override:

@@ -16,6 +16,7 @@ from ckpt_tools.signals import exit_code_of, stopping_on_signals
 from .checkpoints import saved_checkpoints
 from .config import RESUME_LATEST, TrainConfig
 from .locking import LostStorageError
+from .stopping import RunStoppedError
 
 
 @contextmanager
@@ -29,6 +30,8 @@ def interruptible(advice: Callable[[], str]) -> Iterator[None]:
     except KeyboardInterrupt as error:
         code = exit_code_of(error)
         _leave(f"interrupted by {signal.Signals(code - 128).name}: {advice()}", code)
+    except RunStoppedError as error:
+        _leave(str(error), error.exit_code)
     except LostStorageError as error:
         _leave(f"error: {error}", error.exit_code)
 

@@ -22,14 +22,14 @@ from pathlib import Path
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, StoreError
 
-from .checkpoints import CHECKPOINTS, empty_partial, make_out
-from .config import TrainConfig
+from .checkpoints import CHECKPOINTS, empty_partial, make_out, set_aside_incomplete
+from .config import RESUME_AUTO, TrainConfig
 
 LOCK_NAME = ".lock"
 PATIENCE_SECONDS = 3.0
 """A run that was killed takes a moment to end what it had started."""
 
-_UNFINISHED = re.compile(r"\.epoch_\d{4,}\.partial")
+_UNFINISHED = re.compile(r"\.epoch_\d{4,}(_step_\d{6,})?\.partial")
 
 
 class LostStorageError(StoreError):
@@ -58,6 +58,9 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
         if config.storage is not None:
             check = partial(_check, held.enter_context(ckpt_tools.claim(config.storage)))
         _remove_unfinished(config.out / CHECKPOINTS)
+        if config.resume == RESUME_AUTO and config.storage is None:
+            for line in set_aside_incomplete(config):
+                print(line, flush=True)
         yield RunLock(descriptor, check)
 
 

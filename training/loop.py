@@ -1,7 +1,8 @@
 """The one training loop, the same for every engine and launcher.
 
-It runs on each rank of an existing process group and does no I/O of its own: a launcher says where to resume from and
-takes each epoch's metrics with a function that writes this rank's shards where the epoch is to be saved.
+It runs on each rank of an existing process group and does no I/O of its own: a launcher says where to resume from,
+where checkpoints go (:class:`.saving.Outlet`) and whether the run is asked to stop. After each step all ranks agree
+whether to save, to stop, or to go on, so a checkpoint is always made between the same two steps on every rank.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import islice
+from operator import add
 from pathlib import Path
 
 import torch
@@ -19,27 +22,36 @@ from torch import Tensor
 
 from ckpt_tools.errors import UsageError
 
-from .config import TrainConfig
+from . import randomness
+from .config import RESUME_AUTO, TrainConfig
 from .data import Samples, epoch_order, load_dataset, rank_batches, to_input
 from .engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, evaluate
-from .model_config import write_model_config
+from .retention import remove_old
+from .saving import Agreement, Outlet, SavePolicy, Saver, SaveRecord
 from .schedule import schedule_for
 
 
 @dataclass(frozen=True, slots=True)
 class EpochMetrics:
-    """One finished epoch: the mean loss over all ranks at each step, and the held-out samples predicted right."""
+    """One finished epoch: the mean loss over all ranks at each step, and the held-out samples predicted right.
+
+    If the run was resumed within the epoch, ``losses`` are those of its own steps. ``earlier_steps`` were trained by
+    the run before, and ``earlier_loss`` is the sum of their losses.
+    """
 
     epoch: int
     losses: tuple[float, ...]
     correct: int
     total: int
     seconds: float
+    earlier_steps: int = 0
+    earlier_loss: float = 0.0
 
     @property
     def mean_loss(self) -> float:
-        return sum(self.losses) / len(self.losses)
+        """Of the whole epoch. Added in the order of steps, so that an interruption does not change the last bit."""
+        return added(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
 
     def line(self, last_epoch: int) -> str:
         """For a person: one line."""
@@ -48,21 +60,36 @@ class EpochMetrics:
             f"held-out {self.correct}/{self.total}  {self.seconds:.1f} s"
         )
 
+    def values(self) -> dict[str, float]:
+        """For a record of the run."""
+        return {"epoch": self.epoch, "loss": self.mean_loss, "accuracy": self.correct / self.total}
+
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run learnt: the epochs it trained itself, and how the model it ends with does on the held-out split."""
+    """What a run learnt: the epochs it trained itself, how the model it ends with does on the held-out split, and what
+    its checkpoints cost."""
 
     history: tuple[EpochMetrics, ...]
     evaluation: Evaluation
+    saves: tuple[SaveRecord, ...]
 
 
-Save = Callable[[Path], None]
-# Called on every rank after each epoch; the second argument is None where nothing is to be saved.
-Report = Callable[[EpochMetrics, Save | None], None]
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A run that stopped because it was asked to. ``checkpoint`` is the name of the one at that position, None if
+    nothing is trained yet."""
+
+    checkpoint: str | None
 
 
-def train(config: TrainConfig, device: torch.device, resume_from: Path | str | None, report: Report) -> Trained:
+Asked = Callable[[], bool]
+"""Whether this rank knows that the run is to save and stop."""
+
+
+def train(
+    config: TrainConfig, device: torch.device, resume_from: Path | str | None, outlet: Outlet, is_asked_to_stop: Asked
+) -> Trained | Interrupted:
     """Train to ``config.last_epoch`` on this rank, from the start or from a whole checkpoint at a path or URL."""
     samples, held_out = load_parts(config)
     total_steps = config.epochs * config.steps_per_epoch(len(samples))
@@ -70,20 +97,10 @@ def train(config: TrainConfig, device: torch.device, resume_from: Path | str | N
     with closing(create_engine(config, schedule, device)) as engine:
         progress = engine.resume(resume_from) if resume_from else Progress()
         _check_epochs_left(config, progress)
-        history = []
-        for epoch in range(progress.epoch + 1, config.last_epoch + 1):
-            metrics = run_epoch(config, engine, device, samples, held_out, epoch)
-            progress = Progress(epoch, progress.step + len(metrics.losses))
-            report(metrics, partial(_save, config, engine, progress) if config.saves_after(epoch) else None)
-            history.append(metrics)
-        return Trained(tuple(history), evaluate_all(config, engine, held_out, device))
-
-
-def _save(config: TrainConfig, engine: Engine, progress: Progress, folder: Path) -> None:
-    """This rank's shards; the first rank also says what model they are of."""
-    engine.save(folder, progress)
-    if torch.distributed.get_rank() == 0:
-        write_model_config(folder, config)
+        randomness.go_on(progress.rng, seed=config.seed, step=progress.step, stream=engine.data_rank)
+        saver = Saver(config, engine, outlet, partial(remove_old, config))
+        run = _Run(config, engine, device, samples, held_out, outlet, saver, is_asked_to_stop, progress)
+        return run.to_the_end()
 
 
 def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
@@ -99,52 +116,144 @@ def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
 
 
 def _check_epochs_left(config: TrainConfig, progress: Progress) -> None:
-    if progress.epoch >= config.last_epoch:
+    """A run that goes on by itself may have been ended after its last checkpoint: it has to evaluate, and no more."""
+    if progress.epoch >= config.last_epoch and config.resume != RESUME_AUTO:
         raise UsageError(
             f"the checkpoint has finished {progress.epoch} epochs and the run ends after {config.last_epoch}: "
             f"nothing is left to train"
         )
 
 
-def run_epoch(
-    config: TrainConfig,
-    engine: Engine,
-    device: torch.device,
-    samples: Samples,
-    held_out: Samples,
-    epoch: int,
-) -> EpochMetrics:
-    """Train one epoch and evaluate."""
-    started = time.perf_counter()
-    losses = train_epoch(config, engine, device, samples, epoch)
-    evaluation = evaluate_all(config, engine, held_out, device)
-    return EpochMetrics(epoch, losses, evaluation.correct, evaluation.total, time.perf_counter() - started)
+class _StopAskedError(Exception):
+    """The ranks have agreed to stop, and saved."""
 
 
-def train_epoch(
-    config: TrainConfig, engine: Engine, device: torch.device, samples: Samples, epoch: int
-) -> tuple[float, ...]:
-    """One pass over the samples in the epoch's order; the mean loss over all ranks at each step."""
-    order = epoch_order(len(samples), epoch, config.seed)
-    losses = []
-    for batch in rank_batches(order, config.batch_size, engine.data_rank, data_world_size(config)):
-        inputs, labels = to_input(samples.pixels[batch]), samples.labels[batch]
-        losses.append(engine.step(inputs.to(device), labels.to(device)))
-    return mean_over_ranks(torch.stack(losses), torch.distributed.get_world_size())
+class _Run:
+    """A run on this rank, from one position to its end."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        device: torch.device,
+        samples: Samples,
+        held_out: Samples,
+        outlet: Outlet,
+        saver: Saver,
+        is_asked_to_stop: Asked,
+        progress: Progress,
+    ) -> None:
+        self.config, self.engine, self.device, self.samples, self.held_out = config, engine, device, samples, held_out
+        self.outlet, self.saver, self.is_asked_to_stop, self.progress = outlet, saver, is_asked_to_stop, progress
+        self.policy, self.agreement = SavePolicy.of(config), Agreement()
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.data_world_size = self.world_size // config.tp
+        """Ranks, or groups of ranks under tensor parallelism, that see samples of their own."""
+        self.steps = config.steps_per_epoch(len(samples))
+        self.saved = progress
+        """The position of the last checkpoint, from which the run was resumed or which it saved."""
+        self.is_due = False
+        """Whether a reason to save came up at the last step of an epoch, whose end is saved instead."""
+
+    def to_the_end(self) -> Trained | Interrupted:
+        history = []
+        try:
+            self.agree_between_epochs()
+            while self.progress.epoch < self.config.last_epoch:
+                history.append(self.epoch())
+                self.agree_between_epochs()
+        except _StopAskedError:
+            self.saver.collect()
+            return Interrupted(self.saved.name if self.saved.step else None)
+        self.saver.collect()
+        return Trained(tuple(history), self.evaluation(), tuple(self.saver.records))
+
+    def epoch(self) -> EpochMetrics:
+        """Train what is left of an epoch, evaluate, and save if it is due."""
+        started, before = time.perf_counter(), self.progress
+        losses = self.means(self.train(before))
+        evaluation = self.evaluation()
+        seconds = time.perf_counter() - started
+        epoch = before.epoch + 1
+        metrics = EpochMetrics(
+            epoch, losses, evaluation.correct, evaluation.total, seconds, before.batch, before.loss_sum
+        )
+        self.progress = Progress(epoch, self.progress.step)
+        self.report(metrics)
+        return metrics
+
+    def report(self, metrics: EpochMetrics) -> None:
+        """The figures come before the checkpoint, which may be kept because of them."""
+        if self.rank == 0:
+            self.outlet.record({**metrics.values(), "step": self.progress.step, "seconds": metrics.seconds})
+        if self.policy.after_epoch(metrics.epoch) or self.is_due:
+            self.save(self.progress, metrics.values())
+        else:
+            self.outlet.report(metrics.values())
+        if self.rank == 0:
+            self.outlet.say(metrics.line(self.config.last_epoch))
+
+    def train(self, before: Progress) -> list[Tensor]:
+        """The batches of an epoch that ``before`` has not seen; this rank's loss at each step."""
+        order = epoch_order(len(self.samples), before.epoch + 1, self.config.seed)
+        batches = rank_batches(order, self.config.batch_size, self.engine.data_rank, self.data_world_size)
+        losses: list[Tensor] = []
+        for batch in islice(batches, before.batch, None):
+            inputs, labels = to_input(self.samples.pixels[batch]), self.samples.labels[batch]
+            losses.append(self.engine.step(inputs.to(self.device), labels.to(self.device)))
+            self.progress = replace(self.progress, step=self.progress.step + 1, batch=self.progress.batch + 1, rng=None)
+            self.agree(before, losses)
+        return losses
+
+    def agree(self, before: Progress, losses: list[Tensor]) -> None:
+        """After a step: save and stop, save, or go on. At the last step of an epoch, its end is saved instead."""
+        is_asked, is_time = self.agreed()
+        is_due = is_time or self.policy.after_step(self.progress.step)
+        ends = self.progress.batch == self.steps
+        if is_asked or (is_due and not ends):
+            loss_sum = added(before.loss_sum, self.means(losses))
+            self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
+        self.is_due = is_due and ends
+        if is_asked:
+            raise _StopAskedError
+
+    def agree_between_epochs(self) -> None:
+        """Before the first step, and after an evaluation, which takes its time."""
+        is_asked, _ = self.agreed()
+        if is_asked:
+            if self.progress != self.saved:
+                self.save(self.progress, {"epoch": self.progress.epoch})
+            raise _StopAskedError
+
+    def agreed(self) -> tuple[bool, bool]:
+        """Whether the run is asked to stop, and whether it is time to save, on any rank."""
+        leads = self.rank == 0
+        is_asked, is_time, is_ready, has_failed = self.agreement.any(
+            self.is_asked_to_stop(),
+            leads and self.policy.after_seconds(self.saver.seconds_since),
+            leads and self.saver.is_ready,
+            self.saver.has_failed,
+        )
+        if is_ready or has_failed:
+            self.saver.collect(has_failed=has_failed)
+        return is_asked, is_time
+
+    def save(self, progress: Progress, values: dict[str, float]) -> None:
+        self.saver.save(replace(progress, rng=randomness.of_all_ranks()), {"step": progress.step, **values})
+        self.saved = self.progress
+
+    def evaluation(self) -> Evaluation:
+        """The held-out samples, dealt out over the ranks that see samples of their own."""
+        data_rank, data_world_size = self.engine.data_rank, self.data_world_size
+        return evaluate(self.engine.logits, self.held_out, self.device, rank=data_rank, world_size=data_world_size)
+
+    def means(self, losses: list[Tensor]) -> tuple[float, ...]:
+        """Average each step's loss over ranks; one collective for many steps instead of one a step."""
+        total = torch.stack(losses).double() if losses else torch.zeros(0, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return tuple((total / self.world_size).tolist())
 
 
-def evaluate_all(config: TrainConfig, engine: Engine, held_out: Samples, device: torch.device) -> Evaluation:
-    """The held-out samples, dealt out over the ranks that see samples of their own."""
-    return evaluate(engine.logits, held_out, device, rank=engine.data_rank, world_size=data_world_size(config))
-
-
-def data_world_size(config: TrainConfig) -> int:
-    """Ranks, or groups of ranks under tensor parallelism, that see samples of their own."""
-    return torch.distributed.get_world_size() // config.tp
-
-
-def mean_over_ranks(losses: Tensor, world_size: int) -> tuple[float, ...]:
-    """Average each step's loss, float32 [steps], over ranks; one collective an epoch instead of one a step."""
-    total = losses.double()
-    torch.distributed.all_reduce(total)
-    return tuple((total / world_size).tolist())
+def added(start: float, losses: tuple[float, ...]) -> float:
+    """One after the other: ``sum`` adds otherwise in newer Pythons."""
+    return reduce(add, losses, start)

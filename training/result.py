@@ -16,6 +16,7 @@ from ckpt_tools.errors import DestinationExistsError
 from .checkpoints import checkpoint_name, checkpoint_of
 from .config import Settings, TrainConfig
 from .loop import EpochMetrics, Trained
+from .saving import SaveRecord
 
 RESULT_NAME = "result.json"
 
@@ -58,6 +59,7 @@ class RunResult:
     seconds: float
     history: tuple[EpochMetrics, ...]
     predicted: tuple[int, ...]
+    saves: tuple[SaveRecord, ...] = ()
 
     @classmethod
     def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
@@ -79,6 +81,7 @@ class RunResult:
             seconds=seconds,
             history=trained.history,
             predicted=trained.evaluation.predicted,
+            saves=trained.saves,
         )
 
     @classmethod
@@ -86,7 +89,8 @@ class RunResult:
         """The result that :meth:`write` wrote; JSON keeps every digit of a float, so losses compare exactly."""
         values: dict[str, Any] = json.loads(path.read_text())
         history = tuple(EpochMetrics(**(epoch | {"losses": tuple(epoch["losses"])})) for epoch in values.pop("history"))
-        return cls(history=history, predicted=tuple(values.pop("predicted")), **values)
+        saves = tuple(SaveRecord(**save) for save in values.pop("saves", ()))
+        return cls(history=history, predicted=tuple(values.pop("predicted")), saves=saves, **values)
 
     def write(self, out: Path) -> None:
         """Write ``OUT/result.json`` in one step: whoever looks sees an earlier run's, or this one's whole."""

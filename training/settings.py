@@ -13,10 +13,21 @@ from typing import Any
 import ckpt_tools
 from ckpt_tools.errors import UsageError
 
+from .checkpoints import line_of_auto
 from .config import SETTINGS, Settings, TrainConfig, spelt
+from .progress import Progress
 from .reading import reading
 
 SETTINGS_ENTRY = "settings"
+
+ORDERING = frozenset({"dataset", "num_samples", "batch_size", "seed"})
+"""The settings that say which samples the batches of an epoch have."""
+
+
+def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> list[str]:
+    """What a person should know of the checkpoint that the run goes on from. Raises as :func:`check_settings`."""
+    lines = [line_of_auto(config), None if checkpoint is None else check_settings(config, checkpoint)]
+    return [line for line in lines if line is not None]
 
 
 def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
@@ -26,10 +37,12 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
         UsageError: they differ and ``--override`` does not name the difference, or it names something that is the same.
         CkptError: the checkpoint cannot be read.
     """
-    recorded = recorded_settings(checkpoint)
+    extra = _extra(checkpoint)
+    recorded = _recorded(extra)
     differing = [name for name, value in recorded.items() if value != getattr(config, name)]
     _check_differing(config, recorded, differing)
     _check_overrides(config, recorded, differing)
+    _check_position(config, extra, recorded, differing)
     changes = [_change(config, recorded, name) for name in differing]
     changed = [f"resuming {checkpoint} with other settings: {'; '.join(changes)}"] if changes else []
     missing = [name for name in SETTINGS if name not in recorded]
@@ -38,8 +51,16 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
 
 def recorded_settings(checkpoint: Path | str) -> Settings:
     """The settings that the checkpoint's run saved in it, as far as they are there. Raises ``CkptError``."""
+    return _recorded(_extra(checkpoint))
+
+
+def _extra(checkpoint: Path | str) -> Mapping[Any, Any]:
+    """What is in it beside model, optimizer and scheduler."""
     with reading(checkpoint):
-        extra = ckpt_tools.open(checkpoint).manifest.extra
+        return ckpt_tools.open(checkpoint).manifest.extra
+
+
+def _recorded(extra: Mapping[Any, Any]) -> Settings:
     found = _entry(extra, SETTINGS_ENTRY) or _entry(_entry(extra, "client_state"), SETTINGS_ENTRY)
     return {name: found[name] for name in SETTINGS if name in found}
 
@@ -66,6 +87,17 @@ def _check_overrides(config: TrainConfig, recorded: Settings, differing: Iterabl
         raise UsageError(
             f"--override {spelt(same[0])} changes nothing: --{spelt(same[0])} is {value} here and in the checkpoint; "
             f"leave it out"
+        )
+
+
+def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Settings, differing: list[str]) -> None:
+    """Raises UsageError if the checkpoint was saved within an epoch and the run would see other samples in the rest."""
+    progress = Progress.of(extra) or Progress.of(_entry(extra, "client_state")) or Progress()
+    moved = [name for name in differing if name in ORDERING]
+    if progress.is_within_epoch and moved:
+        raise UsageError(
+            f"the checkpoint was saved within an epoch, and {_change(config, recorded, moved[0])}, which would change "
+            "the rest of the epoch's samples; resume a checkpoint of the end of an epoch"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
@@ -73,6 +74,23 @@ def recorded_latest(url: str) -> str | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise MalformedError("this is no record of a run by Ray Train", path=f"{url}/{RECORD_NAME}") from error
+
+
+def drop_missing(folder: Path) -> None:
+    """Take the checkpoints that were removed since out of Ray's record in ``folder``: Ray refuses to go on with a
+    record of what is not there. A record that is not Ray's is left for Ray to refuse."""
+    path = folder / RECORD_NAME
+    try:
+        record = json.loads(path.read_text())
+        pairs = list(zip(record["checkpoint_results"], record["checkpoint_report_indices"], strict=True))
+        kept = [pair for pair in pairs if (folder / pair[0]["checkpoint_dir_name"]).exists()]
+        record["checkpoint_results"] = [result for result, _ in kept]
+        record["checkpoint_report_indices"] = [index for _, index in kept]
+        record["latest_checkpoint_result"] = kept[-1][0] if kept else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if len(kept) < len(pairs):
+        path.write_text(json.dumps(record))
 
 
 def _asked(url: str, call: Callable[[], Result]) -> Result:

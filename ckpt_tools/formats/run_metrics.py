@@ -1,8 +1,8 @@
 """The metrics of a checkpoint, by the record that its trainer keeps.
 
 transformers' Trainer logs them in ``trainer_state.json``, Ray Train in its record of the run, NeMo Automodel in
-``losses.json``, ckpt-tools' own training in ``result.json``. Lightning keeps a monitored value in each checkpoint and
-often in its name.
+``losses.json``, ckpt-tools' own training in ``metrics.jsonl`` and ``result.json``. Lightning keeps a monitored value in
+each checkpoint and often in its name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ckpt_tools.core.values import Opaque, StoredTensor
@@ -66,16 +67,28 @@ def _losses(saved: Saved) -> Iterator[tuple[str, Any]]:
 
 
 def _ours(saved: Saved) -> Iterator[tuple[str, Any]]:
-    """``result.json`` lies in the folder of the run, which holds ``checkpoints/epoch_0003``."""
+    """``result.json`` and ``metrics.jsonl`` lie in the folder of the run, which holds ``checkpoints/epoch_0003``. The
+    second has a line for each epoch as it ends, and lines about other things."""
     match = re.fullmatch(r"epoch_0*(\d+)", saved.title)
-    folder = parent_of(saved.name)
-    paths = (f"{parent_of(folder)}/result.json".lstrip("/"), f"{folder}/result.json".lstrip("/"))
-    path = next((each for each in paths if each in saved.run.files), None)
-    if match is None or path is None:
+    if match is None:
         return
-    history = _json(saved.run, path).get("history")
+    if (path := _in_folder_of_run(saved, "result.json")) is not None:
+        yield from _of_history(_json(saved.run, path).get("history"), int(match[1]))
+    if (path := _in_folder_of_run(saved, "metrics.jsonl")) is not None:
+        for each in _json_lines(saved.run, path):
+            if each.get("epoch") == int(match[1]):
+                yield from each.items()
+
+
+def _in_folder_of_run(saved: Saved, name: str) -> str | None:
+    folder = parent_of(saved.name)
+    paths = (f"{parent_of(folder)}/{name}".lstrip("/"), f"{folder}/{name}".lstrip("/"))
+    return next((each for each in paths if each in saved.run.files), None)
+
+
+def _of_history(history: Any, epoch: int) -> Iterator[tuple[str, Any]]:
     for each in history if isinstance(history, list) else ():
-        if isinstance(each, dict) and each.get("epoch") == int(match[1]):
+        if isinstance(each, dict) and each.get("epoch") == epoch:
             yield from each.items()
             if (losses := each.get("losses")) and isinstance(losses, list):
                 yield "loss", sum(losses) / len(losses)
@@ -125,3 +138,12 @@ def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _json_lines(source: Source, path: str) -> Iterator[Mapping[str, Any]]:
+    """Lines that are objects: a kill cuts off the last one of a record that a run appends to."""
+    for line in source.read_all(path, limit_bytes=MAX_JSON_BYTES).splitlines():
+        with suppress(FormatError):
+            found = parse_json(line, path)
+            if isinstance(found, dict):
+                yield found

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import ckpt_tools
 from training.config import TrainConfig
 from training.launchers.torchrun import join_process_group, leave, run_rank
 
@@ -28,10 +29,27 @@ def small_config(out: Path, **values: Any) -> TrainConfig:
     return TrainConfig(out=out, launcher="torchrun", **(size | values))
 
 
+def started_config(out: Path, engine: str) -> TrainConfig:
+    """A run that starts with the last weights of another engine's, and changes none. They had other names meanwhile."""
+    other = {"fsdp2": "zero3", "zero2": "fsdp2"}[engine]
+    still = {"learning_rate": STILL, "weight_decay": 0.0, "until": 1}
+    names = {"init_from": str(out / f"{other}-renamed"), "rename": ("^backbone[.]=",)}
+    return small_config(out / f"{engine}-started", engine=engine, **still, **names)
+
+
+def prepare(config: TrainConfig) -> None:
+    """On the first rank: the weights that the run starts from."""
+    if config.init_from is not None and not Path(config.init_from).exists():
+        run = config.init_from.removesuffix("-renamed")
+        last = f"{run}/checkpoints/epoch_{EPOCHS:04d}"
+        ckpt_tools.convert(last, config.init_from, to="safetensors", state="model", rename=["^=backbone."])
+
+
 def configs(out: Path) -> Iterator[TrainConfig]:
     """Every engine's uninterrupted run ``<engine>``; the resumed one of two, ``<engine>-resumed``; two that resume
     another engine's, ``<engine>-of-<other>``; three that resume with a learning rate and weight decay that change no
-    weight, ``<engine>-still``; one in bf16, and one that goes on in it, ``zero2-to-bf16``."""
+    weight, ``<engine>-still``; one that goes on in bf16, ``zero2-to-bf16``; two that start from weights,
+    ``<engine>-started``; and two in bf16."""
     for engine in ("fsdp2", "zero1", "zero2", "zero3"):
         yield small_config(out / engine, engine=engine)
     for engine in ("fsdp2", "zero3"):
@@ -47,6 +65,8 @@ def configs(out: Path) -> Iterator[TrainConfig]:
     first_epoch = out / "zero2" / "checkpoints" / "epoch_0001"
     yield small_config(out / "zero2-to-bf16", engine="zero2", precision="bf16", resume=str(first_epoch))
     for engine in ("fsdp2", "zero2"):
+        yield started_config(out, engine)
+    for engine in ("fsdp2", "zero2"):
         yield small_config(out / f"{engine}-bf16", engine=engine, precision="bf16", until=1)
 
 
@@ -54,6 +74,8 @@ def main(out: Path) -> None:
     device = join_process_group()
     for config in configs(out):
         config.out.mkdir(exist_ok=True)
+        if torch.distributed.get_rank() == 0:
+            prepare(config)
         torch.distributed.barrier()
         run_rank(config, device)
     leave()

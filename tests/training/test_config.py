@@ -22,6 +22,15 @@ def config(**values: Any) -> TrainConfig:
         ({"precision": "fp8"}, "--precision is one of fp32, bf16, fp16, not"),
         ({"num_workers": 0}, "^--num-workers is at least 1, not 0$"),
         ({"save_every": -1}, "^--save-every is at least 1, not -1$"),
+        ({"save_every_steps": 0}, "^--save-every-steps is at least 1, not 0$"),
+        ({"save_every_minutes": math.nan}, "^--save-every-minutes is a number above 0, not nan$"),
+        ({"max_restarts": -1}, "^--max-restarts is at least 0, not -1$"),
+        ({"async_save": True, "engine": "zero2"}, "^--async-save needs --engine fsdp2: DeepSpeed saves"),
+        ({"keep_best": "loss"}, "^--keep-best is for --keep-last"),
+        ({"keep_best": "wer", "keep_last": 1}, "^--keep-best is one of accuracy, loss, not 'wer'$"),
+        ({"keep_last": 1, "storage": "s3://bucket/run"}, "^--keep-last removes checkpoints in --out alone"),
+        ({"init_from": "model.safetensors", "resume": "latest"}, "^--init-from starts a new run"),
+        ({"rename": ("a=b",)}, "^--rename is for --init-from$"),
         ({"num_samples": 0}, "^--num-samples is at least 1, not 0$"),
         ({"num_workers": 3}, "64 does not divide over 3 workers"),
         ({"epochs": 2, "until": 3}, "--until 3 lies beyond --epochs 2"),
@@ -68,3 +77,6 @@ def test_arguments_give_the_configuration_back() -> None:
     asked = config(**run, **data, **more, resume="latest", override=("seed", "learning-rate"))
     parsed = main.make_context("training", asked.to_args()).params
     assert TrainConfig(**parsed) == asked
+    saving = {"async_save": True, "save_every_steps": 5, "save_every_minutes": 1.5, "keep_last": 2, "keep_best": "loss"}
+    asked = config(**saving, max_restarts=2, init_from="a.pt", rename=("a=b", "c=d"), export="b.pt")
+    assert TrainConfig(**main.make_context("training", asked.to_args()).params) == asked

@@ -64,6 +64,17 @@ def test_bf16_trains_near_fp32(engine: str, small_run: SmallRun) -> None:
     assert halved == pytest.approx(full, rel=0.02)
 
 
+@pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), ("zero2", "fsdp2")])
+def test_a_run_starts_with_the_weights_of_a_checkpoint_under_other_names(
+    engine: str, other: str, small_run: SmallRun
+) -> None:
+    started, whole = small_run(f"{engine}-started"), small_run(other)
+    before, after = ckpt_tools.open(whole.checkpoint), ckpt_tools.open(started.checkpoint)
+    for name in before:
+        np.testing.assert_allclose(after[name][...], before[name][...], rtol=0, atol=1e-25, err_msg=name)
+    assert started.history[0].correct == whole.correct
+
+
 def test_a_run_trains_and_counts_exactly(small_run: SmallRun) -> None:
     result = small_run("fsdp2")
     assert len(losses(result)) == EPOCHS * STEPS_PER_EPOCH
@@ -86,12 +97,14 @@ def test_the_command_starts_torchrun_and_trains_as_the_loop_does(small_run: Smal
     """A process of its own, and so nothing left over from another run: a resumed run here is resumed for real."""
     expected = small_run("fsdp2")
     first_epoch = str(Path(expected.checkpoint).with_name("epoch_0001"))
-    config = small_config(tmp_path / "run", engine="fsdp2", resume=first_epoch)
+    exported = tmp_path / "model.safetensors"
+    config = small_config(tmp_path / "run", engine="fsdp2", resume=first_epoch, export=str(exported))
     done = in_process("-m", "training", *config.to_args())
     assert done.returncode == 0, done.stderr
     result = RunResult.read(tmp_path / "run" / "result.json")
     assert result.history[0].losses == expected.history[1].losses
     assert done.stderr == ""
+    assert ckpt_tools.verify(result.checkpoint, exported).equal
     assert done.stdout.splitlines() == [
         result.history[0].line(EPOCHS),
         f"{result.correct} of 360 held-out samples right ({result.accuracy:.4f})",

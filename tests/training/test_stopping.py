@@ -58,14 +58,18 @@ def end(run: Watched, number: signal.Signals) -> None:
         assert run.left_in_time() == []
         return
     assert run.left() == []
+    if number == signal.SIGTERM:
+        stopped = r"stopped as asked(: epoch_\d{4}(_step_\d{6})? is saved; go on with --resume latest|, before .*)\n"
+        assert (code == 75 and re.fullmatch(stopped, stderr)) or code == 143, (code, stderr)
+        return
     assert code == 128 + number, stderr
-    way_on = r"epoch_\d{4} is saved; go on with --resume latest" if saved else r".*"
+    way_on = r"epoch_\d{4}(_step_\d{6})? is saved; go on with --resume latest" if saved else r".*"
     assert re.fullmatch(rf"interrupted by {number.name}: {way_on}\n", stderr), stderr
 
 
 def check_goes_on_exactly(out: Path, launcher: LauncherName, whole: Path) -> None:
     """What is left is resumed for two epochs, and does in them what a run does that nobody stopped."""
-    last = int(saved_checkpoints(out)[-1].name.removeprefix("epoch_")) + 2
+    last = int(saved_checkpoints(out)[-1].name[6:10]) + 2
     for run in (config(out, launcher, until=last), config(whole, "torchrun", until=last, save_every=EPOCHS)):
         done = in_process("-m", "training", *run.to_args())
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -218,7 +222,7 @@ def test_only_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> 
 
 
 def test_a_result_is_replaced_in_one_step(tmp_path: Path) -> None:
-    result = RunResult("fsdp2", "ray", 1, "fp32", "digits", 1, {}, {}, 0.5, 1, 2, "x", 1.0, (), (1, 2))
+    result = RunResult("fsdp2", "full_shard", "ray", 1, "fp32", "digits", 1, {}, {}, 0.5, 1, 2, "x", 1.0, (), (1, 2))
     result.write(tmp_path)
     with (tmp_path / "result.json").open() as earlier:
         result.write(tmp_path)

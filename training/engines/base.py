@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from ..progress import Progress as Progress
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run has come: finished epochs and optimizer steps."""
-
-    epoch: int = 0
-    step: int = 0
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.epoch <= self.step or self == Progress(0, 0)
+Save = Callable[[Path], None]
+"""Writes this rank's shards into a folder."""
 
 
 class Engine(Protocol):
@@ -60,3 +55,13 @@ class Engine(Protocol):
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross-entropy of every label, in float32."""
     return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+@runtime_checkable
+class StagingEngine(Protocol):
+    """An engine that can write a copy of its state while it trains on."""
+
+    def staged(self, progress: Progress, group: ProcessGroup) -> Save:
+        """Copy the state to this process' memory. The function that it gives writes the copy in any thread, with
+        collectives of ``group``, and has to end before the next call."""
+        ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from ..engines.resuming import apply_settings, as_zero, progress_of, scheduler_o
 from ..reading import reading
 from ..schedule import Schedule
 from ..settings import SETTINGS_ENTRY
+from ..starting import load_first_weights
 from ..zoo import logits_of, spec_of
-from .blocks import average_buffers, build, prepare
+from .blocks import OnBlock, average_buffers, build, prepare
 from .deepspeed_config import deepspeed_config
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +35,7 @@ class DeepSpeedEngine:
         self._config = config
         self._dtype = DTYPES[config.precision]
         options = deepspeed_config(config, torch.distributed.get_world_size())
-        model = seeded_model(config, options, self._dtype)
+        model = first_model(config, options, self._dtype)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
@@ -65,7 +67,7 @@ class DeepSpeedEngine:
         tag = f"global_step{progress.step}"
         # DeepSpeed makes the tag's folder on rank 0 only, and each rank may have a folder of its own.
         (folder / tag).mkdir(exist_ok=True)
-        client_state = {"epoch": progress.epoch, "step": progress.step, SETTINGS_ENTRY: self._config.settings}
+        client_state = {**progress.entries(), SETTINGS_ENTRY: self._config.settings}
         self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state)
 
     def resume(self, checkpoint: Path | str) -> Progress:
@@ -95,17 +97,31 @@ class DeepSpeedEngine:
         return logits_of(self._engine(values))
 
 
-def seeded_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The model with the seed's weights. In stage 3 each block is partitioned as soon as it is drawn."""
+def first_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The model with the seed's weights, or with those that the run starts from. In stage 3 each block is partitioned
+    as soon as it has its weights."""
+    spec, in_groups = spec_of(config.model), config.sharding.in_groups
+    if config.sharding.stage != 3:
+        model = build(config, spec, partial(prepare, config))
+        load_first_weights(config, model)
+        return model
 
     def on_block(block: nn.Module) -> None:
         prepare(config, block)
-        if config.sharding.stage == 3:
-            _partition(block.to(dtype), options, in_groups=config.sharding.in_groups)
+        _partition(block.to(dtype), options, in_groups=in_groups)
 
-    model = build(config, spec_of(config.model), on_block)
     # DeepSpeed casts no model of which a part is partitioned.
-    return model.to(dtype) if config.sharding.stage == 3 else model
+    return _loaded_blocks(config, on_block).to(dtype) if config.init_from else build(config, spec, on_block).to(dtype)
+
+
+def _loaded_blocks(config: TrainConfig, on_block: OnBlock) -> nn.Module:
+    """A partitioned block cannot be loaded into, so each rank loads the whole model first."""
+    spec = spec_of(config.model)
+    model = build(config, spec, lambda block: None)
+    load_first_weights(config, model)
+    for block in spec.blocks_of(model):
+        on_block(block)
+    return model
 
 
 def _partition(module: nn.Module, options: dict[str, Any], *, in_groups: bool) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
@@ -27,11 +29,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from ckpt_tools import load_into
 
 from ..config import Settings, TrainConfig
-from ..engines.base import Progress, mean_loss
+from ..engines.base import Progress, Save, mean_loss
 from ..engines.resuming import apply_settings, progress_of, scheduler_of
 from ..reading import reading
 from ..schedule import Schedule
 from ..settings import SETTINGS_ENTRY
+from ..starting import load_first_weights
 from ..zoo import logits_of, spec_of
 from .blocks import average_buffers
 from .gradients import LossScaler, multiply, total_norm
@@ -66,8 +69,7 @@ class AppState(Stateful):
             "model": model,
             "optim": optim,
             "lr_scheduler": self.scheduler.state_dict(),
-            "epoch": self.progress.epoch,
-            "step": self.progress.step,
+            **self.progress.entries(),
             SETTINGS_ENTRY: self.settings,
             **({} if self.scaler is None else {SCALER_ENTRY: self.scaler.state_dict()}),
         }
@@ -80,7 +82,7 @@ class AppState(Stateful):
             optim_state_dict=state_dict["optim"],
         )
         self.scheduler.load_state_dict(state_dict["lr_scheduler"])
-        self.progress = Progress(state_dict["epoch"], state_dict["step"])
+        self.progress = Progress.of(state_dict) or Progress()
 
 
 class Fsdp2Engine:
@@ -90,9 +92,12 @@ class Fsdp2Engine:
         spec, self._meshes = spec_of(config.model), meshes_of(config, device)
         self._module = parallel_model(config, spec, self._meshes, device)
         model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
+        load_first_weights(config, model)
         # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
         self._config = config
+        # Into memory of its own, which is kept from save to save. Threads and pinned memory would need CUDA.
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
         scaler = LossScaler() if config.precision == "fp16" else None
         self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler)
         # DDP has no policy of its own for what it computes in.
@@ -163,6 +168,12 @@ class Fsdp2Engine:
         self._app.progress = progress
         state_dict_saver.save({"app": self._app}, checkpoint_id=folder)
 
+    def staged(self, progress: Progress, group: ProcessGroup) -> Save:
+        """Copy the state to this process' memory; the function that writes the copy, with collectives of ``group``."""
+        self._app.progress = progress
+        state = self._stager.stage({"app": self._app.state_dict()})
+        return partial(_write_staged, state, group)
+
     def resume(self, checkpoint: Path | str) -> Progress:
         with reading(checkpoint):
             entries = load_into(self._app.model, self._app.optimizer, checkpoint)
@@ -173,4 +184,8 @@ class Fsdp2Engine:
         return progress_of(entries, checkpoint)
 
     def close(self) -> None:
-        """Nothing outlives the process group."""
+        self._stager.close()
+
+
+def _write_staged(state: Any, group: ProcessGroup, folder: Path) -> None:
+    state_dict_saver.save(state, checkpoint_id=folder, process_group=group)

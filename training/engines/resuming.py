@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,16 +17,17 @@ from ckpt_tools.errors import FormatError
 
 from ..config import TrainConfig
 from ..engines.base import Progress
+from ..temporary import shared_temporary_folder
 
 _FORMATS: Mapping[int, ckpt_tools.WrittenFormat] = {1: "zero1", 2: "zero2", 3: "zero3"}
 
 
 def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
     """How far the run had come that wrote these entries beside model and optimizer. Raises ``FormatError``."""
-    epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
-    if type(epoch) is not int or type(step) is not int:
+    progress = Progress.of(entries)
+    if progress is None:
         raise FormatError(f"{checkpoint} does not say after which epoch and step it was saved")
-    return Progress(epoch, step)
+    return progress
 
 
 def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> Iterator[
     if isinstance(checkpoint, Path) and _fits(checkpoint, stage, world_size, dtype_name):
         yield checkpoint
         return
-    folder, leads = _temporary_folder(), int(os.environ["LOCAL_RANK"]) == 0
+    folder, leads = shared_temporary_folder(), int(os.environ["LOCAL_RANK"]) == 0
     try:
         if leads:
             ckpt_tools.convert(checkpoint, folder, to=_FORMATS[stage], world_size=world_size, dtype=dtype)
@@ -88,10 +87,3 @@ def _fits(checkpoint: Path, stage: int, world_size: int, dtype_name: str) -> boo
     is_of_run = (found.format, found.world_size) == (f"zero{stage}", world_size)
     dtypes = {tensor.dtype for tensor in found.tensors if (tensor.slot, tensor.kind) == ("weight", "parameter")}
     return is_of_run and dtypes == {dtype_name} and (checkpoint / "latest").is_file()
-
-
-def _temporary_folder() -> Path:
-    """A new name, the same on every rank."""
-    name = [f"resume-{uuid.uuid4().hex}"]
-    torch.distributed.broadcast_object_list(name)
-    return Path(tempfile.gettempdir(), name[0])

@@ -13,7 +13,8 @@ from ..data import load_dataset
 from ..frameworks import check_frameworks
 from ..locking import RunLock, check_no_other_run, only_run
 from ..result import RunResult, check_result_file
-from ..settings import check_settings
+from ..settings import lines_before_start
+from ..starting import check_export, export
 from .failures import RunFailedError
 
 # Ray reads these when it is imported: it sends no usage statistics, and exports no metrics of its own.
@@ -26,7 +27,9 @@ def launch(config: TrainConfig) -> RunResult:
     check_before_start(config)
     with only_run(config) as lock:
         try:
-            return _launch(config, lock)
+            result = _launch(config, lock)
+            export(config, result.checkpoint)
+            return result
         except (RunFailedError, StoreError) as error:
             raise _with_way_on(error, config) from error
         except OSError as error:
@@ -60,10 +63,11 @@ def check_before_start(config: TrainConfig) -> None:
     check_no_other_run(config.out)
     checkpoint = resume_folder(config)
     check_result_file(config.out)
-    line = None if checkpoint is None else check_settings(config, checkpoint)
+    check_export(config)
+    lines = lines_before_start(config, checkpoint)
     _check_samples(config)
     check_frameworks(config)
-    if line is not None:
+    for line in lines:
         print(line, flush=True)
 
 

@@ -33,6 +33,10 @@ class Failure:
         details = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error), details)
 
+    @property
+    def sentence(self) -> str:
+        return f"rank {self.rank} failed with {self.kind}: {_first_line(self.message)}"
+
     def record(self, path: Path) -> None:
         """Write it to ``path`` if that is free: the failures that the first one causes elsewhere come later."""
         with suppress(FileExistsError), path.open("x") as file:
@@ -50,7 +54,7 @@ class Failure:
             return ours(self.message)
         log = out / ERROR_LOG_NAME
         log.write_text(self.details)
-        return RunFailedError(f"rank {self.rank} failed with {self.kind}: {_first_line(self.message)} (see {log})")
+        return RunFailedError(f"{self.sentence} (see {log})")
 
 
 def _first_line(text: str) -> str:

@@ -22,7 +22,8 @@ def wait_for(process: subprocess.Popen[bytes]) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+    """By SIGINT, because torchrun's agent is made to ignore SIGTERM."""
+    process.send_signal(signal.SIGINT)
     try:
         process.wait(POLITE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +31,23 @@ from ray.util.queue import Queue
 from ckpt_tools.guard import guarded
 from ckpt_tools.signals import starting_processes
 
-from ..checkpoints import CHECKPOINTS, checkpoint_name, resume_folder
-from ..config import TrainConfig
+from ..checkpoints import CHECKPOINTS, resume_folder
+from ..config import RESUME_AUTO, TrainConfig
 from ..launchers.failures import Failure
 from ..locking import LostStorageError, RunLock
-from ..loop import EpochMetrics, Save, Trained, train
+from ..loop import Interrupted, Trained, train
+from ..outlets import FolderOutlet
 from ..result import RunResult
-from ..storage import file_system
-from .torchrun import publish
+from ..saving import Outlet, Values
+from ..stopping import RunStoppedError, passed_on
+from ..storage import drop_missing, file_system
+from .ray_control import Control, is_asked, new_control
 
 # Ray's own default is 30 % of the memory; nothing but a few lines of progress goes through the object store here.
 OBJECT_STORE_BYTES = 100 * 2**20
 CHECK_SECONDS = 1.0
+
+Outcome = Trained | Interrupted
 
 AT_ONCE = (KeyboardInterrupt, LostStorageError)
 """What ends a run while a thread waits for Ray: nothing is asked of Ray then, and the process ends without teardown."""
@@ -50,8 +57,14 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run on ``config.num_workers`` Ray workers, write ``result.json``; raises what the first failing rank raised."""
     started = time.perf_counter()
     resume_from = resume_folder(config)
+    if config.storage is None:
+        drop_missing(config.out / CHECKPOINTS)
     with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines() as lines:
-        trained = _beside(partial(_fit, config, resume_from, lines), lock.check)
+        control, asked = new_control(), threading.Event()
+        with passed_on(asked.set):
+            trained = _beside(partial(_fit, config, resume_from, lines, control), partial(_check, lock, asked, control))
+    if isinstance(trained, Interrupted):
+        raise RunStoppedError.at(trained.checkpoint)
     result = RunResult.of(config, trained, time.perf_counter() - started)
     result.write(config.out)
     return result
@@ -125,37 +138,47 @@ def _print_until_none(lines: Queue) -> None:
             print(line, flush=True)
 
 
-def _beside(call: Callable[[], Trained], check: Callable[[], None]) -> Trained:
+def _check(lock: RunLock, asked: threading.Event, control: Control) -> None:
+    lock.check()
+    if asked.is_set():
+        asked.clear()
+        control.ask.remote()
+
+
+def _beside(call: Callable[[], Outcome], check: Callable[[], None]) -> Outcome:
     """What ``call`` gives, run in a thread, so that this one hears signals at once: in the main thread Ray Train would
     answer SIGINT itself. ``check`` is called every second and may raise."""
-    done: Future[Trained] = Future()
+    done: Future[Outcome] = Future()
     threading.Thread(target=_complete, args=(done, call), daemon=True).start()
     while not wait([done], timeout=CHECK_SECONDS).done:
         check()
     return done.result()
 
 
-def _complete(done: Future[Trained], call: Callable[[], Trained]) -> None:
+def _complete(done: Future[Outcome], call: Callable[[], Outcome]) -> None:
     try:
         done.set_result(call())
     except BaseException as error:
         done.set_exception(error)
 
 
-def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue) -> Trained:
+def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, control: Control) -> Outcome:
     trainer = ray.train.torch.TorchTrainer(
         _work,
-        train_loop_config={"config": config, "resume_from": resume_from, "lines": lines},
+        train_loop_config={"config": config, "resume_from": resume_from, "lines": lines, "control": control},
         scaling_config=ray.train.ScalingConfig(num_workers=config.num_workers, use_gpu=torch.cuda.is_available()),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,
             **_ray_storage(config),
             worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+            failure_config=ray.train.FailureConfig(max_failures=config.max_restarts),
+            callbacks=[Restarts(config, lines)],
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
     )
     try:
-        return trainer.fit().return_value
+        outcome: Outcome = trainer.fit().return_value
+        return outcome
     except ray.train.WorkerGroupError as error:
         raise _first_failure(error).to_error(config.out) from error
     except ray.train.TrainingFailedError as error:
@@ -180,37 +203,100 @@ def _first_failure(error: ray.train.WorkerGroupError) -> Failure:
     return Failure.of(rank, cause)
 
 
-def _work(loop_config: dict[str, Any]) -> Trained:
+def _work(loop_config: dict[str, Any]) -> Outcome:
     """Be one rank of the run."""
     config: TrainConfig = loop_config["config"]
-    report = partial(_report, config, loop_config["lines"])
-    return train(config, ray.train.torch.get_device(), loop_config["resume_from"], report)
+    outlet = _outlet(config, loop_config["lines"])
+    control: Control = loop_config["control"]
+    resume_from = loop_config["resume_from"]
+    if _is_restart(control):
+        config = replace(config, resume=RESUME_AUTO)
+        resume_from = _found_by_first_rank(config)
+    return train(config, ray.train.torch.get_device(), resume_from, outlet, is_asked(control))
 
 
-def _report(config: TrainConfig, lines: Queue, metrics: EpochMetrics, save: Save | None) -> None:
-    """Report an epoch from this worker, with its own shards of the checkpoint where there is to be one."""
-    values = {"epoch": metrics.epoch, "loss": metrics.mean_loss, "accuracy": metrics.correct / metrics.total}
-    if save is None:
-        ray.train.report(values)
-    elif config.storage is None:
-        _report_local(values, config.out / CHECKPOINTS, checkpoint_name(metrics.epoch), save)
-    else:
-        _report_uploaded(values, checkpoint_name(metrics.epoch), save)
-    if ray.train.get_context().get_world_rank() == 0:
-        lines.put(metrics.line(config.last_epoch))
+def _is_restart(control: Control) -> bool:
+    """Whether Ray has started the workers again."""
+    leads = ray.train.get_context().get_world_rank() == 0
+    found = [leads and ray.get(control.begin.remote()) > 1]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
 
 
-def _report_local(values: dict[str, float], folder: Path, name: str, save: Save) -> None:
-    """Written in place and named when it is whole: Ray copies shard after shard under the final name."""
-    publish(folder, name, save)
-    ray.train.report(
-        values,
-        ray.train.Checkpoint.from_directory(folder / name),
-        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-    )
+def _found_by_first_rank(config: TrainConfig) -> Path | str | None:
+    found = [resume_folder(config) if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
 
 
-def _report_uploaded(values: dict[str, float], name: str, save: Save) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        save(Path(folder))
-        ray.train.report(values, ray.train.Checkpoint.from_directory(folder), checkpoint_dir_name=name)
+class Restarts(ray.train.UserCallback):
+    """Says why the workers are started again. In Ray's controller."""
+
+    def __init__(self, config: TrainConfig, lines: Queue) -> None:
+        self._config = config
+        self._lines = lines
+        self._count = 0
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        self._count += 1
+        if self._count <= self._config.max_restarts:
+            rank, error = min(worker_exceptions.items(), key=lambda item: item[0])
+            reason = Failure.of(rank, error).sentence
+            self._lines.put(f"restart {self._count} of {self._config.max_restarts}: {reason}")
+
+
+def _outlet(config: TrainConfig, lines: Queue) -> Outlet:
+    return RayFolderOutlet(config.out, lines) if config.storage is None else RayStorageOutlet(lines)
+
+
+class RayFolderOutlet(FolderOutlet):
+    """Written in place and named when it is whole: Ray would copy shard after shard under the final name."""
+
+    def __init__(self, out: Path, lines: Queue) -> None:
+        super().__init__(out)
+        self._lines = lines
+
+    def announce(self, name: str, values: Values) -> None:
+        ray.train.report(
+            dict(values),
+            ray.train.Checkpoint.from_directory(self._folder / name),
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    def report(self, values: Values) -> None:
+        ray.train.report(dict(values))
+
+    def say(self, line: str) -> None:
+        self._lines.put(line)
+
+
+class RayStorageOutlet:
+    """Each rank writes into a temporary folder of its own, and Ray uploads them all into one checkpoint. Ray keeps the
+    figures of the run beside it."""
+
+    def __init__(self, lines: Queue) -> None:
+        self._lines = lines
+        self._folders: dict[str, Path] = {}
+
+    def begin(self, name: str) -> Path:
+        self._folders[name] = Path(tempfile.mkdtemp())
+        return self._folders[name]
+
+    def finish(self, name: str) -> None:
+        """It is complete when Ray has recorded it."""
+
+    def announce(self, name: str, values: Values) -> None:
+        folder = self._folders.pop(name)
+        try:
+            ray.train.report(dict(values), ray.train.Checkpoint.from_directory(folder), checkpoint_dir_name=name)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def report(self, values: Values) -> None:
+        ray.train.report(dict(values))
+
+    def record(self, figures: Mapping[str, Any]) -> None:
+        """Ray does."""
+
+    def say(self, line: str) -> None:
+        self._lines.put(line)

@@ -8,28 +8,36 @@ checkpoint gets its final name only when all ranks have written.
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ckpt_tools.guard import guarded
 
-from ..checkpoints import CHECKPOINTS, checkpoint_name, make_partial, resume_folder
-from ..config import TrainConfig
+from ..checkpoints import resume_folder
+from ..config import RESUME_AUTO, TrainConfig
 from ..launchers.failures import Failure, RunFailedError
 from ..locking import RunLock, only_run
-from ..loop import EpochMetrics, Save, train
+from ..loop import Interrupted, train
+from ..outlets import FolderOutlet
 from ..result import RESULT_NAME, RunResult
-from ..settings import check_settings
+from ..settings import lines_before_start
+from ..starting import check_export, export
+from ..stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passed_on
 from .processes import die_with_parent, wait_for
 
 PACKAGE = f"{__package__}".rpartition(".")[0]
@@ -37,6 +45,11 @@ PACKAGE = f"{__package__}".rpartition(".")[0]
 
 LOG_NAME = "torchrun.log"
 ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
+_RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+"""As torchrun's agent logs the first rank that ended."""
+
+STOP_FILE_VARIABLE = "TRAINING_STOP_FILE"
+STOPPED_FILE_VARIABLE = "TRAINING_STOPPED_FILE"
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
@@ -46,14 +59,45 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """
     log = config.out / LOG_NAME
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
-        error_file = Path(folder, "error.json")
+        files = _Files.inside(Path(folder))
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
-            code = wait_for(subprocess.Popen(_command(config), stderr=stderr, env=_environment(error_file)))
+            agent = subprocess.Popen(
+                _command(config),
+                stderr=stderr,
+                env=os.environ | files.environment(),
+                preexec_fn=ignore_saving_signals,
+            )
+            with passed_on(files.stop.touch):
+                code = wait_for(agent)
+        if files.stopped.exists():
+            raise RunStoppedError.at(json.loads(files.stopped.read_text()))
         if code == 0:
             return RunResult.read(config.out / RESULT_NAME)
-        if error_file.exists():
-            raise Failure.recorded(error_file).to_error(config.out)
+        if files.error.exists():
+            raise Failure.recorded(files.error).to_error(config.out)
     raise RunFailedError(f"torchrun ended with exit code {code} (see {log})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """How the launcher and its ranks speak: the first error, the request to stop, the checkpoint at which they did."""
+
+    error: Path
+    stop: Path
+    stopped: Path
+
+    @classmethod
+    def inside(cls, folder: Path) -> _Files:
+        return cls(folder / "error.json", folder / "stop", folder / "stopped.json")
+
+    def environment(self) -> dict[str, str]:
+        """One thread a rank: the ranks share the cores, and a fixed thread count fixes the order of sums."""
+        return {
+            "OMP_NUM_THREADS": "1",
+            ERROR_FILE_VARIABLE: str(self.error),
+            STOP_FILE_VARIABLE: str(self.stop),
+            STOPPED_FILE_VARIABLE: str(self.stopped),
+        }
 
 
 def work(config: TrainConfig) -> NoReturn:
@@ -62,14 +106,45 @@ def work(config: TrainConfig) -> NoReturn:
     Under a torchrun that is not ours, rank 0 holds the lock of ``OUT``, and each rank ends what it started.
     """
     die_with_parent()
+    request = Request(Path(os.environ[STOP_FILE_VARIABLE]) if STOP_FILE_VARIABLE in os.environ else None)
+    request.heed_signals()
+    if _restarts():
+        config = replace(config, resume=RESUME_AUTO)
+        if os.environ["RANK"] == "0":
+            limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+            print(f"restart {_restarts()} of {limit}: {_reason(config)}", flush=True)
     try:
         with nullcontext() if ERROR_FILE_VARIABLE in os.environ else _on_its_own(config):
-            _work(config)
+            code = _work(config, request)
     except Exception as error:
         if ERROR_FILE_VARIABLE in os.environ:
             Failure.of(int(os.environ["RANK"]), error).record(Path(os.environ[ERROR_FILE_VARIABLE]))
         raise
-    leave()
+    leave(code)
+
+
+def _restarts() -> int:
+    """How often the agent has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _reason(config: TrainConfig) -> str:
+    """Of the last failure. A killed rank says nothing, and the others then fail because of it."""
+    error = _taken_error()
+    ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text()) if ERROR_FILE_VARIABLE in os.environ else []
+    if ends and int(ends[-1][0]) < 0:
+        return f"rank {ends[-1][1]} was ended by {signal.Signals(-int(ends[-1][0])).name}"
+    return "a rank failed; torchrun's log has the reason" if error is None else error.sentence
+
+
+def _taken_error() -> Failure | None:
+    """The error that the last failure was recorded with, whose place is free for the next one's now."""
+    path = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
+    if not path.is_file():
+        return None
+    error = Failure.recorded(path)
+    path.unlink()
+    return error
 
 
 @contextmanager
@@ -82,7 +157,7 @@ def _on_its_own(config: TrainConfig) -> Iterator[None]:
         yield
 
 
-def leave() -> NoReturn:
+def leave(code: int = 0) -> NoReturn:
     """End the process without the interpreter's teardown.
 
     Gloo's threads outlive ``destroy_process_group`` where a framework keeps a reference to a group, as DeepSpeed does.
@@ -91,68 +166,70 @@ def leave() -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
-def _work(config: TrainConfig) -> None:
-    if ERROR_FILE_VARIABLE not in os.environ:
+def _work(config: TrainConfig, request: Request) -> int:
+    """The exit code of this rank. An agent takes any other than 0 for a failure: only the user's own is told that the
+    run was stopped."""
+    if ERROR_FILE_VARIABLE not in os.environ or _restarts():
         _check_settings(config)
-    run_rank(config, join_process_group())
+    interrupted = run_rank(config, join_process_group(), request)
+    rank = torch.distributed.get_rank()
     torch.distributed.destroy_process_group()
+    if interrupted is None:
+        if rank == 0 and ERROR_FILE_VARIABLE not in os.environ:
+            export(config, RunResult.read(config.out / RESULT_NAME).checkpoint)
+        return 0
+    if STOPPED_FILE_VARIABLE not in os.environ:
+        if rank == 0:
+            print(RunStoppedError.at(interrupted.checkpoint), file=sys.stderr, flush=True)
+        return EXIT_CODE
+    if rank == 0:
+        Path(os.environ[STOPPED_FILE_VARIABLE]).write_text(json.dumps(interrupted.checkpoint))
+    return 0
 
 
 def _check_settings(config: TrainConfig) -> None:
     """As the launcher does before it starts torchrun, for a torchrun that the user has started."""
     checkpoint = resume_folder(config)
-    line = None if checkpoint is None else check_settings(config, checkpoint)
-    if line is not None and int(os.environ["RANK"]) == 0:
-        print(line, flush=True)
+    check_export(config)
+    lines = lines_before_start(config, checkpoint)
+    if int(os.environ["RANK"]) == 0:
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
 
-def run_rank(config: TrainConfig, device: torch.device) -> None:
-    """Run on this rank of an existing process group; rank 0 writes ``result.json``."""
+def run_rank(config: TrainConfig, device: torch.device, request: Request | None = None) -> Interrupted | None:
+    """Run on this rank of an existing process group; rank 0 writes ``result.json``, if the run is not stopped."""
     started = time.perf_counter()
-    trained = train(config, device, resume_folder(config), partial(_report, config))
+    trained = train(config, device, resume_folder(config), FolderOutlet(config.out), request or Request(None))
+    if isinstance(trained, Interrupted):
+        return trained
     if torch.distributed.get_rank() == 0:
         RunResult.of(config, trained, time.perf_counter() - started).write(config.out)
+    return None
 
 
 def join_process_group() -> torch.device:
     """Join the process group that torchrun's environment describes; nccl and one GPU a rank where CUDA is there."""
     if not torch.cuda.is_available():
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo", **_meeting())
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", device_id=device)
+    torch.distributed.init_process_group("nccl", device_id=device, **_meeting())
     return device
 
 
-def _report(config: TrainConfig, metrics: EpochMetrics, save: Save | None) -> None:
-    if save is not None:
-        publish(config.out / CHECKPOINTS, checkpoint_name(metrics.epoch), save)
-    if torch.distributed.get_rank() == 0:
-        print(metrics.line(config.last_epoch), flush=True)
-
-
-def publish(folder: Path, name: str, save: Save) -> None:
-    """All ranks write below a temporary name; rank 0 gives the folder its own when the last one is done."""
-    partial_folder = folder / f".{name}.partial"
-    leader = torch.distributed.get_rank() == 0
-    if leader:
-        make_partial(folder, name)
-    torch.distributed.barrier()
-    save(partial_folder)
-    torch.distributed.barrier()
-    if leader:
-        partial_folder.rename(folder / name)
+def _meeting() -> dict[str, Any]:
+    """Where the ranks find each other. The agent's store outlives a restart, and would give the addresses of ranks that
+    are gone."""
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": PrefixStore(f"start_{_restarts()}", store), "rank": rank, "world_size": world_size}
 
 
 def _command(config: TrainConfig) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.num_workers)]
+    # SIGTERM is the launcher's to hear; see ignore_saving_signals.
+    torchrun += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", "--max-restarts", str(config.max_restarts)]
     return [sys.executable, *torchrun, "-m", PACKAGE, *config.to_args()]
-
-
-def _environment(error_file: Path) -> dict[str, str]:
-    """One thread a rank: the ranks share the cores, and a fixed thread count fixes the order of sums."""
-    return os.environ | {"OMP_NUM_THREADS": "1", ERROR_FILE_VARIABLE: str(error_file)}
