@@ -41,7 +41,8 @@ test: check browser
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
 		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py \
-		tests/serialization/test_differential.py tests/verification/scan tests/layouts --soak -q --timeout=3600
+		tests/serialization/test_differential.py tests/verification/scan tests/layouts \
+		tests/formats/test_megatron.py tests/formats/test_megatron_resumed.py --soak -q --timeout=3600
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
 
 # A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an
