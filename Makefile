@@ -45,7 +45,7 @@ soak: $(STAMP)
 		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py \
 		tests/training/test_checkpointing.py tests/training/test_strategies.py tests/inference/test_storm.py \
 		tests/serialization/test_differential.py tests/verification/scan tests/layouts \
-		tests/formats/test_megatron_resumed.py --soak -q --timeout=3600
+		tests/formats/test_megatron.py tests/formats/test_megatron_resumed.py --soak -q --timeout=3600
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
 
 # A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an

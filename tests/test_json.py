@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,12 @@ def test_runs_are_as_documented(model: Path) -> None:
     pruned = printed("prune", model.parent / "run", "--keep-last", "1")
     check("prune", pruned)
     check("pruned checkpoint", pruned["checkpoints"][0])
+
+
+def test_a_file_whose_name_is_no_text_is_shown_as_the_command_line_shows_it(model: Path) -> None:
+    folder = model.parent / "folder"
+    folder.mkdir()
+    model.rename(folder / "m.pt")
+    (folder / os.fsdecode(b"custom_checkpoint_\xff.pkl")).touch()
+    (note,) = ckpt_tools.inspect(folder).to_json()["notes"]
+    assert note["what"] == r"custom_checkpoint_\udcff.pkl"

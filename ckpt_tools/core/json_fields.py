@@ -16,7 +16,7 @@ def json_of(result: Any, *properties: str) -> dict[str, Any]:
     """The fields of the dataclass ``result``, and those of its properties that are named, as ``json.dumps`` takes them.
 
     A nested result becomes what its own ``to_json`` gives. JSON has no infinity and no NaN: they become ``"inf"``,
-    ``"-inf"`` and ``"nan"``.
+    ``"-inf"`` and ``"nan"``. A file's name may hold bytes that are no text; they become ``\\udcff``, as they are shown.
     """
     names = (*(each.name for each in fields(result) if not each.name.startswith("_")), *properties)
     return {name: _plain(getattr(result, name)) for name in names}
@@ -32,11 +32,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: _plain(part) for name, part in value._asdict().items()}
     if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {_text(str(name)): _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     if isinstance(value, float) and not isfinite(value):
         return repr(value)
     if isinstance(value, str):
-        return without_secrets(value)
-    return str(value) if isinstance(value, PurePath) else value
+        return _text(without_secrets(value))
+    return _text(str(value)) if isinstance(value, PurePath) else value
+
+
+def _text(value: str) -> str:
+    """``value`` in characters that UTF-8 has."""
+    return value.encode(errors="backslashreplace").decode()

@@ -36,6 +36,9 @@ TORCHSCRIPT = (
 """What is said of one wherever it is met: its code is compressed, which the directory tells before any record does."""
 
 ENCRYPTED, DESCRIPTOR_FOLLOWS, UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
+DESCRIPTOR_BYTES = (12, 16, 20, 24)
+"""With and without its magic, with sizes of 4 and of 8 bytes."""
+
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 0x0001
 
@@ -88,9 +91,7 @@ class Directory:
             first = group[0].header_offset
             data = read(first, group[-1].header_offset + _header_bytes(group[-1]))
             for record in group:
-                start = record.header_offset + self._header_length(record, data, record.header_offset - first)
-                if start + record.size > limits[record.name]:
-                    self._fail(f"record {record.name!r} overlaps what follows it")
+                start = record.header_offset + self._header_length(record, data, record.header_offset - first, limits)
                 ranges[record.name] = (start, start + record.size)
         return ranges
 
@@ -100,9 +101,7 @@ class Directory:
         # torch pads a header to 64 bytes through its extra field; a longer one costs a second read.
         guess = min(record.header_offset + _header_bytes(record) + 128 + record.size, self.start)
         data = read(record.header_offset, guess)
-        offset = self._header_length(record, data, 0)
-        if offset + record.size > self._limits()[name] - record.header_offset:
-            self._fail(f"record {name!r} overlaps what follows it")
+        offset = self._header_length(record, data, 0, self._limits())
         payload = data[offset : offset + record.size]
         if len(payload) < record.size:
             payload = read(record.header_offset + offset, record.header_offset + offset + record.size)
@@ -116,14 +115,21 @@ class Directory:
         stops = [record.header_offset for record in records[1:]] + [self.start]
         return {record.name: stop for record, stop in zip(records, stops, strict=True)}
 
-    def _header_length(self, record: Record, data: bytes, at: int) -> int:
+    def _header_length(self, record: Record, data: bytes, at: int, limits: Mapping[str, int]) -> int:
+        """No checksum covers it, and it says where the bytes are: they have to end where the descriptor begins."""
         if len(data) - at < _header_bytes(record):
             self._fail(f"record {record.name!r} is truncated")
         magic, _, flags, method, *_, name_bytes, extra_bytes = LOCAL.unpack_from(data, at)
         name = data[at + LOCAL.size : at + LOCAL.size + name_bytes]
         if magic != LOCAL_MAGIC or method or flags & ENCRYPTED or name != record.name.encode():
             self._fail(f"record {record.name!r} does not start where the directory says")
-        return int(LOCAL.size + name_bytes + extra_bytes)
+        length = int(LOCAL.size + name_bytes + extra_bytes)
+        left = limits[record.name] - record.header_offset - length - record.size
+        if left < 0:
+            self._fail(f"record {record.name!r} overlaps what follows it")
+        if flags & DESCRIPTOR_FOLLOWS and left not in DESCRIPTOR_BYTES:
+            self._fail(f"record {record.name!r} does not end where its descriptor begins")
+        return length
 
     def _fail(self, reason: str) -> NoReturn:
         raise MalformedError(f"the zip archive is malformed: {reason}", path=self.path)

@@ -8,6 +8,7 @@ is decompressed again. An item is read once more before, to learn how long it is
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ class _Stream:
         raise AssertionError("the window holds what lies between its ends")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Inflating:
     """What compressed ranges hold; ``read`` gives bytes ``[start, stop)`` of a file. Safe to share between threads."""
 
@@ -155,9 +156,16 @@ class Inflating:
     def _opened(self, at: ByteRange) -> _Stream:
         from ckpt_tools.serialization.zstd import inflating
 
+        own = weakref.ref(
+            self
+        )  # zstandard's streams are invisible to the garbage collector: a cycle would stay forever
+
+        def read(start: int, stop: int) -> bytes:
+            alive = own()
+            assert alive is not None, "a stream is read through its owner"
+            return alive.read(at.file, at.start + start, at.start + stop)
+
         def source() -> Inflated:
-            return inflating(
-                lambda start, stop: self.read(at.file, at.start + start, at.start + stop), at.stop - at.start, at.file
-            )
+            return inflating(read, at.stop - at.start, at.file)
 
         return _Stream(source, source())

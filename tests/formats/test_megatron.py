@@ -301,13 +301,22 @@ class _Calls:
         return os.system, (self.command,)
 
 
+GRIDS = [(mg.Grid(1, 2, 1), 1), (mg.Grid(1, 1, 2), 3)]
+MORE_GRIDS = [(mg.Grid(2, 2, 1), 3), (mg.Grid(1, 2, 2), 4)]
+"""Of four processes, each of which imports Megatron."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sizes" in metafunc.fixturenames:
+        found = [*GRIDS, *MORE_GRIDS] if metafunc.config.getoption("--soak") else GRIDS
+        metafunc.parametrize("sizes", found, ids=str)
+
+
 class TestWritten:
     """What Megatron loads of our output."""
 
-    @pytest.mark.parametrize(
-        ("grid", "ranks"), [(mg.Grid(1, 2, 1), 1), (mg.Grid(2, 2, 1), 3), (mg.Grid(1, 2, 2), 4)], ids=str
-    )
-    def test_at_other_sizes(self, grid: mg.Grid, ranks: int, tmp_path: Path) -> None:
+    def test_at_other_sizes(self, sizes: tuple[mg.Grid, int], tmp_path: Path) -> None:
+        grid, ranks = sizes
         ckpt_tools.reshard(corpus.make("megatron").source, tmp_path / "out", world_size=ranks)
         common = loaded(tmp_path / "out", DENSE, grid)
         source = mg.common(DENSE)
@@ -315,12 +324,13 @@ class TestWritten:
         assert common["optimizer"] == source["optimizer"]
         assert common["opt_param_scheduler"] == source["opt_param_scheduler"]
 
-    def test_experts(self, tmp_path: Path) -> None:
+    def test_experts(self, tmp_path: Path, pytestconfig: pytest.Config) -> None:
         """The numbers of optimizers are no longer in the names, and the index says so."""
+        grid = mg.Grid(2, 1, 2 if pytestconfig.getoption("--soak") else 1)
         for name in ("megatron-experts", "megatron-chained"):
             out = tmp_path / name
             ckpt_tools.convert(corpus.make(name).source, out, to="megatron", world_size=2)
-            common = loaded(out, MIXTURE, mg.Grid(2, 1, 2))
+            common = loaded(out, MIXTURE, grid)
             assert common["optimizer"] == mg.common(MIXTURE)["optimizer"]
             assert common["content_metadata"]["chained_optim_avoid_prefix"] is True
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
@@ -258,6 +259,15 @@ class TestContents:
         assert ckpt_tools.verify(make("torch-save-tp").folder, tmp_path / "out").equal
         state = torch.load(tmp_path / "out" / "ck0002.pt", weights_only=False)
         assert state.keys() == {"app", "step"} and "param_groups" in state["app"]["optim"]
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3])
+    def test_what_one_rank_had_whole_is_cut_for_several(self, world_size: int, tmp_path: Path) -> None:
+        source = make("verl-1").source
+        ckpt_tools.convert(source, tmp_path / "out", to="sharded", world_size=world_size)
+        assert ckpt_tools.verify(tmp_path / "out").equal and ckpt_tools.verify(source, tmp_path / "out").equal
+        state = torch.load(tmp_path / "out" / f"model_world_size_{world_size}_rank_0.pt", weights_only=False)
+        assert isinstance(state["up.weight"], DTensor) is (world_size > 1)
+        assert not isinstance(state["norm.running_mean"], DTensor)
 
     def test_a_command_in_the_place_of_a_local_tensor_is_not_run(self, verl: Path, tmp_path: Path) -> None:
         path, target = verl / "model_world_size_2_rank_1.pt", tmp_path / "owned"

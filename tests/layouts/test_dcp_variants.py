@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
@@ -88,6 +89,15 @@ def test_parts_of_a_compressed_item_are_found_in_any_order(monkeypatch: pytest.M
         assert buffer == data[start:stop]
     with pytest.raises(IncompleteError, match="ends at byte 20,000"):
         found.read_into(inflated_name(at), 19_999, memoryview(bytearray(2)))
+
+
+def test_a_checkpoint_that_was_read_is_let_go() -> None:
+    """zstandard's streams are invisible to the garbage collector: in a cycle they would stay for good."""
+    gc.collect()
+    before = sum(type(found) is inflating._Stream for found in gc.get_objects())
+    contents(make("dcp-zstd").source)
+    gc.collect()
+    assert sum(type(found) is inflating._Stream for found in gc.get_objects()) == before
 
 
 def test_few_streams_are_kept() -> None:

@@ -150,7 +150,16 @@ def test_two_records_at_one_place(data: bytes) -> None:
 def test_a_record_that_starts_elsewhere(data: bytes) -> None:
     at = central(data, "a/two") + 42
     (offset,) = struct.unpack_from("<I", data, at)
-    refused(patched(data, at, "<I", offset - 1), MalformedError, "overlaps|does not start")
+    refused(patched(data, at, "<I", offset - 1), MalformedError, "overlaps|does not start|does not end")
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 1, 8, 16])
+def test_bytes_that_a_longer_or_shorter_extra_field_moves(num_bytes: int) -> None:
+    """No checksum covers a local header, and reading elements checks none."""
+    data = ours()
+    at = data.index(b"PK\3\4", 1) + 28
+    (extra,) = struct.unpack_from("<H", data, at)
+    refused(patched(data, at, "<H", extra + num_bytes), MalformedError, r"does not end where|overlaps")
 
 
 def test_a_record_that_starts_behind_the_directory(data: bytes) -> None:

@@ -27,7 +27,7 @@ from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
-from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import untrained
+from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import guess_notes, untrained
 from ckpt_tools.formats.rank_names import RANK, WORLD
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
@@ -63,22 +63,23 @@ class ShardedWriter:
         tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
         entries = entries_of(manifest, tree)
         origin = origin or VERL
-        whole = _whole(manifest, origin)
+        whole, guesses = _whole(manifest, origin, options.world_size)
         files = _Files(manifest, entries, origin, tree, whole, options.world_size)
         specs = [*files.of_ranks(), *files.beside()]
-        return Layout(specs, (*entries.notes, *_made_up(manifest, origin, whole), *files.dropped()))
+        return Layout(specs, (*entries.notes, *_made_up(manifest, origin, whole), *guesses, *files.dropped()))
 
 
-def _whole(manifest: Manifest, origin: Origin) -> frozenset[str]:
-    """Weights that every rank has whole: buffers, and what FSDP2 cannot cut."""
+def _whole(manifest: Manifest, origin: Origin, world_size: int) -> tuple[frozenset[str], list[Note]]:
+    """Weights that every rank has whole: buffers, and what FSDP2 cannot cut; and what was guessed of them."""
     trained = {name for group in manifest.groups for name in group.params}
     found = {key.fqn for key, entry in manifest.tensors.items() if key.slot == WEIGHT and not _can_be_cut(entry.shape)}
-    found |= {key.fqn for key in manifest.of_kind(Kind.BUFFER)} | set(origin.whole)
-    if origin is VERL and trained:
-        found |= untrained(manifest, trained).buffers.keys()
-    elif origin is VERL:
-        found |= {key.fqn for key in manifest.tensors if key.fqn.rpartition(".")[2] in BUFFER_NAMES}
-    return frozenset(found)
+    found |= {key.fqn for key in manifest.of_kind(Kind.BUFFER)}
+    if origin is not VERL and (manifest.world_size != 1 or world_size == 1):  # one rank's plain tensors say nothing
+        return frozenset(found | set(origin.whole)), []
+    if not trained:
+        return frozenset(found | {name for name, _ in manifest.tensors if name.rpartition(".")[2] in BUFFER_NAMES}), []
+    rest = untrained(manifest, trained)
+    return frozenset(found | rest.buffers.keys()), guess_notes(rest.guessed, rest.frozen, rest.buffers)
 
 
 def _can_be_cut(shape: Shape) -> bool:

@@ -15,6 +15,7 @@ import signal
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -69,10 +70,10 @@ class Tally:
         self.failures += other.failures
 
 
-def input_of(number: int) -> dict[str, bytes]:
-    """The checkpoint that execution ``number`` reads."""
+def input_of(number: int, names: Sequence[str] = ()) -> dict[str, bytes]:
+    """The checkpoint that execution ``number`` reads; made from the seeds of these names, or from all and crashers."""
     random = Random(number)
-    pool = [*corpus.seeds().values(), *corpus.crashers().values()]
+    pool = [corpus.seeds()[name] for name in names] or [*corpus.seeds().values(), *corpus.crashers().values()]
     return mutated(random.choice(pool), random)
 
 
@@ -80,9 +81,9 @@ def kind_of(outcome: Outcome) -> str:
     return "read" if outcome.error is None else type(outcome.error).__name__
 
 
-def run_one(number: int, tally: Tally) -> None:
+def run_one(number: int, tally: Tally, names: Sequence[str] = ()) -> None:
     """Count execution ``number``; a failure is kept, not raised."""
-    files = input_of(number)
+    files = input_of(number, names)
     begun = time.process_time()
     signal.setitimer(signal.ITIMER_VIRTUAL, HANG_SECONDS)
     try:
@@ -102,10 +103,10 @@ def run_one(number: int, tally: Tally) -> None:
     tally.outcomes[kind] += 1
 
 
-def run_batch(first: int, count: int) -> Tally:
+def run_batch(first: int, count: int, names: Sequence[str] = ()) -> Tally:
     tally = Tally()
     for number in range(first, first + count):
-        run_one(number, tally)
+        run_one(number, tally, names)
     tally.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return tally
 
@@ -119,7 +120,7 @@ def watch_time() -> None:
     signal.signal(signal.SIGVTALRM, _on_timer)
 
 
-def _work(first: int, last: int, progress: Synchronized[int], results: Any) -> None:
+def _work(first: int, last: int, names: Sequence[str], progress: Synchronized[int], results: Any) -> None:
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
     watch_time()
@@ -129,7 +130,7 @@ def _work(first: int, last: int, progress: Synchronized[int], results: Any) -> N
         if parent is not None and not parent.is_alive():
             return
         progress.value = number
-        results.put(run_batch(number, min(BATCH, last - number)))
+        results.put(run_batch(number, min(BATCH, last - number), names))
     results.put(None)
 
 
@@ -141,17 +142,17 @@ def main() -> int:
     for tally in _results(starts, share, options):
         total.add(tally)
         for number, story in tally.failures[: max(0, MAX_SHOWN - len(total.failures))]:
-            _keep(number, story, options.findings)
+            _keep(number, story, options)
         _show(total, time.monotonic() - begun, options.executions, end=False)
     _show(total, time.monotonic() - begun, options.executions, end=True)
     too_large = total.peak_rss_bytes > MAX_RSS_BYTES
     return 1 if total.failures or too_large else 0
 
 
-def _keep(number: int, story: str, folder: Path) -> None:
+def _keep(number: int, story: str, options: argparse.Namespace) -> None:
     """Say what failed, and keep the checkpoint that did it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    corpus.pack(folder / f"{number}.zip", input_of(number))
+    options.findings.mkdir(parents=True, exist_ok=True)
+    corpus.pack(options.findings / f"{number}.zip", input_of(number, options.seeds))
     print(f"execution {number}:\n{story}", flush=True)
 
 
@@ -161,6 +162,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first execution; others follow")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"))
+    seeds = "checkpoints to change (default: all, and inputs that once broke a reader)"
+    parser.add_argument("--seeds", nargs="+", choices=[*corpus.seeds()], default=[], metavar="NAME", help=seeds)
     return parser.parse_args()
 
 
@@ -171,7 +174,7 @@ def _results(starts: list[int], share: int, options: argparse.Namespace) -> Any:
     marks = [context.Value("q", start) for start in starts]
     stop = options.first + options.executions
     workers = [
-        context.Process(target=_work, args=(start, min(start + share, stop), mark, results), daemon=True)
+        context.Process(target=_work, args=(start, min(start + share, stop), options.seeds, mark, results), daemon=True)
         for start, mark in zip(starts, marks, strict=True)
     ]
     for worker in workers:

@@ -6,9 +6,12 @@ Every outcome is fine but an exception that is no ``CkptError``: the manifest an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest
@@ -16,6 +19,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.summary import summarize
 from ckpt_tools.errors import CkptError, MemoryBudgetError
 from ckpt_tools.formats.reading import read_source
+from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -25,6 +29,8 @@ MAX_TENSOR_BYTES = 1 << 16
 """Of a tensor no more is read: what it holds matters less here than that reading it ends."""
 
 SCRATCH_BYTES = 1 << 16
+
+ORBAX = "manifest.ocdbt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,12 @@ class Outcome:
 
 def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Outcome:
     """Read a checkpoint. Raises whatever no reader should raise."""
+    with opened(files) as source:
+        return _execute(source, format_name)
+
+
+def _execute(source: Source, format_name: str | None) -> Outcome:
     try:
-        source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
         source, manifest = read_source(source, ReadOptions(), format_name=format_name)
         summary = summarize(manifest, source.store.url, source.files)
         json.dumps(summary.to_json(tensors=True), ensure_ascii=False).encode()
@@ -53,8 +63,29 @@ def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Ou
 
 def scan(files: Mapping[str, bytes]) -> None:
     """Scan a checkpoint. Raises whatever scanning should not raise."""
-    with suppress(CkptError):
-        scan_source(Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()})), "memory://")
+    with suppress(CkptError), opened(files) as source:
+        scan_source(source, "memory://")
+
+
+@contextmanager
+def opened(files: Mapping[str, bytes]) -> Iterator[Source]:
+    """``files`` in memory; those of Orbax in a folder, from which tensorstore reads them."""
+    if not any(path.rpartition("/")[2] == ORBAX for path in files):
+        yield Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
+        return
+    with TemporaryDirectory() as folder:
+        for path, data in files.items():
+            _put(Path(folder), path, data)
+        yield Source.open(LocalStore(Path(folder)))
+
+
+def _put(folder: Path, path: str, data: bytes) -> None:
+    """A file that a folder can hold, and whose name leads nowhere else."""
+    target = Path(os.path.normpath(folder / path))
+    if folder in target.parents and "\0" not in path:
+        with suppress(OSError, UnicodeEncodeError):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
 
 
 def elements_of(store: Store, manifest: Manifest) -> dict[tuple[str, str], bytes]:

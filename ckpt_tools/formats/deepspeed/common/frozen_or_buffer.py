@@ -23,6 +23,9 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.wording import listed
 
 _DEEPSPEED_FORMATS = ("zero", "universal")
 
@@ -62,6 +65,21 @@ def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
         {name: _as_buffer(model[name]) for name, kind in kinds.items() if kind is Kind.BUFFER},
         guessed,
     )
+
+
+def guess_notes(guessed: Collection[str], frozen: Collection[str], buffers: Collection[str]) -> list[Note]:
+    """What to say of names of which nothing but rules 4 and 5 decided."""
+    why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed, and "
+    why += f"{option('buffers')} says which are buffers"
+    taken = {
+        "frozen parameters": [name for name in guessed if name in frozen],
+        "buffers": [name for name in guessed if name in buffers],
+    }
+    return [
+        Note(Outcome.DEFAULTED, f"{listed(names)} taken as {what}", why, len(names))
+        for what, names in taken.items()
+        if names
+    ]
 
 
 def _unknown(manifest: Manifest, kinds: Mapping[str, Kind], trained: Collection[str]) -> list[str]:

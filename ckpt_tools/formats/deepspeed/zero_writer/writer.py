@@ -12,10 +12,9 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.wording import listed
 from ckpt_tools.formats.deepspeed.common.expert_names import split
+from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import guess_notes
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.zero_writer.model_states import CutModel, WholeModel
@@ -58,17 +57,7 @@ def _expert_notes(manifest: Manifest) -> list[Note]:
 
 def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
     """Only stage 3 stores frozen parameters and buffers in different ways."""
-    if stage < 3 or not state.guessed:
-        return []
-    frozen = [name for name in state.guessed if name in state.frozen]
-    buffers = [name for name in state.guessed if name in state.buffers]
-    why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed, and "
-    why += f"{option('buffers')} says which are buffers"
-    return [
-        Note(Outcome.DEFAULTED, f"{listed(names)} taken as {what}", why, len(names))
-        for names, what in ((frozen, "frozen parameters"), (buffers, "buffers"))
-        if names
-    ]
+    return guess_notes(state.guessed, state.frozen, state.buffers) if stage == 3 else []
 
 
 @dataclass(frozen=True, slots=True)
