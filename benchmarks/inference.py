@@ -200,7 +200,8 @@ def resident_bytes(field: str) -> int:
 
 
 def take_turns_loading(cache: Path, size: int, rounds: int) -> dict[str, list[Taken]]:
-    with tempfile.TemporaryDirectory() as name:
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as name:
         folder = Path(name)
         make_checkpoints(folder, cache, size)
         found: dict[str, list[Taken]] = {LOAD: [], f"{LOAD} rival": []}
@@ -218,7 +219,8 @@ def make_checkpoints(folder: Path, cache: Path, size: int) -> None:
     source = Cache(cache).get("dcp-weights", size)
     (folder / "dcp").mkdir()
     for path in source.iterdir():
-        (folder / "dcp" / path.name).symlink_to(path)
+        # A symbolic link would lead out of the checkpoint, which is refused.
+        (folder / "dcp" / path.name).hardlink_to(path)
     config: Any = empty_model(Llama.of(size // WEIGHT_BYTES)).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "dcp")
