@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import signature
@@ -61,14 +61,16 @@ class Architecture:
         return cls(library, name, _arguments(text, query))
 
     def build(self, folder: Path | None, dtype: torch.dtype | None = None) -> nn.Module:
-        """The module, on the CPU and with weights that are still to be loaded. ``folder`` is where ``config.json``
-        lies. Parameters have ``dtype``; without one, the architecture's own.
+        """The module, on the CPU, and its parameters without numbers, which are still to be loaded. Only a function of
+        the user's own fills them. ``folder`` is where ``config.json`` lies. Parameters have ``dtype``; without one, the
+        architecture's own.
 
         Raises:
             UsageError: there is no such model, or its package is missing. FormatError: ``config.json`` is not usable.
         """
         if self.library == OURS:
-            return self._of_training().to(dtype=dtype)
+            with _unfilled():
+                return self._of_training().to(dtype=dtype)
         if self.library == HUGGING_FACE:
             return _transformers_model(folder, dtype)
         if self.library in LIBRARIES:
@@ -87,11 +89,15 @@ class Architecture:
     def _of_library(self) -> nn.Module:
         library = _imported("torchvision.models" if self.library == "torchvision" else "timm", self.library)
         try:
-            if self.library == "torchvision":
-                return library.get_model(self.name, weights=None, **_no_backbone(library, self.name), **self.arguments)
-            return library.create_model(self.name, pretrained=False, **self.arguments)
+            with _unfilled():
+                return self._made(library)
         except (ValueError, RuntimeError, TypeError) as error:
             raise UsageError(f"{self.library} cannot build {self.name}: {_one_line(error)}") from error
+
+    def _made(self, library: Any) -> nn.Module:
+        if self.library == "torchvision":
+            return library.get_model(self.name, weights=None, **_no_backbone(library, self.name), **self.arguments)
+        return library.create_model(self.name, pretrained=False, **self.arguments)
 
     def _of_user(self) -> nn.Module:
         from torch import nn
@@ -170,10 +176,16 @@ def _transformers_model(folder: Path | None, dtype: torch.dtype | None) -> nn.Mo
         )
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        with _default_dtype(dtype or getattr(config, "dtype", None)):
+        with _default_dtype(dtype or getattr(config, "dtype", None)), _unfilled():
             return model_class(config)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise FormatError(f"{folder / CONFIG} is not usable: {_one_line(error)}") from error
+
+
+def _unfilled() -> AbstractContextManager[Any]:
+    from .unfilled import Unfilled
+
+    return Unfilled()
 
 
 @contextmanager

@@ -176,13 +176,13 @@ def predict_into(writer: Writer, inputs: Inputs, asked: Asked) -> tuple[Tally, C
     columns = columns_of(predictor, asked.top)
     _check_fits(predictor, inputs, columns)
     this_run = Run(predictor.identity.digest, inputs.digest, _options(asked, job))
-    num_done = writer.begin(this_run, columns, tally.add)
+    num_done = writer.begin(this_run, columns, tally.add_written)
     predicted = _predicted(asked, inputs, num_done, job, predictor)
     with closing(predicted), show_progress(num_done, quiet=asked.quiet) as update:
         for rows in predicted:
             writer.write(rows)
             for row in rows:
-                tally.add(columns.of(row))
+                tally.add(row)
             update(tally.num_rows, rows[-1].fraction)
     return tally, columns
 

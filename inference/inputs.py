@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckpt_tools.errors import UsageError
 
-from .items import File, Item
+from .items import File, Item, Pixels
 from .listing import Listing, listing_of
 from .tables import Table, parts_of
 
@@ -158,22 +157,18 @@ def _tables(found: Listing, wanted: Wanted) -> Inputs:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPart:
-    """The held-out part of a dataset, each image as a PNG, which holds exactly its pixels."""
+    """The held-out part of a dataset."""
 
     dataset: data.DatasetName
     root: Path | None
     num_rows: int
 
     def items(self) -> Iterator[Item]:
-        from PIL import Image
-
         from .training_package import data
 
         images = data.load_dataset(self.dataset, "held-out", self.root)
         for number, (pixels, label) in enumerate(zip(images.pixels.numpy(), images.labels.tolist(), strict=True)):
-            file = BytesIO()
-            Image.fromarray(pixels).save(file, "png", compress_level=0)
-            yield Item(str(number), file.getvalue(), label, (number + 1) / self.num_rows)
+            yield Item(str(number), Pixels(pixels), label, (number + 1) / self.num_rows)
 
 
 def held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:

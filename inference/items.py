@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import FormatError
 
 from .places import file_system, store_errors
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_BYTES = 256 * 2**20
 """Of one input. It is held in memory while it is decoded."""
@@ -37,7 +42,14 @@ class Broken:
     reason: str
 
 
-Content = bytes | File | Text | Broken
+@dataclass(frozen=True, slots=True, eq=False)
+class Pixels:
+    """The content is a grey image that is decoded already: uint8 [height, width]."""
+
+    values: np.ndarray
+
+
+Content = bytes | File | Text | Broken | Pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,18 @@ def content_of(item: Item, *, takes_texts: bool) -> tuple[bytes, str]:
             return read_file(url), url
         case Text(text):
             return _encoded(text), item.name
+        case Pixels(values):
+            return _png(values), item.name
     return content, item.name
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    """An image file that holds exactly these pixels, for a model that prepares images in its own way."""
+    from PIL import Image
+
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "png", compress_level=0)
+    return file.getvalue()
 
 
 def _encoded(text: str) -> bytes:

@@ -188,7 +188,7 @@ class LocalWriter:
 
 
 def encoded(rows: Iterable[Row], columns: Columns) -> bytes:
-    return "".join(json.dumps(columns.of(row)) + "\n" for row in rows).encode()
+    return "".join(columns.line(row) for row in rows).encode()
 
 
 def row_of(line: bytes, where: str) -> dict[str, Any]:

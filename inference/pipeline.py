@@ -11,17 +11,17 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
-from .items import Item, content_of
+from .items import Item, Pixels, content_of
 from .predictor import Predictor
 from .results import Prediction
 from .rows import Row, is_finite
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .tensor_specs import TensorSpec
 
 AHEAD = 3
 """Windows that are decoded while one is predicted."""
@@ -32,7 +32,7 @@ TEXT_PASSES = 16
 READERS = 8
 """Threads that decode. Reading from a store takes much longer than decoding, and more of them wait than work."""
 
-Decoded = tuple[Item, "Tensor | str", "int | None"]
+Decoded = tuple[Item, Tensor | str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,14 @@ def _windows(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
 def _start(
     pool: ThreadPoolExecutor, window: Sequence[Item], predictor: Predictor, readers: int
 ) -> list[Future[list[Decoded]]]:
-    """A thread takes several items at once: handing over each would cost as much as decoding a small image."""
+    """A thread takes several items at once: handing over each would cost as much as decoding a small image.
+
+    Pixels are there already. Another thread would only take the interpreter from the model.
+    """
+    if all(isinstance(item.content, Pixels) for item in window):
+        ready: Future[list[Decoded]] = Future()
+        ready.set_result(decode_all(window, predictor))
+        return [ready]
     size = -(-len(window) // readers)
     return [pool.submit(decode_all, window[start : start + size], predictor) for start in range(0, len(window), size)]
 
@@ -115,18 +122,25 @@ def _finish(futures: Iterable[Future[list[Decoded]]]) -> list[Decoded]:
 
 
 def decode_all(items: Sequence[Item], predictor: Predictor) -> list[Decoded]:
-    truths, texts = truths_of(predictor), takes_texts(predictor)
-    return [_decode(item, predictor, truths, takes_texts=texts) for item in items]
+    truths, [spec, *_] = truths_of(predictor), predictor.inputs
+    return [_decode(item, predictor, truths, spec) for item in items]
 
 
-def _decode(item: Item, predictor: Predictor, truths: Truths, *, takes_texts: bool) -> Decoded:
+def _decode(item: Item, predictor: Predictor, truths: Truths, spec: TensorSpec) -> Decoded:
     truth = None
     try:
         truth = truths.of(item.truth)
-        data, name = content_of(item, takes_texts=takes_texts)
+        if isinstance(item.content, Pixels) and _is_input(item.content, spec):
+            return item, torch.from_numpy(item.content.values), truth
+        data, name = content_of(item, takes_texts=spec.datatype == "BYTES")
         return item, predictor.decode(data, name), truth
     except FormatError as error:
         return item, writable(str(error)), truth
+
+
+def _is_input(pixels: Pixels, spec: TensorSpec) -> bool:
+    """Whether the model takes them as they are, so that nothing is to be encoded and decoded again."""
+    return spec.datatype == "UINT8" and pixels.values.shape == spec.shape[1:]
 
 
 def rows_of(window: Sequence[Decoded], predictor: Predictor) -> list[Row]:
@@ -150,6 +164,8 @@ def predict_all(items: Iterable[Item], predictor: Predictor) -> list[Row]:
 
 def writable(name: str) -> str:
     """A file name may hold bytes that are not UTF-8, which neither JSON nor Parquet can: these as escapes."""
+    if name.isascii():
+        return name
     try:
         return os.fsencode(name).decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
+import json
 import math
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, Literal
 
 from .results import Prediction
@@ -58,13 +59,44 @@ class Columns:
             return {"label": None, "top": None, "probabilities": None}
         return {"label": found.label, "top": self._top(found), "probabilities": found.probabilities}
 
+    def line(self, row: Row) -> str:
+        """``of`` in JSON, character by character as ``json.dumps`` writes it, and a line break.
+
+        Most of the time goes into the digits of probabilities, so those of classes are written once and used twice.
+        """
+        found = row.prediction
+        if self.kind != "label" or found is None or found.probabilities is None:
+            return json.dumps(self.of(row)) + "\n"
+        # Python writes a list of finite numbers as JSON does.
+        numbers = repr(list(found.probabilities))
+        digits = numbers[1:-1].split(", ")
+        top = ", ".join(
+            f'{{"label": {n}, "name": {self._quoted_name(n)}, "probability": {digits[n]}}}' for n in self._best(found)
+        )
+        truth = "null" if row.truth is None else row.truth
+        return (
+            f'{{"name": {quoted(row.name)}, "label": {found.label}, "top": [{top}], "probabilities": {numbers}, '
+            f'"truth": {truth}, "error": null}}\n'
+        )
+
+    def _quoted_name(self, number: int) -> str:
+        return quoted(self.labels[number]) if self.labels else "null"
+
     def _top(self, found: Prediction) -> list[dict[str, Any]]:
-        """The label is the first, also if another class has the same probability."""
         probabilities = found.probabilities or ()
-        best = heapq.nlargest(self.top, range(len(probabilities)), key=lambda n: (probabilities[n], n == found.label))
         return [
-            {"label": n, "name": self.labels[n] if self.labels else None, "probability": probabilities[n]} for n in best
+            {"label": n, "name": self.labels[n] if self.labels else None, "probability": probabilities[n]}
+            for n in self._best(found)
         ]
+
+    def _best(self, found: Prediction) -> list[int]:
+        """The most probable classes. The label is the first, also if another class has the same probability."""
+        probabilities = found.probabilities or ()
+        ordered = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)
+        if ordered[0] != found.label and found.label is not None:
+            ordered.remove(found.label)
+            ordered.insert(0, found.label)
+        return ordered[: self.top]
 
     def schema(self) -> pyarrow.Schema:
         """Of a Parquet file with these columns."""
@@ -81,4 +113,4 @@ class Columns:
 
 def is_finite(found: Prediction) -> bool:
     """A model whose weights are damaged answers with numbers that are none; JSON has no word for them."""
-    return all(math.isfinite(sum(numbers)) for numbers in (found.probabilities, found.embedding) if numbers is not None)
+    return math.isfinite(sum(found.probabilities or found.embedding or ()))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.errors import CkptError
+
+from .rows import Row
 
 NUM_NAMED = 3
 """A sentence names so many bad inputs; all of them stand in the output."""
@@ -39,13 +42,23 @@ class Tally:
     confusion: dict[tuple[int, int], int] = field(default_factory=dict)
     bins: list[Bin] = field(default_factory=lambda: [Bin() for _ in range(NUM_BINS)])
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Row) -> None:
+        found = row.prediction
+        self._add(row.name, row.truth, row.error, row.label, None if found is None else found.probabilities)
+
+    def add_written(self, row: Mapping[str, Any]) -> None:
+        """A row as it was read back."""
+        self._add(row["name"], row["truth"], row["error"], row.get("label"), row.get("probabilities"))
+
+    def _add(
+        self, name: str, truth: int | None, error: str | None, label: int | None, probabilities: Sequence[float] | None
+    ) -> None:
         self.num_rows += 1
-        if row["error"] is not None:
+        if error is not None:
             self.num_bad += 1
-            self.bad = [*self.bad, row["name"]][:NUM_NAMED]
-        elif row["truth"] is not None and "label" in row:
-            self._compare(row["truth"], row["label"], row["probabilities"][row["label"]])
+            self.bad = [*self.bad, name][:NUM_NAMED]
+        elif truth is not None and label is not None and probabilities is not None:
+            self._compare(truth, label, probabilities[label])
 
     def _compare(self, truth: int, label: int, confidence: float) -> None:
         self.confusion[truth, label] = self.confusion.get((truth, label), 0) + 1

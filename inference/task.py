@@ -59,6 +59,8 @@ def in_passes(rows: Tensor, forward: Callable[[Tensor], Tensor], *, max_batch: i
 def check_inputs(inputs: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Raises FormatError if one of them has another dtype or shape; -1 in ``shape`` is any number but 0."""
     for number, tensor in enumerate(inputs):
+        if tensor.dtype == dtype and tensor.shape == shape:
+            continue
         fits = tensor.dim() == len(shape) and all(
             have == want or (want == BATCH and have) for have, want in zip(tensor.shape, shape, strict=True)
         )

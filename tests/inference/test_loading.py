@@ -35,6 +35,18 @@ def test_every_form_gives_the_same_bits(form: Form, forms: Path, weights: Weight
     assert_same_weights(model, weights)
 
 
+def test_no_random_numbers_are_drawn_for_what_is_read(tmp_path: Path) -> None:
+    """For a model of 1 GB that would take longer than to read it."""
+    from torchvision.models import resnet18
+
+    resnet = resnet18(weights=None)
+    torch.save(resnet.state_dict(), tmp_path / "resnet.pt")
+    before = torch.get_rng_state()
+    loaded = load_model(tmp_path / "resnet.pt", architecture="torchvision:resnet18")
+    assert torch.get_rng_state().equal(before)
+    assert all(loaded.state_dict()[name].equal(each) for name, each in resnet.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -1,0 +1,277 @@
+"""What the batch command and `load_model` cost beside what they are made of: `python -m benchmarks.inference`.
+
+- `batch`: images of a dataset, against a loop that calls the model on batches which are ready
+- `files`: images on the disk, against torch's DataLoader with two workers that open them with Pillow
+- `load`: a DCP of 4 ranks, against `safetensors.torch.load_file` and `load_state_dict` into a model that is there
+
+The first two are the model of `make demo` on 3,000 images, with the same threads and batches, in one process where
+contestants take turns. The model is loaded once, and its time does not count. Loading is in processes of its own.
+Processor time counts too, because other programs of the machine lengthen wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.inputs import WEIGHT_BYTES, Cache
+from benchmarks.llama import Llama
+from benchmarks.machine import ROOT
+from benchmarks.measure import measured
+
+NUM_IMAGES, NUM_WORKERS, SIDE = 3000, 2, 28
+BATCH, FILES, LOAD = "batch", "files", "load"
+PROMISED = {BATCH: 0.95, FILES: 0.9, LOAD: 1 / 1.2}
+"""The rival's time over ours, at least."""
+
+MAX_EXTRA_BYTES = 256_000_000
+"""Memory above the model's own while it is loaded, and above that of a process that only imported the libraries."""
+
+TIME_LIMIT = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds of one turn; ``extra_bytes`` is memory above that of the libraries, if it is measured."""
+
+    wall: float
+    cpu: float
+    extra_bytes: int = 0
+
+
+def timed(function: Callable[[], object]) -> Taken:
+    wall, cpu = time.perf_counter(), _cpu_seconds()
+    function()
+    return Taken(time.perf_counter() - wall, _cpu_seconds() - cpu)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of the workers that it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+# --- batch and files
+
+
+def make_images(folder: Path) -> None:
+    """A model, images in the files of FashionMNIST, and the same ones as PNG."""
+    import numpy as np
+    import torch
+    from PIL import Image
+    from safetensors.torch import save_file
+
+    from training.models import build_model
+
+    torch.manual_seed(0)
+    save_file(build_model().state_dict(), folder / "model.safetensors")
+    pixels = np.random.default_rng(0).integers(0, 256, (NUM_IMAGES, SIDE, SIDE), np.uint8)
+    raw = folder / "data" / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">4i", 0x803, NUM_IMAGES, SIDE, SIDE) + pixels.tobytes()
+        )
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 0x801, NUM_IMAGES) + bytes(NUM_IMAGES))
+    (folder / "images").mkdir()
+    for number, each in enumerate(pixels):
+        Image.fromarray(each).save(folder / "images" / f"{number:05d}.png")
+
+
+def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
+    """By name; of each pair the rival comes second."""
+    import torch
+
+    from inference.inputs import Wanted
+    from training import data, evaluation
+
+    torch.set_num_threads(threads)
+    predict = _predicting(folder / "model.safetensors", threads)
+    forward = evaluation.plain_logits(predict.predictor.task.model)
+    pixels = data.load_dataset("fashion-mnist", "held-out", folder / "data").pixels
+    ready = [data.to_input(chunk) for chunk in torch.split(pixels, evaluation.CHUNK)]
+    names = sorted(map(str, (folder / "images").iterdir()))
+
+    def loader() -> None:
+        files: Any = _Files(names)
+        for batch in torch.utils.data.DataLoader(files, evaluation.CHUNK, num_workers=NUM_WORKERS):
+            forward(data.to_input(batch))
+
+    return {
+        BATCH: lambda: predict(Wanted("fashion-mnist", data_root=folder / "data"), folder / "out.jsonl"),
+        f"{BATCH} rival": lambda: [forward(batch) for batch in ready],
+        FILES: lambda: predict(Wanted(str(folder / "images")), folder / "out.jsonl"),
+        f"{FILES} rival": loader,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """A dataset as torch's DataLoader takes it."""
+
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, number: int) -> Any:
+        import numpy as np
+        import torch
+        from PIL import Image
+
+        with Image.open(self.names[number]) as image:
+            return torch.from_numpy(np.array(image.convert("L")))
+
+
+class _predicting:  # noqa: N801  # called as a function
+    """What the command does once the model is loaded, from finding the input to showing the output."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        from inference.job import Job, columns_of
+
+        self.predictor: Any = Job(str(model), threads=threads).load()
+        self.columns = columns_of(self.predictor, 5)
+
+    def __call__(self, wanted: Any, out: Path) -> None:
+        from inference.inputs import find_inputs
+        from inference.output import Output, Run, open_output
+        from inference.pipeline import predicted
+        from inference.tally import Tally
+
+        tally = Tally()
+        with open_output(Output(out, overwrite=True)) as writer:
+            inputs = find_inputs(wanted)
+            writer.begin(Run("model", inputs.digest, ""), self.columns, tally.add_written)
+            for rows in predicted(inputs.items(), self.predictor):
+                writer.write(rows)
+                for row in rows:
+                    tally.add(row)
+        assert (tally.num_rows, tally.num_bad) == (NUM_IMAGES, 0)
+
+
+def take_turns(rounds: int, threads: int) -> dict[str, list[Taken]]:
+    """The first round fills caches, and does not count."""
+    with tempfile.TemporaryDirectory() as name:
+        make_images(Path(name))
+        running = contestants(Path(name), threads)
+        found: dict[str, list[Taken]] = {who: [] for who in running}
+        for number in range(rounds + 1):
+            for who, function in running.items():
+                taken = timed(function)
+                found[who] += [taken] if number else []
+        return found
+
+
+# --- load
+
+LOADING = """
+import json, sys
+from pathlib import Path
+import safetensors.torch, torch, transformers
+from benchmarks.inference import resident_bytes, timed
+from inference.architectures import Architecture
+from inference.loading import load_model
+from transformers import LlamaForCausalLM
+who, folder = sys.argv[1], Path(sys.argv[2])
+before, found = resident_bytes("VmRSS"), []
+if who == "load":
+    taken = timed(lambda: found.append(load_model(folder / "dcp")))
+else:
+    found.append(Architecture("hf").build(folder / "dcp"))
+    taken = timed(lambda: found[0].load_state_dict(safetensors.torch.load_file(folder / "model.safetensors")))
+size = sum(each.numel() * each.element_size() for each in found[0].parameters())
+print(json.dumps([taken.wall, taken.cpu, resident_bytes("VmHWM") - before - size]))
+"""
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def take_turns_loading(cache: Path, size: int, rounds: int) -> dict[str, list[Taken]]:
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as name:
+        folder = Path(name)
+        make_checkpoints(folder, cache, size)
+        found: dict[str, list[Taken]] = {LOAD: [], f"{LOAD} rival": []}
+        for _ in range(rounds):
+            for who, taken in found.items():
+                wall, cpu, extra = json.loads(_said([sys.executable, "-c", LOADING, who, name], folder / "log"))
+                taken.append(Taken(wall, cpu, extra))
+        return found
+
+
+def make_checkpoints(folder: Path, cache: Path, size: int) -> None:
+    """`dcp` with its config.json, and the same weights as one safetensors file."""
+    from benchmarks.builders import empty_model
+
+    source = Cache(cache).get("dcp-weights", size)
+    (folder / "dcp").mkdir()
+    for path in source.iterdir():
+        # A symbolic link would lead out of the checkpoint, which is refused.
+        (folder / "dcp" / path.name).hardlink_to(path)
+    config: Any = empty_model(Llama.of(size // WEIGHT_BYTES)).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder / "dcp")
+    out = str(folder / "model.safetensors")
+    _said([sys.executable, "-m", "ckpt_tools", "convert", str(source), out, "--quiet"], folder / "log")
+
+
+def _said(command: list[str], log: Path) -> str:
+    """The last line of what it printed."""
+    usage = measured(command, log, time_limit=TIME_LIMIT, cwd=ROOT)
+    lines = log.read_text().strip().splitlines() or [""]
+    if usage.exit_code or usage.timed_out:
+        raise SystemExit(f"{command[:3]} failed: {lines[-1]}")
+    return lines[-1]
+
+
+# --- report
+
+
+def rows(found: Mapping[str, list[Taken]]) -> list[str]:
+    lines = ["| work | wall, ours | rival | rival / ours | processor | promised | above the model |"]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|"]
+    return lines + [_row(work, found[work], found[f"{work} rival"]) for work in PROMISED if work in found]
+
+
+def _row(work: str, ours: list[Taken], rival: list[Taken]) -> str:
+    """Ratios are medians of those of each round, whose turns follow one another."""
+    wall = median(theirs.wall / mine.wall for mine, theirs in zip(ours, rival, strict=True))
+    cpu = median(theirs.cpu / mine.cpu for mine, theirs in zip(ours, rival, strict=True))
+    seconds = [f"{median(each.wall for each in taken):.2f} s" for taken in (ours, rival)]
+    extra = max(each.extra_bytes for each in ours)
+    memory = f"{extra / 1e6:.0f} MB (at most {MAX_EXTRA_BYTES / 1e6:.0f})" if extra else ""
+    return f"| {work} | {' | '.join(seconds)} | {wall:.2f} | {cpu:.2f} | {PROMISED[work]:.2f} | {memory} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.inference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a forward pass")
+    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of the checkpoint")
+    parser.add_argument("--works", default=",".join(PROMISED), help=f"of {', '.join(PROMISED)}")
+    parser.add_argument("--data", type=Path, default=ROOT / ".cache" / "benchmarks" / "inputs", help="of checkpoints")
+    given = parser.parse_args()
+    works = set(given.works.split(","))
+    found = take_turns(given.rounds, given.threads) if works & {BATCH, FILES} else {}
+    if LOAD in works:
+        found |= take_turns_loading(given.data, int(given.size * 1e9), given.rounds)
+    print("\n".join(rows(found)))
+
+
+if __name__ == "__main__":
+    main()

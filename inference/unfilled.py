@@ -1,0 +1,39 @@
+"""Modules whose parameters have no numbers yet, since a checkpoint is about to give them.
+
+To draw random numbers for a model of 1 GB takes three times as long as to read it. A module on the device "meta" would
+lose its tables as well (positions, frequencies), which are no parameters and in no checkpoint. So parameters are made
+where they are to be, and only what would fill them is left out; their memory is not touched before they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+FILLING = frozenset({"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"})
+"""The methods of a tensor that ``torch.nn.init`` and the libraries' own initialisation consist of."""
+
+
+class Unfilled(TorchFunctionMode):
+    """In this block parameters are made and not filled. For modules whose parameters are all loaded afterwards."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        target = args[0] if args else named.get("tensor")
+        if isinstance(target, nn.Parameter) and _fills(func):
+            return target
+        return func(*args, **named)
+
+
+def _fills(func: Callable[..., Any]) -> bool:
+    """A function of ``torch.nn.init``, or a method."""
+    return getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING
