@@ -20,7 +20,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import whole_extra
-from ckpt_tools.formats.deepspeed.zero_reader import stage0
+from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
 from ckpt_tools.formats.deepspeed.zero_reader.joining import comparable
@@ -122,7 +122,20 @@ def read(
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
     opened = {number: File.open(source, path) for number, path in layers.items()}
     models = Layers(source, opened, [stage.known() for stage in stages]).models()
-    return Stages([stage.manifest(model) for stage, model in zip(stages, models, strict=True)], stages[0].path).whole()
+    if stages[0].optim is None:
+        _check_layers(source, opened, stages)
+    parts = [stage.manifest(model) for stage, model in zip(stages, models, strict=True)]
+    return Stages(parts, list(layers), stages[0].path).whole()
+
+
+def _check_layers(source: Source, layers: Mapping[int, File], stages: Sequence[Stage]) -> None:
+    """Raises IncompleteError where the optimizers of a run without ZeRO show that a layer is missing."""
+    buffers = [stage.model.buffers for stage in stages]
+    own = [missing_layers.parameters(source, stage0.Saved.of(stage.model.file)) for stage in stages]
+    missing_layers.check(
+        [missing_layers.Layer.of(number, file, buffers) for number, file in layers.items()],
+        [(stage.path, parameters) for stage, parameters in zip(stages, own, strict=True)],
+    )
 
 
 def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], ...]:
@@ -151,6 +164,7 @@ class Stages:
     """The manifests of all stages on their way into one; ``path`` is a file for messages."""
 
     parts: Sequence[Manifest]
+    layers: Sequence[int]
     path: str
     notes: list[Note] = field(default_factory=list)
 
@@ -169,6 +183,7 @@ class Stages:
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why))
             why = "without ZeRO no file says which layers are tied (tied_modules)"
             self.notes.append(Note(Outcome.DEFAULTED, "names of tied layers are the numbers of the layers", why))
+        self.notes.append(missing_layers.untold(self.layers, is_numbered=first.format == "zero0"))
         return Manifest(
             format=first.format,
             tensors=tensors,
