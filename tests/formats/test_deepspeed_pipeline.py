@@ -75,8 +75,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], type[FormatError], str]] = {
     "two files of a layer": (save("layer_1-model_states.pt", {}), MalformedError, "both of one layer"),
     "a layer that is cut": (
         save("layer_01-model_01-model_states.pt", {}),
-        UnsupportedError,
-        "cut by tensor parallelism too",
+        IncompleteError,
+        r"layer_00-model_01-model_states.pt: this file of a layer is missing",
     ),
     "a layer that is a list": (save("layer_01-model_states.pt", [1]), MalformedError, "does not contain a dictionary"),
     "a layer with a number": (save("layer_04-model_states.pt", {7: 1}), MalformedError, "has the key 7"),

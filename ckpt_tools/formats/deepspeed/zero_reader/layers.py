@@ -76,6 +76,13 @@ class Layers:
                 self.tied.setdefault(prefix, self.files[number])
         return [self._model(stage, known) for stage, known in enumerate(self.stages)]
 
+    def unnamed(self) -> Iterator[File]:
+        """The files of layers that could be tied ones: they have only frozen parameters, which nothing names."""
+        for number in self.owners:
+            values = self.files[number].content.values()
+            if self._stage_of(number) is None and any(isinstance(value, StoredTensor) for value in values):
+                yield self.files[number]
+
     def _stage_of(self, number: int) -> int | None:
         """The stage that knows a name of the layer."""
         stages = [stage for stage, known in enumerate(self.stages) if any(_number(n) == number for n in known.names)]
