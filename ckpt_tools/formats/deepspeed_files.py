@@ -9,7 +9,7 @@ from typing import Any
 
 MAX_EXPERTS = 1 << 20
 
-_LAYER = re.compile(r"layer_(\d{1,9})(?:-model_\d{1,9})?-model_states\.pt")
+_LAYER = re.compile(r"layer_(\d{1,9})(-model_(\d{1,9}))?-model_states\.pt")
 _NUMBERED = re.compile(r"(\d{1,9})\..+", re.DOTALL)
 _EP_SIZE = re.compile(r"ep_size_(\d{1,9})")
 
@@ -26,14 +26,19 @@ def model_parallel_size(head: Head) -> int | None:
 
 def missing(names: Collection[str], heads: Iterable[Head]) -> str | None:
     """The first file of a layer or an expert that ``names`` lack; ``heads`` are all model files."""
-    held = {int(match[1]) for match in map(_LAYER.fullmatch, names) if match}
+    cuts: dict[str, set[int]] = {}
+    for match in filter(None, map(_LAYER.fullmatch, names)):
+        cuts.setdefault(match[2] or "", set()).add(int(match[1]))
+    for cut, held in cuts.items():
+        if others := set().union(*cuts.values()) - held:
+            return f"layer_{min(others):02d}{cut}-model_states.pt"
     for head in heads:
         for name in (*_experts(head), *_expert_optimizers(head)):
             if name not in names:
                 return name
-        layers = _layers(head) - held if head.get("module") is None else set()
+        layers = _layers(head).difference(*cuts.values()) if head.get("module") is None else set()
         if layers:
-            return f"layer_{min(layers):02d}-model_states.pt"
+            return f"layer_{min(layers):02d}{min(cuts, default='')}-model_states.pt"
     return None
 
 

@@ -80,6 +80,7 @@ RUNS = (
         Run(layout, "global_step4", TAGS, missing, missing.strip("*"), ("latest", TAGS[1]), format="deepspeed")
         for layout, missing in (
             ("deepspeed-pipeline-zero1-bf16", "layer_01-model_states.pt"),
+            ("deepspeed-pipeline-tp-zero1-fp32", "layer_01-model_01-model_states.pt"),
             ("deepspeed-pipeline-zero1-bf16", "mp_rank_01*"),
             ("deepspeed-pipeline-fp32", "mp_rank_01*"),
             ("deepspeed-moe-zero2-fp32", "layer_0_expert_2*"),

@@ -212,7 +212,7 @@ def test_round_robin_gradients(tmp_path: Path) -> None:
     """``param_slice_mappings`` are then in another order than the partitions, so that DeepSpeed's own truth is not
     one; in fp32 the masters are the weights."""
     more = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
-    deepspeed_moe.run_experts(tmp_path, 4, 2, "fp32", (2, 1), **more)
+    deepspeed_moe.run_experts(tmp_path, 2, 2, "fp32", (2, 1), **more)
     manifest, found = contents(tmp_path)
     masters = [key for key in found if key.slot == MASTER]
     assert len(masters) == 29
@@ -232,7 +232,7 @@ Saved = tuple[Path, State, list[float]]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("experts")
-    return folder, *deepspeed_moe.run_experts(folder, 4, 1, "fp32", (2, 2))
+    return folder, *deepspeed_moe.run_experts(folder, 2, 1, "fp32", (2, 2))
 
 
 def check(found: Any, saved: Saved, without: tuple[str, ...] = ()) -> None:
@@ -257,7 +257,7 @@ def test_the_run_goes_on_in_a_model_without_deepspeed_moe(to: str, saved: Saved,
 
 def test_the_run_goes_on_in_plain_torch(saved: Saved, tmp_path: Path) -> None:
     ckpt_tools.convert(saved[0], tmp_path / "out", to="dcp")
-    check(launch.pool(1).run(deepspeed_moe.load_dcp, str(tmp_path / "out"))[0], saved, without=(MASTER,))
+    check(launch.pool(3).run(deepspeed_moe.load_dcp, str(tmp_path / "out"))[0], saved, without=(MASTER,))
 
 
 def test_the_run_goes_on_with_all_experts_on_each_rank(saved: Saved, tmp_path: Path) -> None:
@@ -268,11 +268,8 @@ def test_the_run_goes_on_with_all_experts_on_each_rank(saved: Saved, tmp_path: P
 def test_deepspeed_does_not_give_every_rank_the_experts_of_rank_0(saved: Saved, tmp_path: Path) -> None:
     """Without the mark of an expert in the files of a universal checkpoint it does, and says nothing."""
     ckpt_tools.convert(saved[0], tmp_path / "out", to="universal")
-    with (
-        launch.Pool(2, log_dir=tmp_path / "logs") as pool,
-        pytest.raises(launch.JobFailedError, match="Expert param in"),
-    ):
-        pool.run(deepspeed_moe.load_experts, str(tmp_path / "out"), 2, "fp32", (2, 2))
+    told = launch.pool(2).run(deepspeed_moe.why_not_loaded, str(tmp_path / "out"), 2, "fp32", (2, 2))
+    assert all("Expert param in" in text for text in told), told
 
 
 @pytest.mark.parametrize("to", ["dcp", "universal", "zero1", "safetensors"])

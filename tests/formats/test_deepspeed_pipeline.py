@@ -75,8 +75,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], type[FormatError], str]] = {
     "two files of a layer": (save("layer_1-model_states.pt", {}), MalformedError, "both of one layer"),
     "a layer that is cut": (
         save("layer_01-model_01-model_states.pt", {}),
-        UnsupportedError,
-        "cut by tensor parallelism too",
+        IncompleteError,
+        r"layer_00-model_01-model_states.pt: this file of a layer is missing",
     ),
     "a layer that is a list": (save("layer_01-model_states.pt", [1]), MalformedError, "does not contain a dictionary"),
     "a layer with a number": (save("layer_04-model_states.pt", {7: 1}), MalformedError, "has the key 7"),
@@ -215,10 +215,12 @@ def test_other_formats_hold_the_same(to: str, tmp_path: Path) -> None:
 
 
 def test_deepspeeds_own_script_finds_the_same(tmp_path: Path) -> None:
-    """What it writes is refused by its name, as its model's files hold no weights."""
+    """What it writes is refused by its name: buffers and frozen weights are nowhere in it."""
     made = make("deepspeed-pipeline-zero1-fp32")
     launch.pool(1).run(deepspeed.to_universal, made.source, tmp_path, True)
-    with pytest.raises(UnsupportedError, match=r"universal checkpoint of a pipeline.*convert the native"):
+    with pytest.raises(
+        UnsupportedError, match=r"universal checkpoint of a pipeline.*leaves out the buffers.*convert the native"
+    ):
         ckpt_tools.inspect(tmp_path)
     found = contents(made.source)[1]
     masters = [key.fqn for key in found if key.slot == MASTER]
@@ -227,3 +229,6 @@ def test_deepspeeds_own_script_finds_the_same(tmp_path: Path) -> None:
         theirs = torch.load(path, weights_only=False)["param"]
         assert theirs.detach().numpy().tobytes() == found[StateKey(fqn, MASTER)][2], fqn
     assert len(masters) == len(list(tmp_path.glob("*/zero/*/fp32.pt")))
+    files = [torch.load(path, weights_only=False) for path in tmp_path.glob("*/mp_rank_*")]
+    assert len(files) == deepspeed_pipeline.STAGES and all(file["module"] is None for file in files)
+    assert not list(tmp_path.glob("*/layer_*"))

@@ -72,7 +72,9 @@ def _check_rank(path: str, saved_as: str) -> None:
 
     Raises MalformedError where it is another rank's.
     """
-    ranks, saved = (re.findall(r"(?:rank|layer|expert)_(\d+)", name) for name in (path.rpartition("/")[2], saved_as))
+    ranks, saved = (
+        re.findall(r"(?:rank|layer|expert|model)_(\d+)", name) for name in (path.rpartition("/")[2], saved_as)
+    )
     if len(ranks) == len(saved) and list(map(int, ranks)) != list(map(int, saved)):
         raise MalformedError(
             f"it was saved as {saved_as}.pt, so it is another rank's; give it its name back", path=path

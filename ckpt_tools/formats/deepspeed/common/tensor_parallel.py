@@ -120,6 +120,10 @@ class Rules:
             found = self._by_category(name, shapes)
         return self._cropped(name, found) if self._matches(VOCABULARY, name) else found
 
+    def mention(self, text: str) -> bool:
+        """Whether a pattern or a name of the rules has ``text``."""
+        return text in repr(self.info)
+
     # What the file says
 
     def _affine(self) -> Mapping[Value, Value]:

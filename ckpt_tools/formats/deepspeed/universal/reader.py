@@ -34,8 +34,8 @@ class UniversalReader:
         first = File.open(source, files.model[0])
         if stages_of(first) > 1:
             raise UnsupportedError(
-                "it is a universal checkpoint of a pipeline-parallel run, whose model's files hold no weights, and is "
-                "not supported; convert the native checkpoint that it was made from",
+                "it is a universal checkpoint of a pipeline-parallel run, in which DeepSpeed leaves out the buffers "
+                "and the frozen weights; convert the native checkpoint that it was made from",
                 path=first.path,
             )
         model = ModelStates.of(first)

@@ -76,6 +76,13 @@ class Layers:
                 self.tied.setdefault(prefix, self.files[number])
         return [self._model(stage, known) for stage, known in enumerate(self.stages)]
 
+    def unnamed(self) -> Iterator[File]:
+        """The files of layers that could be tied ones: they have only frozen parameters, which nothing names."""
+        for number in self.owners:
+            values = self.files[number].content.values()
+            if self._stage_of(number) is None and any(isinstance(value, StoredTensor) for value in values):
+                yield self.files[number]
+
     def _stage_of(self, number: int) -> int | None:
         """The stage that knows a name of the layer."""
         stages = [stage for stage, known in enumerate(self.stages) if any(_number(n) == number for n in known.names)]
@@ -107,18 +114,12 @@ class Layers:
         """Whether the first elements of a weight are those of its masters, in its dtype."""
         if weight.dtype not in CASTABLE or master.dtype not in CASTABLE or weight.strides is not None:
             return True
-        one, other = self._head(weight), self._head(master)
+        one, other = head(self.source, weight), head(self.source, master)
         numel = min(len(one) // weight.dtype.item_bytes, len(other) // master.dtype.item_bytes)
         cast = bytearray(numel * weight.dtype.item_bytes)
         elements = np.frombuffer(other[: numel * master.dtype.item_bytes], np.uint8)
         cast_into(elements, master.dtype, memoryview(cast), weight.dtype)
         return bytes(one[: len(cast)]) == bytes(cast)
-
-    def _head(self, table: ShardTable) -> bytes:
-        first = int(np.argmin(table.starts[:, 0])) if len(table) > 1 else 0
-        start, stop = int(table.byte_starts[first]), int(table.byte_stops[first])
-        stop = min(stop, start + SAMPLE * table.dtype.item_bytes)
-        return self.source.read(table.files[int(table.file_ids[first])], start, stop)
 
     # The model of a stage
 
@@ -143,6 +144,14 @@ class Layers:
         for number, file in self.files.items():
             if self.owners.get(number) == stage:
                 yield from ((f"{number}.{_text(key, file)}", value, file) for key, value in file.content.items())
+
+
+def head(source: Source, table: ShardTable) -> bytes:
+    """The first elements, or those of its first part."""
+    first = int(np.argmin(table.starts[:, 0])) if len(table) > 1 else 0
+    start, stop = int(table.byte_starts[first]), int(table.byte_stops[first])
+    stop = min(stop, start + SAMPLE * table.dtype.item_bytes)
+    return source.read(table.files[int(table.file_ids[first])], start, stop)
 
 
 def _text(key: Value, file: File) -> str:

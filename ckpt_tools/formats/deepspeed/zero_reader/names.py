@@ -126,27 +126,29 @@ def tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
     )
 
 
-def layer_files(source: Source, folder: str) -> Mapping[int, str]:
-    """The files of a pipeline's layers by their numbers; none where the run has no pipeline.
+def layer_files(source: Source, folder: str) -> tuple[Mapping[int, str], ...]:
+    """The files of a pipeline's layers by their numbers, for each tensor-parallel rank; none where the run has no
+    pipeline.
 
     Raises:
-        UnsupportedError: the layers are cut by tensor parallelism too; MalformedError: two files claim one layer.
+        MalformedError: two files claim one layer; IncompleteError: a rank has no file of a layer.
     """
     prefix = f"{folder}/" if folder else ""
-    found: dict[int, str] = {}
+    found: dict[tuple[int, int], str] = {}
     for path in source.files:
         match = _LAYER.fullmatch(path.removeprefix(prefix)) if path.startswith(prefix) else None
-        if match and int(match["tp"] or 0):
-            raise UnsupportedError(
-                f"{_place(folder)} holds pipeline stages that are cut by tensor parallelism too "
-                f"({path.removeprefix(prefix)}), which are not supported; load the run and save it with one "
-                "tensor-parallel rank"
-            )
-        if match and int(match["layer"]) in found:
-            raise MalformedError(f"{path} and {found[int(match['layer'])]} are both of one layer")
-        if match:
-            found[int(match["layer"])] = path
-    return dict(sorted(found.items()))
+        if match is None:
+            continue
+        key = int(match["tp"] or 0), int(match["layer"])
+        if key in found:
+            raise MalformedError(f"{path} and {found[key]} are both of one layer")
+        found[key] = path
+    ranks, layers = {rank for rank, _ in found}, sorted({layer for _, layer in found})
+    for rank, layer in ((rank, layer) for rank in range(len(ranks)) for layer in layers):
+        if (rank, layer) not in found:
+            name = f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+            raise IncompleteError("this file of a layer is missing, and other ranks have theirs", path=prefix + name)
+    return tuple({layer: found[rank, layer] for layer in layers} for rank in range(len(ranks)))
 
 
 def expert_files(source: Source, folder: str) -> ExpertFiles:

@@ -16,14 +16,14 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
-from ckpt_tools.formats.deepspeed.common.tensor_parallel import whole_extra
-from ckpt_tools.formats.deepspeed.zero_reader import stage0
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_extra
+from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
-from ckpt_tools.formats.deepspeed.zero_reader.joining import comparable
+from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, comparable
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
 from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, read_partitions
@@ -105,24 +105,72 @@ class Stage:
 def read(
     source: Source,
     tags: Sequence[TagFiles],
-    layers: Mapping[int, str],
+    layers: Sequence[Mapping[int, str]],
     check: Callable[[TagFiles, ModelStates, OptimStates], object],
 ) -> Manifest:
-    """The whole model. ``check`` looks whether a stage's files are all there.
+    """The whole model. ``layers`` are those of each tensor-parallel rank. ``check`` looks whether a stage's files are
+    all there.
+
+    The topologies of DeepSpeed and Megatron number the tensor-parallel ranks of a stage one after the other.
 
     Raises:
         FormatError: a file is missing or damaged, or does not fit the others.
     """
-    stages = [Stage.of(source, number, files) for number, files in enumerate(tags)]
-    check_parts(stages[0].model, len(stages))
+    cut = len(layers)
+    stages = [Stage.of(source, number // cut, files) for number, files in enumerate(tags)]
+    first = stages[0].model
+    check_parts(first, len(stages))
+    if len(stages) % cut:
+        raise MalformedError(
+            f"the layers are cut into {cut} parts, and the {len(stages)} parts of the model are not a multiple of it",
+            path=stages[0].path,
+        )
     for stage, files in zip(stages, tags, strict=True):
         if stage.optim is not None:
             check(files, stage.model, stage.optim)
         elif stages[0].optim is not None or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
+    if cut == 1:
+        return _read_rank(source, stages, layers[0])
+    rules = Rules.of(first.file.content.get("universal_checkpoint_info"), stages[0].path)
+    if stages[0].optim is None:
+        raise UnsupportedError(
+            "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file says which of its layers "
+            "are tied, by whose names the parts are joined; resume the run and save it with ZeRO stage 1",
+            path=stages[0].path,
+        )
+    parts = [_read_rank(source, stages[rank::cut], layers[rank], rules) for rank in range(cut)]
+    return Joining(parts, rules).manifest()
+
+
+def _read_rank(
+    source: Source, stages: Sequence[Stage], layers: Mapping[int, str], rules: Rules | None = None
+) -> Manifest:
+    """The model of one tensor-parallel rank. ``rules`` join it with others."""
     opened = {number: File.open(source, path) for number, path in layers.items()}
-    models = Layers(source, opened, [stage.known() for stage in stages]).models()
-    return Stages([stage.manifest(model) for stage, model in zip(stages, models, strict=True)], stages[0].path).whole()
+    found = Layers(source, opened, [stage.known() for stage in stages])
+    models = found.models()
+    if stages[0].optim is None:
+        _check_layers(source, opened, stages)
+    if rules is not None and rules.mention(TIED.rstrip(".")):
+        for file in found.unnamed():
+            raise UnsupportedError(
+                "it has only frozen parameters, so that no file says whether it is a tied layer, by whose name "
+                "its tensor-parallel parts would be joined",
+                path=file.path,
+            )
+    parts = [stage.manifest(model) for stage, model in zip(stages, models, strict=True)]
+    return Stages(parts, list(layers), stages[0].path).whole()
+
+
+def _check_layers(source: Source, layers: Mapping[int, File], stages: Sequence[Stage]) -> None:
+    """Raises IncompleteError where the optimizers of a run without ZeRO show that a layer is missing."""
+    buffers = [stage.model.buffers for stage in stages]
+    own = [missing_layers.parameters(source, stage0.Saved.of(stage.model.file)) for stage in stages]
+    missing_layers.check(
+        [missing_layers.Layer.of(number, file, buffers) for number, file in layers.items()],
+        [(stage.path, parameters) for stage, parameters in zip(stages, own, strict=True)],
+    )
 
 
 def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], ...]:
@@ -151,6 +199,7 @@ class Stages:
     """The manifests of all stages on their way into one; ``path`` is a file for messages."""
 
     parts: Sequence[Manifest]
+    layers: Sequence[int]
     path: str
     notes: list[Note] = field(default_factory=list)
 
@@ -169,6 +218,7 @@ class Stages:
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why))
             why = "without ZeRO no file says which layers are tied (tied_modules)"
             self.notes.append(Note(Outcome.DEFAULTED, "names of tied layers are the numbers of the layers", why))
+        self.notes.append(missing_layers.untold(self.layers, is_numbered=first.format == "zero0"))
         return Manifest(
             format=first.format,
             tensors=tensors,

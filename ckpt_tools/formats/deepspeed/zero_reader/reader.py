@@ -39,7 +39,7 @@ class DeepSpeedReader:
         layers, experts = names.layer_files(source, folder), names.expert_files(source, folder)
         if layers and (experts.weights or experts.optim):
             raise UnsupportedError(
-                "it is of a pipeline with experts, which is not supported", path=min(layers.values())
+                "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
             )
         if layers:
             return pipeline.read(source, tags, layers, _check_stage)
