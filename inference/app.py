@@ -34,7 +34,7 @@ from .openapi import describe
 from .predictor import Prediction, Predictor
 from .refusals import Refused, answer
 from .repository import Repository
-from .service import Service
+from .service import Service, Snapshots
 from .settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
 
 HOW_TO_POST = "post the image as the one file of a multipart form field named image"
@@ -89,11 +89,13 @@ def create_app(
     *,
     beside: AbstractContextManager[object] | None = None,
     grpc: Listening | None = None,
+    traffic: Traffic | None = None,
+    everywhere: Snapshots | None = None,
 ) -> FastAPI:
     """The application over models that are loaded. It closes them when it ends; ``beside`` is open while it runs, and
-    ``grpc`` is served."""
-    chosen, traffic = settings or Settings(), Traffic()
-    service = Service(repository, chosen, traffic)
+    ``grpc`` is served. ``everywhere`` counts in all processes of the service."""
+    chosen, traffic = settings or Settings(), traffic or Traffic()
+    service = Service(repository, chosen, traffic, everywhere)
 
     @asynccontextmanager
     async def run(_: FastAPI) -> AsyncIterator[None]:
@@ -121,7 +123,7 @@ def create_app(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(exposition(repository, traffic), media_type=CONTENT_TYPE)
+        return Response(exposition(await service.snapshots()), media_type=CONTENT_TYPE)
 
     @app.post("/predict", openapi_extra={"requestBody": FORM}, response_model=Answer)
     async def predict(request: Request, model: str | None = None) -> Response:
