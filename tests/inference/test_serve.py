@@ -63,7 +63,7 @@ def test_a_posted_image_gets_the_answer_of_the_batch_script(
     client: httpx.Client, forms: Path, image_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "batch.jsonl"
-    CliRunner().invoke(batch.main, [str(forms / "model.pt"), f"--images={image_folder}", f"--out={out}"])
+    CliRunner().invoke(batch.main, [f"--model={forms / 'model.pt'}", f"--input={image_folder}", f"--output={out}"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     # Four requests at a time: the answers must not depend on the company either.
     with ThreadPoolExecutor(4) as pool:
