@@ -76,7 +76,7 @@ class Endpoints:
 
     async def statistics(self, request: Request) -> Response:
         found = request.path_params
-        return JSONResponse(self.service.statistics(found.get("name"), found.get("version")))
+        return JSONResponse(await self.service.statistics(found.get("name"), found.get("version")))
 
     async def infer(self, request: Request) -> Response:
         """The body first: a client that is slow holds no version."""

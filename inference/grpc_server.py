@@ -234,7 +234,7 @@ class Calls:
         return _response(call, {"config": self.service.configuration(*_asked_of(request))})
 
     async def statistics(self, request: Any, call: Call) -> Any:
-        return _response(call, self.service.statistics(request.name or None, request.version or None))
+        return _response(call, await self.service.statistics(request.name or None, request.version or None))
 
     async def infer(self, request: Any, call: Call) -> Any:
         def parse(version: Version) -> InferRequest:

@@ -50,14 +50,24 @@ class Listening:
     key: Path | None = None
 
 
-def reserve(host: str, port: int) -> socket.socket:
-    """A bound socket that never listens, and keeps its port for gRPC, which binds one of its own. Raises as
-    :func:`bind`.
+def reserve(host: str, port: int, option: str = GRPC_PORT) -> socket.socket:
+    """A bound socket that never listens, and keeps its port for those that bind one of their own: gRPC, and each of
+    several workers. Raises as :func:`bind`.
 
     Nobody else can have the port at the first moment. From then on it can be shared, by this user alone.
     """
-    bound = bind(host, port, GRPC_PORT)
+    bound = bind(host, port, option)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return bound
+
+
+def beside(reserved: socket.socket) -> socket.socket:
+    """A socket at the same port, for a worker. It does not listen yet."""
+    bound = socket.socket(reserved.family, reserved.type)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    bound.bind(reserved.getsockname())
     return bound
 
 
@@ -73,11 +83,15 @@ def is_loopback(bound: socket.socket) -> bool:
 
 def listen(bound: socket.socket, host: str) -> str:
     """Listen, and give the URL of the service. Raises ``StoreError``."""
-    port = bound.getsockname()[1]
     try:
         bound.listen()
     except OSError as error:
-        raise _refused(host, port, error) from error
+        raise _refused(host, bound.getsockname()[1], error) from error
+    return url_of(bound, host)
+
+
+def url_of(bound: socket.socket, host: str) -> str:
+    port = bound.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -5,20 +5,18 @@ It is written here, since Prometheus' own client adds ``_total`` to the name of 
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
+from typing import Any
 
-from .front import Traffic
-from .repository import Repository, Version
-from .statistics import BOUNDS, Statistics
+from .snapshot import Snapshot, VersionSnapshot
+from .statistics import BOUNDS, Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Samples = Iterable[tuple[Mapping[str, str], float]]
 
-COUNTERS: Mapping[str, tuple[str, Callable[[Statistics], float]]] = {
+COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
     "nv_inference_request_success": ("Successful requests", lambda counts: counts.successes),
     "nv_inference_count": ("Rows predicted", lambda counts: counts.inferences),
     "nv_inference_exec_count": ("Forward passes, each for all that waited", lambda counts: counts.executions),
@@ -37,62 +35,73 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Statistics], float]]] = {
 }
 
 
-def exposition(repository: Repository, traffic: Traffic) -> str:
-    """All that is counted, as it is now."""
-    return "".join(_lines(repository.versions(), traffic))
+def exposition(snapshots: Sequence[Snapshot]) -> str:
+    """All that the processes have counted, as they are at the same moment."""
+    return "".join(_lines(snapshots))
 
 
-def _lines(versions: list[Version], traffic: Traffic) -> Iterator[str]:
-    labelled = [({"model": each.name, "version": str(each.number)}, each) for each in versions]
+def _lines(snapshots: Sequence[Snapshot]) -> Iterator[str]:
+    labelled = [
+        ({"model": version.name, "version": str(version.number), **_of_worker(each)}, version)
+        for each in snapshots
+        for version in each.versions
+    ]
     for name, (text, value) in COUNTERS.items():
-        yield from _family(name, "counter", text, [(labels, value(each.statistics)) for labels, each in labelled])
+        yield from _family(name, "counter", text, [(labels, value(each.counts)) for labels, each in labelled])
     failures = [
         ({**labels, "reason": reason}, count)
         for labels, each in labelled
-        for reason, count in each.statistics.failures.items()
+        for reason, count in each.counts.failures.items()
     ]
     yield from _family("nv_inference_request_failure", "counter", "Failed requests, by reason", failures)
-    pending = [(labels, each.batcher.num_waiting) for labels, each in labelled]
+    pending = [(labels, each.num_waiting) for labels, each in labelled]
     yield from _family("nv_inference_pending_request_count", "gauge", "Rows that wait for the model", pending)
     yield from _identities(labelled)
     yield from _histogram(labelled)
-    yield from _of_process(traffic)
+    yield from _of_processes(snapshots)
 
 
-def _identities(labelled: list[tuple[dict[str, str], Version]]) -> Iterator[str]:
-    samples = [
-        ({**labels, "digest": each.predictor.identity.digest, "step": str(each.predictor.identity.step)}, 1.0)
-        for labels, each in labelled
-    ]
+def _of_worker(snapshot: Snapshot) -> dict[str, str]:
+    return {} if snapshot.worker is None else {"worker": str(snapshot.worker)}
+
+
+def _identities(labelled: list[tuple[dict[str, str], VersionSnapshot]]) -> Iterator[str]:
+    samples = [({**labels, "digest": each.digest, "step": str(each.step)}, 1.0) for labels, each in labelled]
     yield from _family("ckpt_tools_model_info", "gauge", "Which weights answer", samples)
 
 
-def _histogram(labelled: list[tuple[dict[str, str], Version]]) -> Iterator[str]:
+def _histogram(labelled: list[tuple[dict[str, str], VersionSnapshot]]) -> Iterator[str]:
     name = "ckpt_tools_request_duration_seconds"
     yield _head(name, "histogram", "Time of successful requests from head to answer")
     for labels, each in labelled:
-        counts = list(accumulate(each.statistics.histogram))
+        counts = list(accumulate(each.counts.histogram))
         for bound, count in zip([*map(str, BOUNDS), "+Inf"], counts, strict=True):
             yield _sample(f"{name}_bucket", {**labels, "le": bound}, count)
-        yield _sample(f"{name}_sum", labels, each.statistics.request_ns / 1e9)
+        yield _sample(f"{name}_sum", labels, each.counts.request_ns / 1e9)
         yield _sample(f"{name}_count", labels, counts[-1])
 
 
-def _of_process(traffic: Traffic) -> Iterator[str]:
-    by_status: Samples = [({"code": str(code)}, count) for code, count in sorted(traffic.by_status.items())]
-    yield from _family("ckpt_tools_http_responses_total", "counter", "Answers; 499: the client left", by_status)
-    by_code: Samples = [({"code": code}, count) for code, count in sorted(traffic.by_code.items())]
-    yield from _family("ckpt_tools_grpc_responses_total", "counter", "Answers over gRPC", by_code)
-    in_flight: Samples = [({}, traffic.in_flight)]
-    yield from _family("ckpt_tools_http_requests_in_flight", "gauge", "Requests without an answer yet", in_flight)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = usage.ru_utime + usage.ru_stime
-    yield from _family("process_cpu_seconds_total", "counter", "Processor time", [({}, seconds)])
-    yield from _family("process_resident_memory_bytes", "gauge", "Resident memory", [({}, resident_bytes())])
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _of_processes(snapshots: Sequence[Snapshot]) -> Iterator[str]:
+    labelled = [(_of_worker(each), each) for each in snapshots]
+    answers: dict[str, Callable[[Snapshot], Mapping[Any, int]]] = {
+        "ckpt_tools_http_responses_total": lambda each: each.by_status,
+        "ckpt_tools_grpc_responses_total": lambda each: each.by_code,
+    }
+    texts = ("Answers; 499: the client left", "Answers over gRPC")
+    for (name, counted), text in zip(answers.items(), texts, strict=True):
+        samples = [
+            ({**labels, "code": str(code)}, count)
+            for labels, each in labelled
+            for code, count in sorted(counted(each).items())
+        ]
+        yield from _family(name, "counter", text, samples)
+    gauges: dict[str, tuple[str, str, Callable[[Snapshot], float]]] = {
+        "ckpt_tools_http_requests_in_flight": ("gauge", "Requests without an answer yet", lambda each: each.in_flight),
+        "process_cpu_seconds_total": ("counter", "Processor time", lambda each: each.cpu_seconds),
+        "process_resident_memory_bytes": ("gauge", "Resident memory", lambda each: each.resident_bytes),
+    }
+    for name, (kind, text, value) in gauges.items():
+        yield from _family(name, kind, text, [(labels, value(each)) for labels, each in labelled])
 
 
 def _family(name: str, kind: str, text: str, samples: Samples) -> Iterator[str]:

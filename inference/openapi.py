@@ -30,6 +30,7 @@ def _ref(name: str) -> Json:
 
 
 SCHEMAS: Mapping[str, Json] = {
+    "Answer": _object({"label": NUMBER, "probabilities": _list({"type": "number"})}),
     "Error": _object({"error": TEXT}, closed=True),
     "Server": _object({"name": TEXT, "version": TEXT, "extensions": _list(TEXT)}),
     "TensorMetadata": _object({"name": TEXT, "datatype": TEXT, "shape": SHAPE}),
@@ -103,6 +104,16 @@ POSTS: Mapping[str, tuple[str | None, str, str]] = {
 }
 
 
+FORM: Json = {
+    "content": {
+        "multipart/form-data": {
+            "schema": _object({"image": {"type": "string", "format": "binary"}}),
+        }
+    },
+    "required": True,
+}
+
+
 def describe(app: FastAPI) -> None:
     """Let ``app`` tell the protocol's paths too."""
 
@@ -110,11 +121,21 @@ def describe(app: FastAPI) -> None:
         if app.openapi_schema is None:
             found = get_openapi(title=app.title, version=app.version, routes=app.routes)
             found.setdefault("components", {}).setdefault("schemas", {}).update(SCHEMAS)
-            found["paths"].update(_paths())
+            found["paths"].update({"/predict": {"post": _predict()}, **_paths()})
             app.openapi_schema = found
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _predict() -> Json:
+    return {
+        "summary": "The answer of a model to one image",
+        "operationId": "predict",
+        "parameters": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
+        "requestBody": FORM,
+        "responses": {"200": {"description": "The answer", "content": _json("Answer")}},
+    }
 
 
 def _paths() -> Json:

@@ -24,6 +24,8 @@ MAX_WAITING = 256
 """Rows that may wait for one model: about nine forward passes. A client that meets a full queue gets 503 at once."""
 
 READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
+UNLOADED = "unloaded"
+"""The reason why a model does not answer if somebody wanted that."""
 
 Load = Callable[[str, str], Predictor]
 """A URL and a name: the model that is there."""
@@ -117,21 +119,40 @@ class Repository:
     def renew(self, slot: Slot) -> None:
         """Load what is at the source now, beside what answers, and let it answer. As :meth:`load`."""
         with slot.is_changing:
-            slot.state = READY if slot.version else LOADING
-            try:
-                predictor = self._load(slot.source.url, slot.source.name)
-            except CkptError as error:
-                slot.state = READY if slot.version else UNAVAILABLE
-                slot.reason = f"the last load failed ({type(error).__name__}); the log of the service says why"
-                raise
-            self._put(slot, Version.of(slot.source.name, self._next_number(slot), predictor, self._max_waiting))
+            self.put(slot, self.read(slot), self.next_number(slot.source.name))
+
+    def read(self, slot: Slot) -> Predictor:
+        """What is at the source now. It does not answer yet. Raises ``CkptError``."""
+        slot.state = READY if slot.version else LOADING
+        try:
+            return self._load(slot.source.url, slot.source.name)
+        except CkptError as error:
+            self.fail(slot, error)
+            raise
+
+    def fail(self, slot: Slot, error: CkptError) -> None:
+        """What answered goes on; the index says that there is nothing newer."""
+        slot.state = READY if slot.version else UNAVAILABLE
+        slot.reason = f"the last load failed ({type(error).__name__}); the log of the service says why"
+
+    def put(self, slot: Slot, predictor: Predictor, number: int) -> None:
+        """Let it answer from now on, as the version of that number."""
+        self._put(slot, Version.of(slot.source.name, number, predictor, self._max_waiting))
 
     def unload(self, name: str) -> None:
         """Requests that have begun are answered. Raises ``UnknownModelError``."""
         for slot in self._slots_of(name):
-            with slot.is_changing:
-                self._put(slot, None)
-                slot.reason = "unloaded"
+            self.remove(slot)
+
+    def remove(self, slot: Slot) -> None:
+        """As :meth:`unload`."""
+        with slot.is_changing:
+            self.empty(slot)
+
+    def empty(self, slot: Slot) -> None:
+        """Nothing answers there from now on."""
+        self._put(slot, None)
+        slot.reason = UNLOADED
 
     def close(self) -> None:
         """Unload everything, and wait for what has begun: a thread that still runs in torch when Python ends would
@@ -173,7 +194,7 @@ class Repository:
     @property
     def is_ready(self) -> bool:
         """Every model answers, but for those that somebody unloaded."""
-        return all(slot.version or slot.reason == "unloaded" for slot in self.slots)
+        return all(slot.version or slot.reason == UNLOADED for slot in self.slots)
 
     def index(self) -> list[Entry]:
         with self._lock:
@@ -200,10 +221,10 @@ class Repository:
         numbers = ", ".join(str(version.number) for version in loaded)
         raise UnknownModelError(f"the model {name} has no version {number[:100]!r}; it has {numbers}")
 
-    def _next_number(self, slot: Slot) -> int:
+    def next_number(self, name: str) -> int:
         with self._lock:
-            number = self._numbers.get(slot.source.name, 0) + 1
-            self._numbers[slot.source.name] = number
+            number = self._numbers.get(name, 0) + 1
+            self._numbers[name] = number
             return number
 
     def _put(self, slot: Slot, version: Version | None) -> None:

@@ -17,23 +17,39 @@ with killed_by_interrupts():
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager, ExitStack
     from dataclasses import dataclass, replace
+    from functools import partial
     from pathlib import Path
     from typing import TYPE_CHECKING
 
     import click
 
-    from ckpt_tools.errors import FormatError, StoreError, UsageError
+    from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
 
     from .files import check_model
-    from .listening import GRPC_PORT, Listening, address_of, bind, check_address, is_loopback, listen, reserve
+    from .listening import (
+        GRPC_PORT,
+        Listening,
+        address_of,
+        beside,
+        bind,
+        check_address,
+        is_loopback,
+        listen,
+        reserve,
+        url_of,
+    )
     from .reporting import printable, report_errors
     from .settings import Settings, read_token
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    import torch
     from fastapi import FastAPI
 
     from .predictor import Predictor
-    from .repository import Repository
+    from .repository import Repository, Source
+    from .worker import Link
 
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
 
@@ -51,6 +67,8 @@ class Options:
     threads: int | None = None
     certificate: Path | None = None
     key: Path | None = None
+    device: str | None = None
+    workers: int = 1
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -59,12 +77,19 @@ class Options:
             raise UsageError(f"--watch is a number of seconds above 0, not {self.watch:g}")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is a number from 1, not {self.threads}")
+        if self.workers < 1:
+            raise UsageError(f"--workers is a number from 1, not {self.workers}")
         if self.key is not None and self.certificate is None:
             raise UsageError("--keyfile needs --certfile")
 
     def named(self) -> list[tuple[str, str]]:
         """Each model's name and URL. A path with ``=`` in it that exists is a path."""
         return [_named(text) for text in self.models]
+
+    def sources(self) -> list[Source]:
+        from .repository import Source
+
+        return [Source(name, url) for name, url in self.named()]
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -80,19 +105,31 @@ def create_app(model: str | Path) -> FastAPI:
 def application(options: Options, grpc: Listening | None = None) -> FastAPI:
     """The application over models, which are loaded here. ``grpc`` is served while it runs."""
     from . import app
-    from .repository import Repository, Source
+    from .repository import Repository
 
-    sources = [Source(name, url) for name, url in options.named()]
-    repository = Repository(sources, _loader(options.architecture))
+    repository = Repository(options.sources(), _loader(options))
     watching = _watching(repository, options.watch)
     repository.load_all()
     return app.create_app(repository, options.settings, beside=watching, grpc=grpc)
 
 
-def _loader(architecture: str | None) -> Callable[[str, str], Predictor]:
+def _loader(options: Options, worker: int = 0) -> Callable[[str, str], Predictor]:
     from .predictor import load_predictor
 
-    return lambda url, name: load_predictor(url, name=name, architecture=architecture)
+    device = _device(options.device, worker)
+    return lambda url, name: load_predictor(url, name=name, architecture=options.architecture, device=device)
+
+
+def _device(text: str | None, worker: int) -> torch.device:
+    """Of several workers that are to use the GPU, each takes one of its own as long as there are enough."""
+    import torch
+
+    try:
+        found = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UsageError(f"--device {text} is not a device of torch") from error
+    is_any_gpu = str(found) == "cuda" and torch.cuda.is_available()
+    return torch.device("cuda", worker % torch.cuda.device_count()) if is_any_gpu else found
 
 
 def _watching(repository: Repository, seconds: float | None) -> AbstractContextManager[object] | None:
@@ -107,15 +144,15 @@ def tell(sentence: str) -> None:
     click.echo(printable(sentence), err=True)
 
 
-def _limit_threads(threads: int | None) -> None:
-    """By default one processor is left to whatever is not a forward pass.
+def _limit_threads(options: Options) -> None:
+    """By default one processor is left to whatever is not a forward pass, and of several workers each has its share.
 
     The threads of a forward pass wait for each other by spinning. If one of them has to give way to the threads that
     read requests, the others burn what those need: a forward pass then takes many times as long.
     """
     import torch
 
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers - 1))
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -148,6 +185,8 @@ def _limit_threads(threads: int | None) -> None:
 @click.option("--keyfile", type=click.Path(path_type=Path), help="Its key, if it is in a file of its own.")
 @click.option("--access-log", is_flag=True, help="Print a line of JSON for each request.")
 @click.option("--threads", type=int, help="The threads of a forward pass; default: one less than processors.")
+@click.option("--device", metavar="TEXT", help="Of torch, as cuda:1. The first GPU if left out, else the CPU.")
+@click.option("--workers", type=int, default=1, help="The processes that serve; with GPUs, each takes another one.")
 def main(
     model: str | None,
     models: tuple[str, ...],
@@ -164,12 +203,14 @@ def main(
     keyfile: Path | None,
     access_log: bool,
     threads: int | None,
+    device: str | None,
+    workers: int,
 ) -> None:
     """Serve MODEL, a checkpoint of any format, local or remote, over HTTP, until SIGTERM, SIGINT or SIGHUP.
 
     \b
-    Exit codes: 2 usage, 3 not found, 4 not readable, or of another model, 5 the address cannot be listened on,
-    7 refused as unsafe, 143, 130 and 129 ended by SIGTERM, SIGINT and SIGHUP.
+    Exit codes: 1 workers ended again and again, 2 usage, 3 not found, 4 not readable, or of another model, 5 the
+    address cannot be listened on, 7 refused as unsafe, 143, 130 and 129 ended by SIGTERM, SIGINT and SIGHUP.
     """
     with report_errors():
         check_address(host, port)
@@ -177,10 +218,8 @@ def main(
         word = None if token is None else read_token(token)
         settings = Settings(timeout=timeout, drain=drain, token=word, has_access_log=access_log)
         named = (*([model] if model else []), *models)
-        options = Options(named, settings, watch, architecture, threads, certfile, keyfile)
+        options = Options(named, settings, watch, architecture, threads, certfile, keyfile, device, workers)
         check_certificate(options)
-        for _, url in options.named():
-            check_model(url)
         run(options, Address(host, port, grpc_port, allowed))
 
 
@@ -215,28 +254,119 @@ class Address:
 def run(options: Options, address: Address) -> None:
     """Serve until told to stop; the addresses are printed once the service answers, so port 0 is of use."""
     with ExitStack() as stack:
-        bound = stack.enter_context(bind(address.host, address.port))
+        if options.workers == 1:
+            _check_models(options)
+        bound = stack.enter_context(
+            bind(address.host, address.port) if options.workers == 1 else reserve(address.host, address.port, "--port")
+        )
         options = replace(options, settings=replace(options.settings, hosts=address.hosts(bound)))
         grpc = None
         if address.grpc_port is not None:
             reserved = stack.enter_context(reserve(address.host, address.grpc_port))
             grpc = Listening(address_of(reserved), options.certificate, options.key)
-        _serve(options, address, bound, grpc)
+        (_serve if options.workers == 1 else _serve_together)(options, address, bound, grpc)
+
+
+def _check_models(options: Options) -> None:
+    for _, url in options.named():
+        check_model(url)
 
 
 def _serve(options: Options, address: Address, bound: socket.socket, grpc: Listening | None) -> None:
-    from .server import serve
+    from .server import serve, server_of
 
-    _limit_threads(options.threads)
+    _limit_threads(options)
     app = application(options, grpc)
-    url = listen(bound, address.host)
+    listen(bound, address.host)
+    server = server_of(
+        app,
+        lambda: _announce(options, address, bound, grpc),
+        drain=options.settings.drain,
+        certificate=options.certificate,
+        key=options.key,
+    )
+    serve(server, bound)
 
-    def announce() -> None:
-        click.echo(f"serving on {url.replace('http', 'https', 1) if options.certificate else url}")
-        if grpc is not None:
-            click.echo(f"serving gRPC on {grpc.address}")
 
-    serve(app, bound, announce, drain=options.settings.drain, certificate=options.certificate, key=options.key)
+def _announce(options: Options, address: Address, bound: socket.socket, grpc: Listening | None) -> None:
+    url = url_of(bound, address.host)
+    click.echo(f"serving on {url.replace('http', 'https', 1) if options.certificate else url}")
+    if grpc is not None:
+        click.echo(f"serving gRPC on {grpc.address}")
+
+
+def _serve_together(options: Options, address: Address, bound: socket.socket, grpc: Listening | None) -> None:
+    """Here no model is even checked: access to a store starts threads, and this process has to fork."""
+    from .supervisor import Supervisor
+
+    Supervisor(
+        partial(_work, options, address, bound, grpc),
+        options.workers,
+        [name for name, _ in options.named()],
+        drain=options.settings.drain,
+        announce=lambda: _announce(options, address, bound, grpc),
+        tell=tell,
+    ).run()
+
+
+def _work(
+    options: Options,
+    address: Address,
+    reserved: socket.socket,
+    grpc: Listening | None,
+    worker: int,
+    pipe: Connection,
+    others: Sequence[Connection],
+    wanted: Sequence[bool],
+) -> None:
+    """In a worker. What stops its start is for the supervisor to say."""
+    from .messages import Failed, Serving
+    from .server import server_of
+
+    for other in others:
+        other.close()
+    try:
+        _check_models(options)
+        _limit_threads(options)
+        app, link = _shared_application(options, grpc, worker, pipe, wanted)
+        bound = beside(reserved)
+        listen(bound, address.host)
+    except (CkptError, ModuleNotFoundError, OSError) as error:
+        pipe.send(Failed(error))
+        return
+    server = server_of(
+        app,
+        lambda: link.send(Serving()),
+        drain=options.settings.drain,
+        certificate=options.certificate,
+        key=options.key,
+    )
+    link.stop = server.stop
+    server.run(sockets=[bound])
+
+
+def _shared_application(
+    options: Options, grpc: Listening | None, worker: int, pipe: Connection, wanted: Sequence[bool]
+) -> tuple[FastAPI, Link]:
+    """The application over the models that all workers have, once they have them. The first worker watches."""
+    from . import app
+    from .front import Traffic
+    from .worker import Link, SharedRepository
+
+    link, traffic = Link(pipe), Traffic()
+    repository = SharedRepository(options.sources(), _loader(options, worker), link, traffic, worker)
+    link.listen()
+    watching = None if worker else _watching(repository, options.watch)
+    repository.load_wanted(wanted)
+    found = app.create_app(
+        repository,
+        options.settings,
+        beside=watching,
+        grpc=grpc,
+        traffic=traffic,
+        everywhere=repository.everywhere,
+    )
+    return found, link
 
 
 if __name__ == "__main__":

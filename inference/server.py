@@ -79,6 +79,10 @@ class Server(uvicorn.Server):
         if self.started:
             self.announce()
 
+    def stop(self) -> None:
+        """As a signal does, from any thread."""
+        self.handle_exit(signal.SIGTERM, None)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.traffic.is_draining = True
         if self.drain and self.stopped_by is None:
@@ -105,22 +109,24 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def serve(
+def server_of(
     app: FastAPI,
-    listening: socket.socket,
     announce: Callable[[], None],
     *,
     drain: float = 0,
     certificate: Path | None = None,
     key: Path | None = None,
-) -> None:
-    """Serve until a signal asks for the end; raises it as :class:`Stopped` then. ``announce`` is called when requests
-    are answered."""
+) -> Server:
+    """``announce`` is called when requests are answered."""
     tls: dict[str, Any] = {} if certificate is None else {"ssl_certfile": certificate, "ssl_keyfile": key}
     config = uvicorn.Config(
         app, http=PromptProtocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, ws="none", **tls
     )
-    server = Server(config, app, drain, announce)
+    return Server(config, app, drain, announce)
+
+
+def serve(server: Server, listening: socket.socket) -> None:
+    """Serve until a signal asks for the end; raises it as :class:`Stopped` then."""
     server.run(sockets=[listening])
     if server.stopped_by:
         raise Stopped(server.stopped_by)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,9 +15,11 @@ from .asking import held, predictions
 from .front import Traffic
 from .predictor import Prediction, Predictor, TensorSpec
 from .protocol import BadRequestError, InferRequest, tensor_metadata
-from .refusals import Refused
+from .refusals import RETRY_AFTER, Refused
 from .repository import NotReadyError, Repository, UnknownModelError, Version
 from .settings import Settings
+from .snapshot import Snapshot
+from .statistics import Counts
 
 LOG = logging.getLogger(__name__)
 
@@ -27,8 +29,14 @@ PLATFORM = "pytorch"
 LARGE_REQUEST = 64 * 2**10
 """A larger one is parsed beside the event loop, so that it holds nobody up."""
 
+COUNTING_SECONDS = 5.0
+"""In which each process says what it has counted."""
+
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
+
+Snapshots = Callable[[], Awaitable[Sequence[Snapshot]]]
+"""Of all processes of the service, if there are several."""
 
 Parse = Callable[[Version], InferRequest]
 Render = Callable[[InferRequest, Sequence[Prediction], Version], Answer]
@@ -37,8 +45,11 @@ Render = Callable[[InferRequest, Sequence[Prediction], Version], Answer]
 class Service:
     """The models of a repository, as they are asked. Everything raises ``Refused``."""
 
-    def __init__(self, repository: Repository, settings: Settings, traffic: Traffic) -> None:
+    def __init__(
+        self, repository: Repository, settings: Settings, traffic: Traffic, everywhere: Snapshots | None = None
+    ) -> None:
         self.repository, self.settings, self.traffic = repository, settings, traffic
+        self._everywhere = everywhere
         # Loads take turns in a thread of their own: they leave the others to requests.
         self.loader = ThreadPoolExecutor(1, "loader")
 
@@ -87,7 +98,7 @@ class Service:
             "parameters": {key: {"string_value": str(value)} for key, value in identity(version).items()},
         }
 
-    def statistics(self, name: str | None, number: str | None) -> Json:
+    async def statistics(self, name: str | None, number: str | None) -> Json:
         """Of one version, of all of a model, or of all models."""
         if name is None:
             found = self.repository.versions()
@@ -96,7 +107,19 @@ class Service:
         else:
             self.version(name, None)
             found = self.repository.versions_of(name)
-        return {"model_stats": [_statistics(version) for version in found]}
+        snapshots = await self.snapshots()
+        return {"model_stats": [_statistics(version, snapshots) for version in found]}
+
+    async def snapshots(self) -> Sequence[Snapshot]:
+        """What each process of the service has counted. Raises ``Refused`` 503 if one of them does not say it: half of
+        the figures are wrong figures."""
+        if self._everywhere is None:
+            return [Snapshot.of(self.repository, self.traffic)]
+        try:
+            async with asyncio.timeout(COUNTING_SECONDS):
+                return await self._everywhere()
+        except TimeoutError as error:
+            raise Refused(503, "a worker does not say what it has counted; try again", RETRY_AFTER) from error
 
     async def infer(
         self,
@@ -177,8 +200,10 @@ def _configured(spec: TensorSpec) -> Json:
     return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:]) or [1]}
 
 
-def _statistics(version: Version) -> Json:
-    counts = version.statistics
+def _statistics(version: Version, snapshots: Sequence[Snapshot]) -> Json:
+    key = (version.name, version.number)
+    parts = [each for process in snapshots for each in process.versions if (each.name, each.number) == key]
+    counts = Counts.total(each.counts for each in parts)
     failures = sum(counts.failures.values())
     return {
         "name": version.name,
@@ -192,5 +217,5 @@ def _statistics(version: Version) -> Json:
             "queue": {"count": counts.inferences, "ns": counts.queue_ns},
             "compute_infer": {"count": counts.inferences, "ns": counts.compute_ns},
         },
-        "pending_request_count": version.batcher.num_waiting,
+        "pending_request_count": sum(each.num_waiting for each in parts),
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, field, fields
 
 from .batching import Execution
 
@@ -17,8 +19,8 @@ REASONS = ("BACKEND", "CANCELED", "REJECTED", "OTHER")
 
 
 @dataclass(slots=True)
-class Statistics:
-    """Counts since this version was loaded. Durations are sums, in nanoseconds."""
+class Counts:
+    """Of one version, since it was loaded. Durations are sums, in nanoseconds."""
 
     successes: int = 0
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
@@ -30,7 +32,33 @@ class Statistics:
     compute_ns: int = 0
     last_inference_ms: int = 0
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+
+    @classmethod
+    def total(cls, parts: Iterable[Counts]) -> Counts:
+        """Of several processes with the same version."""
+        found = cls()
+        for part in parts:
+            for name in SUMS:
+                setattr(found, name, getattr(found, name) + getattr(part, name))
+            found.last_inference_ms = max(found.last_inference_ms, part.last_inference_ms)
+            found.failures = {reason: count + part.failures[reason] for reason, count in found.failures.items()}
+            found.histogram = [sum(pair) for pair in zip(found.histogram, part.histogram, strict=True)]
+        return found
+
+
+SUMS = tuple(each.name for each in fields(Counts) if each.name not in {"failures", "histogram", "last_inference_ms"})
+
+
+@dataclass(slots=True)
+class Statistics(Counts):
+    """Counts that go on: the threads of requests and of the model add to them."""
+
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def now(self) -> Counts:
+        """A copy that goes on no more."""
+        with self._lock:
+            return Counts(**{each.name: copy(getattr(self, each.name)) for each in fields(Counts)})
 
     def executed(self, execution: Execution) -> None:
         """By the thread of the model."""

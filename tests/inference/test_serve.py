@@ -63,7 +63,7 @@ def test_a_posted_image_gets_the_answer_of_the_batch_script(
     client: httpx.Client, forms: Path, image_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "batch.jsonl"
-    CliRunner().invoke(batch.main, [str(forms / "model.pt"), f"--images={image_folder}", f"--out={out}"])
+    CliRunner().invoke(batch.main, [f"--model={forms / 'model.pt'}", f"--input={image_folder}", f"--output={out}"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     # Four requests at a time: the answers must not depend on the company either.
     with ThreadPoolExecutor(4) as pool:
@@ -361,20 +361,27 @@ def test_a_service_on_ipv6_prints_an_address_that_works_and_has_no_children(form
 def test_a_signal_ends_the_service_after_the_requests_in_flight(
     number: signal.Signals, code: int, forms: Path, image_folder: Path, tmp_path: Path
 ) -> None:
-    """One client waits on a kept-alive connection, one has sent half of its request when the signal comes."""
+    """One client waits on a kept-alive connection, which is closed while another still sends the rest of its request.
+
+    The log would have a second line if anybody had been waited for until the limit.
+    """
     body = BEGINNING + (image_folder / "000.png").read_bytes() + END
-    with running_service(tmp_path / "serve", forms / "model.pt") as service, httpx.Client() as idle:
-        assert idle.get(f"{service.url}/healthz").status_code == 200
-        with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
+    with running_service(tmp_path / "serve", forms / "model.pt") as service:
+        address = ("127.0.0.1", service.port)
+        with (
+            socket.create_connection(address, timeout=60) as idle,
+            socket.create_connection(address, timeout=60) as connection,
+        ):
+            idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert idle.recv(65536).startswith(b"HTTP/1.1 200 ")
             connection.sendall(request_head(f"Content-Length: {len(body)}") + body[:100])
             wait_until(lambda: unread_bytes(connection) == 0)
             service.process.send_signal(number)
+            read_to_end(idle)
             wait_until(lambda: not is_listening(service.port))
             connection.sendall(body[100:])
             answer = read_to_end(connection)
-        begun = time.monotonic()
         assert service.process.wait(60) == code
-        assert time.monotonic() - begun < 9, "the idle connection held it up to its limit"
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b'"label":' in answer
     assert service.log.read_text() == f"stopped by {number.name}\n"
