@@ -39,10 +39,11 @@ LEAST_ACCURACY = 0.90
 MAX_LISTED = 8
 """Names in one message."""
 
-_CHECKPOINT = r"checkpoints/(epoch_\d{4,}|\.epoch_\d{4,}\.partial)"
+_POSITION = r"epoch_\d{4,}(_step_\d{6,})?"
+_CHECKPOINT = rf"checkpoints/({_POSITION}|\.{_POSITION}\.partial)"
 _RUN_FOLDERS = re.compile(rf"checkpoints|{_CHECKPOINT}(/global_step\d+)?")
 _RUN_FILES = re.compile(
-    r"(result\.json|error\.log|torchrun\.log|model\.(safetensors|pt)"
+    r"(result\.json|metrics\.jsonl|error\.log|torchrun\.log|model\.(safetensors|pt)"
     r"|checkpoints/(checkpoint_manager_snapshot\.json|\.validate_storage_marker)"
     rf"|{_CHECKPOINT}/(config\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
     r"|global_step\d+/\w+_(model|optim)_states\.pt))"

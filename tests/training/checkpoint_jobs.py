@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on, in one process group: ``torchrun ... -m tests.training.checkpoint_jobs OUT``."""
+"""Runs that are stopped and go on, on the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from tests.training.jobs import small_config
 from training import randomness
 from training.config import TrainConfig
-from training.launchers.torchrun import join_process_group, leave, run_rank
+from training.launchers.torchrun import run_rank
 
 STOPPED_AFTER = 6
 """Steps: the second of the second epoch's four."""
@@ -59,36 +60,31 @@ def draws() -> list[float]:
 
 def check_randomness() -> None:
     """Each rank goes on with its own stream, which no other has."""
-    randomness.go_on(None, seed=1, step=2)
+    of_rank = partial(randomness.go_on, seed=1, stream=torch.distributed.get_rank())
+    of_rank(None, step=2)
     draws()
     saved = randomness.of_all_ranks()
     expected = draws()
-    randomness.go_on(None, seed=1, step=3)
+    of_rank(None, step=3)
     assert draws() != expected
-    randomness.go_on(saved, seed=1, step=3)
+    of_rank(saved, step=3)
     assert draws() == expected
     ranks: list[list[float]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, expected)
     assert len({tuple(each) for each in ranks}) == len(ranks)
 
 
-def main(out: Path) -> None:
-    device = join_process_group()
+def train_all(out: Path) -> None:
     check_randomness()
     for config, stopped_after in runs(out):
         config.out.mkdir(exist_ok=True)
         torch.distributed.barrier()
         # The first question comes before the first step.
         request = AskedAfter(sys.maxsize if stopped_after is None else asked_before(config, stopped_after))
-        interrupted = run_rank(config, device, request)
+        interrupted = run_rank(config, torch.device("cpu"), request)
         assert (interrupted is None) == (stopped_after is None)
-    leave()
 
 
 def asked_before(config: TrainConfig, steps: int) -> int:
     """How often a run asks before the question that follows ``steps``: also before the first, and after each epoch."""
     return 1 + (steps - 1) + (steps - 1) // 4
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

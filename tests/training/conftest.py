@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures.launch import pool
+from tests.training import jobs
 from training.result import RunResult
 
 SmallRun = Callable[[str], RunResult]
@@ -30,11 +34,17 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a run folder for each of the jobs' configurations."""
-    out = tmp_path_factory.mktemp("runs")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = in_process(*torchrun, "-m", "tests.training.jobs", str(out))
-    assert done.returncode == 0, done.stderr
+    """The folder with a run folder for each of the jobs' configurations; one for all processes of pytest-xdist."""
+    mine = tmp_path_factory.getbasetemp()
+    out = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "small-runs"
+    made = out / "made"
+    with out.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+            pool(jobs.NUM_WORKERS).run(jobs.train_all, out, seconds=jobs.SECONDS)
+            made.touch()
     return out
 
 

@@ -1,11 +1,10 @@
-"""All the small runs of these tests in one process group: ``torchrun ... -m tests.training.jobs OUT``.
+"""All the small runs of these tests on the ranks of a pool.
 
 Starting processes and importing the frameworks is most of a small run's time, so they share it.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,11 @@ import torch
 
 import ckpt_tools
 from training.config import TrainConfig
-from training.launchers.torchrun import join_process_group, leave, run_rank
+from training.launchers.torchrun import run_rank
+
+NUM_WORKERS = 2
+SECONDS = 900.0
+"""For all of them, on a machine that others use too."""
 
 NUM_SAMPLES = 256
 BATCH_SIZE = 64
@@ -25,7 +28,7 @@ STEPS_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
 
 def small_config(out: Path, **values: Any) -> TrainConfig:
     """Two epochs of four steps on two ranks."""
-    size = {"num_samples": NUM_SAMPLES, "batch_size": BATCH_SIZE, "epochs": EPOCHS, "num_workers": 2}
+    size = {"num_samples": NUM_SAMPLES, "batch_size": BATCH_SIZE, "epochs": EPOCHS, "num_workers": NUM_WORKERS}
     return TrainConfig(out=out, launcher="torchrun", **(size | values))
 
 
@@ -70,16 +73,10 @@ def configs(out: Path) -> Iterator[TrainConfig]:
         yield small_config(out / f"{engine}-bf16", engine=engine, precision="bf16", until=1)
 
 
-def main(out: Path) -> None:
-    device = join_process_group()
+def train_all(out: Path) -> None:
     for config in configs(out):
         config.out.mkdir(exist_ok=True)
         if torch.distributed.get_rank() == 0:
             prepare(config)
         torch.distributed.barrier()
-        run_rank(config, device)
-    leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        run_rank(config, torch.device("cpu"))

@@ -21,9 +21,12 @@ import pytest
 import ckpt_tools
 import training
 from ckpt_tools.errors import DestinationExistsError, UsageError
+from fixtures.launch import pool
+from tests.training import checkpoint_jobs
 from tests.training.checkpoint_jobs import ENGINES, STOPPED_AFTER
 from tests.training.conftest import SmallRun, in_process
-from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, small_config
+from tests.training.jobs import EPOCHS, NUM_WORKERS, SECONDS, STEPS_PER_EPOCH, small_config
+from tests.training.strategy_jobs import train_each
 from tests.training.watched import START_SECONDS, Watched
 from training.__main__ import main
 from training.checkpoints import resume_folder, saved_checkpoints
@@ -42,9 +45,7 @@ WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("stopped")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = in_process(*torchrun, "-m", "tests.training.checkpoint_jobs", str(out))
-    assert done.returncode == 0, done.stderr
+    pool(NUM_WORKERS).run(checkpoint_jobs.train_all, out, seconds=SECONDS)
     return out
 
 
@@ -54,7 +55,7 @@ def result_of(folder: Path) -> RunResult:
 
 def check_same_end(resumed: RunResult, whole: RunResult) -> None:
     """The same steps from where it went on, the same mean losses, predictions and bits of state."""
-    theirs = whole.history[-len(resumed.history) :]
+    theirs = whole.history[len(whole.history) - len(resumed.history) :]
     for ours, epoch in zip(resumed.history, theirs, strict=True):
         assert ours.earlier_steps + len(ours.losses) == len(epoch.losses)
         assert ours.losses == epoch.losses[ours.earlier_steps :]
@@ -86,8 +87,7 @@ def test_the_rest_of_an_epoch_is_trained_at_another_world_size_and_by_another_en
 ) -> None:
     resume = str(runs / f"{other}-stopped/checkpoints" / WITHIN)
     config = small_config(tmp_path / "run", engine=engine, num_workers=1, resume=resume)
-    done = in_process("-m", "training", *config.to_args())
-    assert done.returncode == 0, done.stderr
+    pool(1).run(train_each, config)
     [epoch] = result_of(tmp_path / "run").history
     whole = small_run(other).history[1]
     assert epoch.losses == pytest.approx(whole.losses[2:], rel=1e-5)
@@ -158,19 +158,26 @@ def end_at_random(config: TrainConfig, number: signal.Signals, moments: random.R
         run.destroy()
 
 
+def finish(config: TrainConfig) -> None:
+    done = in_process("-m", "training", *config.to_args())
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
 @pytest.mark.timeout(3600)
-def test_a_run_that_is_killed_at_any_step_goes_on_bit_for_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_a_run_that_is_killed_at_any_step_goes_on_bit_for_bit(
+    tmp_path: Path, small_run: SmallRun, pytestconfig: pytest.Config
+) -> None:
     """Until it has finished. Checkpoints are written all the time, so most kills hit one that is half written."""
     moments = random.Random(7)
     kills = SOAK_KILLS if pytestconfig.getoption("--soak") else 1
-    epochs = 3 * kills
+    epochs = EPOCHS if kills == 1 else 3 * kills
     out, whole = tmp_path / "run", tmp_path / "whole"
     for _ in range(kills):
         end_at_random(train(out, "torchrun", epochs=epochs), signal.SIGKILL, moments)
-    for run in (train(out, "torchrun", epochs=epochs), train(whole, "torchrun", epochs=epochs, save_every_steps=None)):
-        done = in_process("-m", "training", *run.to_args())
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    check_same_end(result_of(out), result_of(whole))
+    finish(train(out, "torchrun", epochs=epochs))
+    if epochs > EPOCHS:
+        finish(train(whole, "torchrun", epochs=epochs, save_every_steps=None))
+    check_same_end(result_of(out), result_of(whole) if epochs > EPOCHS else small_run("fsdp2"))
     assert not list((out / "checkpoints").glob(".epoch*"))
 
 

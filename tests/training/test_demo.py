@@ -89,6 +89,8 @@ def test_a_former_run_is_removed(engine: str, small_run: SmallRun, tmp_path: Pat
     """All that a run leaves, and the files that the demo makes of it."""
     made = Path(small_run(engine).checkpoint).parents[1]
     shutil.copytree(made, tmp_path / engine)
+    within = shutil.copytree(made / "checkpoints/epoch_0001", tmp_path / engine / "checkpoints/epoch_0001_step_000006")
+    shutil.copytree(within, within.with_name(".epoch_0001_step_000007.partial"))
     for name in (*FORMAT_FILES.values(), LOCK_NAME):
         (tmp_path / engine / name).write_text("")
     remove_former(tmp_path / engine)

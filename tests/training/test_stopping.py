@@ -81,6 +81,15 @@ def check_goes_on_exactly(out: Path, launcher: LauncherName, whole: Path) -> Non
     assert not list((out / "checkpoints").glob(".epoch*"))
 
 
+def end_after_a_checkpoint(out: Path, launcher: LauncherName, number: signal.Signals, moments: random.Random) -> None:
+    """Within a second after its first one."""
+    before = len(saved_checkpoints(out))
+    with running(config(out, launcher)) as run:
+        run.wait_until(lambda: len(saved_checkpoints(out)) > before)
+        time.sleep(moments.uniform(0, 1))
+        end(run, number)
+
+
 def end_many_times(out: Path, launcher: LauncherName, moments: random.Random) -> None:
     """From before the imports of a run to some epochs beyond its start."""
     for number in islice(cycle((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)), SOAK_KILLS):
@@ -98,22 +107,19 @@ def end_many_times(out: Path, launcher: LauncherName, moments: random.Random) ->
 def test_a_stopped_run_leaves_no_process_and_goes_on_exactly(
     launcher: LauncherName, at_once: signal.Signals, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Stopped before there is a worker, killed after its first checkpoint, stopped after some more; in the soak, also
-    at twenty random moments."""
+    """Killed after its first checkpoint; in the soak, also stopped before there is a worker, after some checkpoints
+    more, and at twenty random moments. Then it goes on."""
     moments = random.Random(launcher)
     out = tmp_path / "run"
+    end_after_a_checkpoint(out, launcher, signal.SIGKILL, moments)
+    if not pytestconfig.getoption("--soak"):
+        return
     with running(config(out, launcher)) as run:
         run.wait_until(run.holds_the_lock)
         time.sleep(moments.uniform(0, 2))
         end(run, at_once)
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        with running(config(out, launcher)) as run:
-            before = len(saved_checkpoints(out))
-            run.wait_until(lambda before=before: len(saved_checkpoints(out)) > before)  # type: ignore[misc]
-            time.sleep(moments.uniform(0, 1))
-            end(run, number)
-    if pytestconfig.getoption("--soak"):
-        end_many_times(out, launcher, moments)
+    end_after_a_checkpoint(out, launcher, signal.SIGTERM, moments)
+    end_many_times(out, launcher, moments)
     check_goes_on_exactly(out, launcher, tmp_path / "whole")
 
 
@@ -132,9 +138,8 @@ def test_a_run_is_stopped_while_torch_is_imported(module: Sequence[str], tmp_pat
         run.destroy()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ckpt_tools_train_ends_as_training_does(launcher: LauncherName, tmp_path: Path) -> None:
-    run = Watched.start(tmp_path, "-m", *CKPT_TOOLS_TRAIN, *config(tmp_path, launcher).to_args())
+def test_ckpt_tools_train_ends_as_training_does(tmp_path: Path) -> None:
+    run = Watched.start(tmp_path, "-m", *CKPT_TOOLS_TRAIN, *config(tmp_path, "torchrun").to_args())
     try:
         run.wait_until(run.holds_the_lock)
         end(run, signal.SIGTERM)

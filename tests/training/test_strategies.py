@@ -1,4 +1,5 @@
-"""Every strategy trains to the same losses, and goes on from the checkpoints of every other, at another world size.
+"""Every strategy trains to the same losses, goes on within an epoch bit for bit, goes on from the checkpoints of every
+other at another world size, and starts from weights of any other.
 
 A short sample runs here, the full matrix of strategies, models and who resumes whom with ``--soak``.
 """
@@ -14,11 +15,15 @@ import pytest
 
 import ckpt_tools
 from fixtures.launch import pool
+from inference.loading import load_model
+from tests.training.jobs import STILL
 from tests.training.strategy_jobs import tiny_config, train_each
+from training import evaluation
 from training.config import TrainConfig
+from training.data import load_dataset
 from training.model_names import MODELS
 from training.result import RunResult
-from training.strategies import STRATEGIES
+from training.strategies import BY_NAME, STRATEGIES
 
 WIDE, NARROW = 4, 2
 SECONDS = 1200
@@ -49,8 +54,23 @@ def result_of(out: Path) -> RunResult:
     return RunResult.read(out / "result.json")
 
 
-def resuming(out: Path, of: Path, **values: Any) -> TrainConfig:
-    return tiny_config(out, resume=str(of / "checkpoints/epoch_0001"), **values)
+def resuming(out: Path, of: Path, name: str = "epoch_0001", **values: Any) -> TrainConfig:
+    return tiny_config(out, resume=str(of / "checkpoints" / name), **values)
+
+
+WITHIN = "epoch_0001_step_000003"
+"""The checkpoint between the two steps of the second epoch."""
+
+
+def saving(strategy: str) -> dict[str, Any]:
+    """A checkpoint after each step; while the next one changes the weights, if the framework can."""
+    return {"save_every_steps": 1, "async_save": BY_NAME[strategy].framework == "fsdp2"}
+
+
+def starting(out: Path, of: Path, **values: Any) -> TrainConfig:
+    """A run that starts with the weights of another one's last checkpoint, and changes none."""
+    still = {"learning_rate": STILL, "weight_decay": 0.0, "until": 1}
+    return tiny_config(out, init_from=str(of / "checkpoints/epoch_0002"), **still, **values)
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +84,18 @@ def pairs(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def runs(pairs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of each case ``NAME`` a whole run of four ranks, ``NAME-again`` its second epoch alone, and ``NAME-other`` that
-    epoch by another strategy on two ranks."""
+    """Of each case ``NAME`` a whole run of four ranks, ``NAME-again`` its last step alone, ``NAME-other`` its second
+    epoch by another strategy on two ranks, and ``NAME-started`` from the weights of the first case."""
     out = tmp_path_factory.mktemp("strategies")
-    wide = {"model": "lm", "num_workers": WIDE}
-    whole = [tiny_config(out / name, **wide, **CASES[name]) for name in pairs]
-    again = [resuming(out / f"{name}-again", out / name, **wide, **CASES[name]) for name in pairs]
-    other = [
-        resuming(out / f"{name}-other", out / name, model="lm", num_workers=NARROW, **CASES[by])
-        for name, by in pairs.items()
-    ]
+    wide, narrow = ({"model": "lm", "num_workers": workers} for workers in (WIDE, NARROW))
+    cases = {name: CASES[name] for name in pairs}
+    first = out / next(iter(pairs))
+    whole = [tiny_config(out / name, **wide, **case, **saving(case["strategy"])) for name, case in cases.items()]
+    again = [resuming(out / f"{name}-again", out / name, WITHIN, **wide, **case) for name, case in cases.items()]
+    other = [resuming(out / f"{name}-other", out / name, **narrow, **CASES[by]) for name, by in pairs.items()]
+    started = [starting(out / f"{name}-started", first, **narrow, **case) for name, case in cases.items()]
     pool(WIDE).run(train_each, *whole, *again, seconds=SECONDS)
-    pool(NARROW).run(train_each, *other, seconds=SECONDS)
+    pool(NARROW).run(train_each, *other, *started, seconds=SECONDS)
     return out
 
 
@@ -92,11 +112,20 @@ def test_all_strategies_train_to_the_same_losses(each: Each) -> None:
     assert found == {name: pytest.approx(first, rel=1e-5) for name in found}
 
 
-def test_a_resumed_run_goes_on_bit_for_bit_at_the_same_layout(each: Each) -> None:
+def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit_at_the_same_layout(each: Each) -> None:
+    """From a checkpoint that was written while the next step changed the weights, if the framework can."""
     whole = each("")
     for name, again in each("-again").items():
-        assert again.history[0].losses == whole[name].history[1].losses, name
+        [ours], theirs = again.history, whole[name].history[1]
+        assert (ours.earlier_steps, ours.losses, ours.mean_loss) == (1, theirs.losses[1:], theirs.mean_loss), name
         assert again.predicted == whole[name].predicted, name
+        assert ckpt_tools.diff(again.checkpoint, whole[name].checkpoint).equal, name
+
+
+def test_a_run_starts_from_the_weights_of_another_strategy(each: Each) -> None:
+    source = next(iter(each("").values())).checkpoint
+    for name, started in each("-started").items():
+        assert ckpt_tools.diff(source, started.checkpoint, state="model").equal, name
 
 
 def test_another_strategy_goes_on_at_another_world_size(each: Each) -> None:
@@ -137,11 +166,15 @@ def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path: 
 
 
 def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
-    whole = tiny_config(tmp_path / "whole", model="lm", strategy="full_shard", precision="fp16")
-    again = resuming(tmp_path / "again", whole.out, model="lm", strategy="full_shard", precision="fp16")
+    half = {"model": "lm", "strategy": "full_shard", "precision": "fp16"}
+    whole = tiny_config(tmp_path / "whole", **half, **saving("full_shard"))
+    again = resuming(tmp_path / "again", whole.out, WITHIN, **half)
     pool(NARROW).run(train_each, whole, again, seconds=SECONDS)
-    assert ckpt_tools.open(result_of(whole.out).checkpoint).manifest.extra["loss_scaler"]["good_steps"] == 4
-    assert result_of(again.out).history[0].losses == result_of(whole.out).history[1].losses
+    for name, good_steps in ((WITHIN, 3), ("epoch_0002", 4)):
+        saved = ckpt_tools.open(whole.out / "checkpoints" / name).manifest.extra
+        assert saved["loss_scaler"]["good_steps"] == good_steps
+    assert result_of(again.out).history[0].losses == result_of(whole.out).history[1].losses[1:]
+    assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
 
 
 def test_a_batch_norm_goes_on_in_the_other_framework(tmp_path: Path) -> None:
@@ -174,18 +207,22 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_configuration_of_transformers_trains(gpt2: str, tmp_path: Path) -> None:
     whole = tiny_config(tmp_path / "fsdp2", model=gpt2, strategy="full_shard")
     other = resuming(tmp_path / "zero3", whole.out, model=gpt2, strategy="zero3")
-    pool(NARROW).run(train_each, whole, other, seconds=SECONDS)
+    started = starting(tmp_path / "started", whole.out, model=gpt2, strategy="zero3")
+    pool(NARROW).run(train_each, whole, other, started, seconds=SECONDS)
     expected = result_of(whole.out)
     assert losses(expected)[-1] < losses(expected)[0]
     assert result_of(other.out).history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
+    assert ckpt_tools.diff(expected.checkpoint, result_of(started.out).checkpoint, state="model").equal
+    assert not (Path(expected.checkpoint) / "config.json").exists()
 
 
 @pytest.fixture(scope="module")
 def models(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """Models with the strategies that train them here: each with each, or two quick ones."""
+    """Models with the strategies that train them here: each with each, or some quick ones."""
     if request.config.getoption("--soak"):
         return {model: list(STRATEGIES) for model in MODELS}
-    return {"cnn": ["shard_grad_op", "zero1"], "cnn-lstm": ["full_shard", "zero3"], "ensemble": ["no_shard", "zero2"]}
+    pairs = {"cnn": ["shard_grad_op", "zero1"], "cnn-lstm": ["full_shard", "zero3"], "ensemble": ["no_shard", "zero2"]}
+    return {**pairs, "resnet18": ["full_shard"]}
 
 
 def test_models_train_with_strategies(models: dict[str, list[str]], tmp_path: Path) -> None:
@@ -199,3 +236,12 @@ def test_models_train_with_strategies(models: dict[str, list[str]], tmp_path: Pa
         found = {name: losses(result_of(configs[model, name].out)) for name in names}
         assert found == {name: pytest.approx(found[names[0]], rel=1e-5) for name in names}, model
         assert all(one[-1] < one[0] for one in found.values()), model
+        for name in names if MODELS[model].task == "images" else ():
+            check_predicts_without_an_option(result_of(configs[model, name].out))
+
+
+def check_predicts_without_an_option(run: RunResult) -> None:
+    """``config.json`` beside the shards says which model they are of."""
+    logits = evaluation.plain_logits(load_model(run.checkpoint))
+    found = evaluation.all_logits(logits, load_dataset("digits", "held-out", None).pixels).argmax(1)
+    assert tuple(found.tolist()) == run.predicted
