@@ -97,7 +97,7 @@ def create_app(
     app = FastAPI(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
     app.add_middleware(Front, settings=chosen, traffic=traffic)
-    # Not FastAPI's own kind of route: that costs a fifth of all the processor time of an answer.
+    # Not FastAPI's own kind of route: that costs much of the processor time of an answer.
     app.router.routes.append(Route("/predict", predict, methods=["POST"]))
     app.router.routes.extend(endpoints.routes())
     describe(app)
