@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
 from ckpt_tools.formats.base import Reader, Serving
 from ckpt_tools.formats.calls_beside import with_calls_noted
@@ -86,7 +87,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
 
 def _known_by(source: Source) -> str:
     """The one file of ``source``, or the folder: what an error about all of it names."""
-    return next(iter(source.files)) if len(source.files) == 1 else source.store.url
+    return next(iter(source.files)) if len(source.files) == 1 else without_secrets(source.store.url)
 
 
 def _prefix_of_halves(source: Source) -> str | None:
