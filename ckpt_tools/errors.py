@@ -25,6 +25,8 @@ the user can do; ``path`` and ``key`` carry the same for programs.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 from ckpt_tools.core.wording import without_secrets
@@ -55,6 +57,16 @@ class CkptError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.path, self.key)
+
+
+@contextmanager
+def errors_name(path: str) -> Iterator[None]:
+    """An error within that names no file names ``path``."""
+    try:
+        yield
+    except CkptError as error:
+        error.path = error.path or without_secrets(path)
+        raise
 
 
 def _shortened(text: str, limit: int) -> str:

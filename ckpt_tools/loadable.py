@@ -20,7 +20,7 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.values import StorageRef, Value
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import LossError, MalformedError, UnsupportedError, UsageError
+from ckpt_tools.errors import LossError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.serialization.loadable import LeftOut, Loadable, Replaced, loadable
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
@@ -115,6 +115,8 @@ def run_make_loadable(
 
 
 def _open(source: Source, src: str | Path) -> TorchArchive:
+    if not source.files:
+        raise SourceNotFoundError(f"{source.store.url} is an empty folder")
     if len(source.files) != 1:
         raise UsageError(f"{src} is a folder; name one file of torch.save in it")
     path = next(iter(source.files))

@@ -120,7 +120,7 @@ def _short_list(value: Iterable[Value]) -> str:
 
 
 def _is_compound(value: Value) -> bool:
-    return isinstance(value, list | tuple | dict | set | frozenset | Opaque)
+    return isinstance(value, list | tuple | dict | set | frozenset | Opaque | StoredTensor | StorageRef)
 
 
 class OrderedDict(dict[Value, Value]):

@@ -17,7 +17,7 @@ NUM_NEAREST = 3
 
 
 _SECRET = re.compile(
-    r"""(?P<before>[A-Za-z][A-Za-z0-9+.-]*://)                # user:password@, also if a slash is in the password
+    r"""(?P<before>[A-Za-z][A-Za-z0-9+.-]*://)(?!\*\*\*@)     # user:password@, also if a slash is in the password
         (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]*(?:@[^\s/@'"]*)*)@
       | (?P<address>[A-Za-z][A-Za-z0-9+.-]*://[^\s?#'"]*[?\#])(?=[^\s'"]*=)[^\s'"]*?(?=[.,:;)\]]*(?:[\s'"]|$))
       | (?P<name>X-Amz-(?:Signature|Credential|Security-Token)=)[^\s&'"]+

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import SeveralCheckpointsError
+from ckpt_tools.core.wording import without_secrets
+from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
 from ckpt_tools.formats.base import Reader, Serving
 from ckpt_tools.formats.calls_beside import with_calls_noted
 from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for, readers
@@ -74,11 +75,19 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
         from ckpt_tools.formats.runs import proposal
 
         raise SeveralCheckpointsError(error.message + proposal(source)) from error
+    except (FormatError, UnsafeError) as error:
+        error.path = error.path or _known_by(source)
+        raise
     own = own | reader.own_files(source, manifest)
     if isinstance(reader, Serving):
         source = reader.served(source, manifest)
     manifest = with_calls_noted(with_trainer_files(manifest, source, own))
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+
+
+def _known_by(source: Source) -> str:
+    """The one file of ``source``, or the folder: what an error about all of it names."""
+    return next(iter(source.files)) if len(source.files) == 1 else without_secrets(source.store.url)
 
 
 def _prefix_of_halves(source: Source) -> str | None:

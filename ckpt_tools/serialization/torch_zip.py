@@ -17,6 +17,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, from_torch_storage
 from ckpt_tools.core.layout import Literal, Segment
 from ckpt_tools.core.values import GlobalRef, StorageRef, StoredTensor, Value
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import loads
@@ -216,7 +217,7 @@ def _check_storages(storages: Mapping[str, StorageRef], records: Mapping[str, Re
             raise IncompleteError(f"storage {key!r} has no record in the archive", path=path)
         if record is not None and record.size != storage.num_bytes:
             raise MalformedError(
-                f"storage {key!r} has {record.size:,} bytes instead of {storage.num_bytes:,}", path=path
+                f"storage {key!r} has {count(record.size, 'byte')} instead of {storage.num_bytes:,}", path=path
             )
 
 

@@ -54,9 +54,12 @@ def sign_with_key(
 
     Raises:
         UsageError: model-signing is not installed, or the key is not valid. DestinationExistsError: it is signed.
+        SourceNotFoundError: there is nothing to sign.
     """
     from_model_signing = _model_signing()
     path, target = _existing(src), _signature_path(src, signature)
+    if path.is_dir() and not any(path.iterdir()):
+        raise SourceNotFoundError(f"{path} is an empty folder")
     if os.path.lexists(target):
         _check_replaceable(target, overwrite=overwrite)
     key = _existing(private_key)

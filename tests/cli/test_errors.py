@@ -64,6 +64,41 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     refused(run("inspect", tmp_path / "empty"), 3, "empty folder")
 
 
+OF_EMPTY_FOLDERS: dict[str, list[str]] = {
+    "inspect": ["E"],
+    "ls": ["E"],
+    "plan": ["E", "OUT.pt"],
+    "convert": ["E", "OUT.pt"],
+    "reshard": ["E", "OUT", "--world-size", "2"],
+    "consolidate": ["E", "OUT.safetensors"],
+    "make-loadable": ["E", "OUT.pt"],
+    "verify": ["E"],
+    "diff": ["E", "E"],
+    "scan": ["E"],
+    "checksum": ["E"],
+    "sign": ["E", "--private-key", "E.pem"],
+    "prune": ["E", "--keep-last", "1"],
+    "predict": ["--model", "E", "--input", "E", "--output", "OUT.jsonl"],
+    "serve": ["E"],
+}
+WITHOUT_A_SOURCE = {"clean", "formats", "train"}
+"""``clean`` is told a destination, at which nothing need be left."""
+
+
+def test_the_table_has_every_command() -> None:
+    from ckpt_tools.cli.main import COMMANDS
+
+    assert OF_EMPTY_FOLDERS.keys() | WITHOUT_A_SOURCE == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", OF_EMPTY_FOLDERS)
+def test_an_empty_folder_is_nothing_at_the_source(command: str, tmp_path: Path) -> None:
+    (tmp_path / "E").mkdir()
+    words = [str(tmp_path / word) if word[0] in "EO" else word for word in OF_EMPTY_FOLDERS[command]]
+    refused(run(command, *words), 3, str(tmp_path / "E"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["E"]
+
+
 def test_a_format_nobody_knows(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "notes.txt").write_text("hello")

@@ -41,6 +41,14 @@ def test_behind_the_path(scheme: str, secret: str, name: str, mark: str) -> None
         assert "://host/a/model.pt" in without_secrets(text)
 
 
+@given(SCHEMES, SECRET, SECRET, HOSTS)
+def test_before_the_host_and_behind_the_path(scheme: str, password: str, token: str, host: str) -> None:
+    password, token = password.replace("/", "_").replace(":", "_"), token.rstrip(".,:;)]")
+    shown = without_secrets(f"it failed: {scheme}://user:{password}@{host}/a/model.pt?token={token}")
+    assert password not in shown and token not in shown
+    assert f"{host}/a/model.pt" in shown
+
+
 @given(st.text())
 def test_it_stays_as_it_is_the_second_time(text: str) -> None:
     assert without_secrets(without_secrets(f"s3://{text}")) == without_secrets(f"s3://{text}")

@@ -8,6 +8,7 @@ processor's, and its bound is generous: it tells a loop from a slow machine, and
 from __future__ import annotations
 
 import os
+import re
 import resource
 import socket
 import struct
@@ -64,6 +65,16 @@ MAX_MEMORY_BYTES = 64 << 20
 MAX_MESSAGE_CHARS = 1700
 """A message, and the path and key before it, each cut where a checkpoint makes them long."""
 
+INNER = re.compile(
+    r"Opaque|GlobalRef|StorageRef|StoredTensor|ShardTable|MetadataIndex|Box\(|DType\.|Traceback|<class|<function"
+    r"|object at|0x[0-9a-f]{6}|self\.|__init__|positional argument|'[A-Za-z]+' object"
+)
+"""Of classes of ours, and of the interpreter: a user of the command line knows neither."""
+
+WRONG_PLURAL = re.compile(
+    r"(?<![\w.,-])1 (?:bytes|files|tensors|elements|ranks|tasks|items|shards|groups|records|parameters|partitions)\b"
+)
+
 STRICTER = {
     "zip field": "torch looks at the local headers of records too that hold no tensor",
     "gap": "torch wants a version in every archive",
@@ -114,7 +125,11 @@ def _refused(case: Case, error: CkptError) -> str | None:
     text = str(error)
     if not isinstance(error, case.errors):
         return f"{type(error).__name__} instead of {case.errors}: {text[:200]}"
-    return f"no sentence: {text[:200]!r}" if "\n" in text or not 8 < len(text) <= MAX_MESSAGE_CHARS else None
+    if "\n" in text or not 8 < len(text) <= MAX_MESSAGE_CHARS:
+        return f"no sentence: {text[:200]!r}"
+    if found := INNER.search(text) or WRONG_PLURAL.search(text):
+        return f"{found[0]!r} in {text[:200]!r}"
+    return None if error.path or "memory://" in text else f"no file: {text[:200]!r}"
 
 
 def _read(case: Case, outcome: Outcome, folder: Path) -> str | None:

@@ -121,6 +121,61 @@ def test_a_file_is_read(server: Server, tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "m.pt")["w"], torch.arange(300_000, dtype=torch.float32))
 
 
+SECRET = "s3cr3tofmine"
+
+
+def test_a_signed_url_is_read_and_its_secrets_reach_no_output_and_no_file(
+    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The name of the file ends before the query, which is sent with every request."""
+    address = server.url("m.safetensors").replace("://", f"://user:{SECRET}@")
+    url = f"{address}?token={SECRET}&X-Amz-Signature={SECRET}"
+    out, digests = tmp_path / "m.pt", tmp_path / "digests.json"
+    for words in (
+        ["inspect", url, "--json"],
+        ["inspect", url, "--verbose"],
+        ["plan", url, out, "--json"],
+        ["convert", url, tmp_path / "dcp", "--to", "dcp", "--world-size", "2", "--resume", "--checksum"],
+        ["convert", url, out, "--json"],
+        ["verify", url, out, "--json"],
+        ["diff", url, out],
+        ["checksum", url, "--output", digests],
+        ["scan", url, "--json"],
+        ["scan", url, "--format", "sarif"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        assert ended.value.code == 0, words
+    server.status = 403
+    for words in (["inspect", url, "--verbose"], ["convert", url, out, "--overwrite"], ["scan", url]):
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        assert ended.value.code == 5, words
+    printed = capfd.readouterr()
+    assert "m.safetensors" in printed.out + printed.err
+    assert SECRET not in printed.out + printed.err
+    assert digests.exists() and out.exists()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_what_an_unfinished_run_leaves_holds_no_secret(server: Server, tmp_path: Path) -> None:
+    """Its journal, with which the run is resumed."""
+    out = tmp_path / "dcp"
+    url = f"{server.url()}?token={SECRET}"
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        ckpt_tools.convert(url, out, to="dcp", on_progress=stop, resume=True)
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".log" for path in left), left
+    assert not [path for path in left if SECRET.encode() in path.read_bytes()]
+
+
 def test_a_refused_connection(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = said_of(f"{NO_PORT}/x", capsys)
     assert code == 5

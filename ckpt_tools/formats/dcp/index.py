@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, ShardTable
 from ckpt_tools.core.values import Size, Value
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, errors_name
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TensorLeaf, TreePath
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import loads, refuse_call
@@ -60,7 +60,14 @@ def read_index(source: Source, path: str) -> Index:
     Raises:
         FormatError: it breaks a rule, or names a file or a range that is not there. UnsafeError: it names one outside.
     """
-    metadata = loads(source.read_all(path, limit_bytes=MAX_METADATA_BYTES), path=path)
+    data = source.read_all(path, limit_bytes=MAX_METADATA_BYTES)
+    with errors_name(path):
+        return _index_of(data, source, path)
+
+
+def _index_of(data: bytes, source: Source, path: str) -> Index:
+    metadata = loads(data, path=path)
+    del data
     refuse_call(metadata, path)
     if not isinstance(metadata, Metadata):
         raise MalformedError("it does not contain DCP metadata", path=path)
@@ -223,7 +230,9 @@ def _check_room(fqn: str, table: ShardTable) -> None:
     small = table.byte_stops - table.byte_starts < table.numels * table.dtype.item_bytes
     if small.any():
         row = int(np.flatnonzero(small)[0])
-        raise MalformedError(f"its piece {table.box(row)} is larger than the item that holds it", key=fqn)
+        raise MalformedError(
+            f"its piece at {list(table.box(row).start)} is larger than the item that holds it", key=fqn
+        )
 
 
 def _paths(metadata: Metadata) -> dict[str, TreePath]:

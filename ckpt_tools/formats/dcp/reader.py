@@ -17,7 +17,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.value_refs import extracted
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.errors import MalformedError
+from ckpt_tools.errors import MalformedError, errors_name
 from ckpt_tools.formats.dcp.folders import is_metadata, is_of_one_rank, metadata_files, own_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, read_index
@@ -54,15 +54,16 @@ class DcpReader:
             fqn: _read_object(fqn, *_item(source, at, literals, is_compressed=fqn in index.compressed), inner)
             for fqn, at in index.objects.items()
         }
-        manifest = manifest_of(
-            Leaves(index.paths, tensors, objects, inner),
-            format_name="dcp",
-            model_key=options.model_key,
-            optim_key=options.optim_key,
-            param_order=options.param_order,
-            world_size=index.num_ranks,
-            ties=ties,
-        )
+        with errors_name(paths[0]):
+            manifest = manifest_of(
+                Leaves(index.paths, tensors, objects, inner),
+                format_name="dcp",
+                model_key=options.model_key,
+                optim_key=options.optim_key,
+                param_order=options.param_order,
+                world_size=index.num_ranks,
+                ties=ties,
+            )
         tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
         trainer = trainer_folder(source.files, paths, tops)
         used = {file: data for file, data in literals.items() if file in manifest.files}

@@ -25,7 +25,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import are_naturals, brief
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.rank_names import is_managed
@@ -146,7 +146,7 @@ def read_header(source: Source, path: str) -> _Header:
     """
     size = source.size(path)
     if size < 8:
-        raise IncompleteError(f"{size} bytes are not a safetensors file", path=path)
+        raise IncompleteError(f"a file of {count(size, 'byte')} is not a safetensors file", path=path)
     (length,) = struct.unpack("<Q", source.read(path, 0, 8))
     if length > MAX_HEADER_BYTES:
         raise MalformedError(
@@ -187,7 +187,7 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
         )
     if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
         raise MalformedError(
-            f"{offsets[1] - offsets[0]:,} bytes cannot hold {list(shape)} of {dtype.value}", path=path, key=name
+            f"{count(offsets[1] - offsets[0], 'byte')} cannot hold {list(shape)} of {dtype.value}", path=path, key=name
         )
     return dtype, tuple(shape), ByteRange(path, data_start + offsets[0], data_start + offsets[1])
 
@@ -207,9 +207,9 @@ def _check_ranges(
             raise MalformedError(f"its range {kind}", path=path, key=name)
         cursor = at[1]
     if cursor > size:
-        raise IncompleteError(f"it has {size:,} bytes instead of {cursor:,}; the file is truncated", path=path)
+        raise IncompleteError(f"it has {count(size, 'byte')} instead of {cursor:,}; the file is truncated", path=path)
     if cursor < size:
-        raise MalformedError(f"{size - cursor:,} bytes after the last tensor belong to no tensor", path=path)
+        raise MalformedError(f"no tensor has the {count(size - cursor, 'byte')} after the last one", path=path)
 
 
 def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:

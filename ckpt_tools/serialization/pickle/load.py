@@ -21,6 +21,7 @@ into plain classes, without a check, takes 2.7 s and 1.4 GB.
 from __future__ import annotations
 
 import gc
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,10 +105,27 @@ def interpreting(machine: Machine, path: str) -> Iterator[None]:
         raise MemoryBudgetError("there is not enough memory to read this pickle", path=path) from error
     except Exception as error:
         # An opcode without its operands meets an empty stack, a short slice or a wrong type: the pickle is malformed.
-        reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+        reason = _reason(error)
         may_be_cut = len(machine.data) - machine.position < SHORT_OPERAND_BYTES
         kind = EndsEarlyError if may_be_cut else MalformedError
         raise kind(f"the pickle is malformed at byte {machine.position:,}: {reason}", path=path) from error
+
+
+_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (TypeError, "a value or the arguments of a call are not of the form that a pickler writes"),
+    (AttributeError, "a value is not of the form that a pickler writes"),
+    (LookupError, "it takes a value that is not there"),
+    (struct.error, "an operand is cut off"),
+    (UnicodeError, "text that is not valid"),
+)
+"""In the place of what the interpreter says of code of ours."""
+
+
+def _reason(error: Exception) -> str:
+    for kind, words in _REASONS:
+        if isinstance(error, kind):
+            return words
+    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
 
 
 def recorded(data: bytes, *, path: str) -> Recording:

@@ -64,11 +64,13 @@ def _asked_once(url: str, call: Callable[[], Result]) -> Result:
 
 @dataclass(slots=True)
 class FsspecStore(Store):
-    """The files below ``root`` of a file system; with ``only``, a single one of them."""
+    """The files below ``root`` of a file system; with ``only``, a single one of them. ``query`` is what follows the
+    name of a file in a web address: a signature or a token, which is no part of the name."""
 
     fs: Any
     root: str
     only: str | None = None
+    query: str = field(default="", repr=False)
     _times: dict[str, float] = field(default_factory=dict, repr=False)
 
     @property
@@ -76,7 +78,7 @@ class FsspecStore(Store):
         return str(self.fs.unstrip_protocol(self._path(self.only) if self.only else self.root))
 
     def _path(self, path: str) -> str:
-        return f"{self.root}/{path}" if self.root else path
+        return f"{self.root}/{path}{self.query}" if self.root else path
 
     def list(self) -> Mapping[str, int]:
         try:
@@ -160,8 +162,9 @@ def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | Non
     fs, path = file_system(url, options)
     kind = kind_at(fs, path, url)
     if kind == "file":
-        folder, _, name = path.rpartition("/")
-        return FsspecStore(fs, folder, only=name)
+        address, mark, query = path.partition("?") if path.startswith(("http://", "https://")) else (path, "", "")
+        folder, _, name = address.rpartition("/")
+        return FsspecStore(fs, folder, name, f"{mark}{query}")
     return None if kind is None else FsspecStore(fs, path)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import (
+    IncompleteError,
+    MalformedError,
+    SeveralCheckpointsError,
+    SourceNotFoundError,
+    UsageError,
+    errors_name,
+)
 from ckpt_tools.stores.source import Source, checked_name
 
 MAX_LATEST_BYTES = 4096
@@ -55,7 +62,8 @@ def _latest(source: Source, folders: list[str], latest: str) -> str:
         raise MalformedError("it should contain the name of a tag, but it is not text", path=latest) from error
     if not text.strip():
         raise IncompleteError("it should contain the name of a tag, but it is empty", path=latest)
-    tag = checked_name(text.strip()).strip("/")
+    with errors_name(latest):
+        tag = checked_name(text.strip()).strip("/")
     if tag not in folders:
         raise IncompleteError(
             f"it names the tag {tag!r}, which does not exist; the tags are {_listed(folders)}", path=latest

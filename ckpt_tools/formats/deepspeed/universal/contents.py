@@ -16,7 +16,7 @@ from math import prod
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.values import Opaque, StoredTensor, Value
+from ckpt_tools.core.values import Opaque, StoredTensor, Value, brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
 from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
@@ -257,7 +257,7 @@ class Contents:
         expected = list(range(len(self.model.param_shapes)))
         if not all(type(number) is int for number in numbers) or (numbers and sorted(numbers) != expected):
             raise self._bad_groups(
-                f"its param groups contain the parameters {numbers[:8]}; param_shapes has {len(expected)}"
+                f"its param groups contain the parameters {brief(numbers)}; param_shapes has {len(expected)}"
             )
 
     def _bad_groups(self, message: str) -> MalformedError:

@@ -20,6 +20,7 @@ import numpy as np
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import Ints
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
@@ -75,12 +76,13 @@ def _check_ranks(files: TagFiles, model: ModelStates, optim: OptimStates) -> Non
         raise IncompleteError(f"the file of this rank, one of {world_size}, is missing", path=missing)
     if len(files.optim) > world_size:
         raise MalformedError(
-            f"the checkpoint is of {world_size} ranks; this file is of another one, perhaps from an earlier save",
+            f"the checkpoint is of {count(world_size, 'rank')}; this file is of another one, perhaps from "
+            "an earlier save",
             path=files.optim[world_size],
         )
     if len(optim.partition_counts) != len(optim.masters) or any(world_size % n for n in optim.partition_counts):
         raise MalformedError(
-            f"its partition_count is {list(optim.partition_counts)}, but the run has {world_size} ranks",
+            f"its partition_count is {list(optim.partition_counts)}, but the run has {count(world_size, 'rank')}",
             path=optim.file.path,
         )
     if any(is_muon(group.options) for group in optim.groups):
@@ -103,7 +105,7 @@ def _contents(
 
     partitions = read_partitions(source, paths, optim, visit)
     layers = open_layers(source, model, files)
-    ranks = {flat: len(paths) // count for flat, count in enumerate(optim.partition_counts)}
+    ranks = {flat: len(paths) // parts for flat, parts in enumerate(optim.partition_counts)}
     experts = Experts(layers, local_counts(layers, model, _spread(model, ranks, optim.file.path)))
     whole = experts.whole(model)
     return ExpertContents(

@@ -211,7 +211,7 @@ def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, dict[i
         if match:
             rank, ranks = int(match.groupdict().get("rank", 0)), found.setdefault(int(match["mp"]), {})
             if rank in ranks:
-                raise MalformedError(f"{name} and {ranks[rank]} are both of rank {rank}")
+                raise MalformedError(f"it and {ranks[rank]} are both of rank {rank}", path=name)
             ranks[rank] = name
     return found
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import brief
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
@@ -112,7 +113,8 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
         raise IncompleteError(f"the file of this rank, one of {optim.world_size}, is missing", path=missing)
     if len(paths) > optim.world_size:
         raise MalformedError(
-            f"the checkpoint is of {optim.world_size} ranks; this file is of another one, perhaps from an earlier save",
+            f"the checkpoint is of {count(optim.world_size, 'rank')}; this file is of another one, perhaps from "
+            "an earlier save",
             path=paths[optim.world_size],
         )
 
