@@ -75,6 +75,9 @@ with killed_by_interrupts():
 @click.option("--async-save", is_flag=True, help="Copy the state to memory, go on, and write it beside the training.")
 @click.option("--keep-last", type=int, metavar="K", help="Keep the newest K checkpoints of --out.  [default: all]")
 @click.option("--keep-best", type=click.Choice(METRICS), help="With --keep-last: keep also the best by this metric.")
+@click.option("--log-every", type=int, default=10, help="Steps between two that are measured, recorded and shown.")
+@click.option("--tensorboard", is_flag=True, help="Write event files to OUT/tensorboard too.")
+@click.option("--profile", is_flag=True, help="Trace a few steps of each rank into OUT/profile.")
 @click.option("--max-restarts", type=int, default=0, help="How often the run is started again after a failure.")
 @click.option("--storage", metavar="URL", help="Where checkpoints go, such as s3://bucket/run; else to --out.")
 @click.option(
@@ -107,7 +110,7 @@ def run(options: dict[str, Any]) -> None:
     config = TrainConfig(**(options | paths))
     check_installed(config)
     # What follows imports torch, which takes seconds: a mistake in the options is answered before.
-    if config.launcher == "torchrun" and _is_under_torchrun():
+    if config.launcher == "torchrun" and _is_a_rank():
         from .launchers.torchrun import work
 
         work(config)
@@ -119,9 +122,9 @@ def run(options: dict[str, Any]) -> None:
     click.echo(f"checkpoint: {result.checkpoint}")
 
 
-def _is_under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+def _is_a_rank() -> bool:
+    """Whether torchrun started this process, or another launcher that says to each process which rank it is."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
 if __name__ == "__main__":

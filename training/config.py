@@ -62,6 +62,7 @@ COUNTS = (
     "shard_size",
     "tp",
     "reshard_after_forward",
+    "log_every",
 )
 """The fields that count something there must be one of."""
 
@@ -140,6 +141,9 @@ class TrainConfig:
     storage: str | None = None
     resume: str | None = None
     override: tuple[str, ...] = ()
+    log_every: int = 10
+    tensorboard: bool = False
+    profile: bool = False
 
     def __post_init__(self) -> None:
         self._check_choices()

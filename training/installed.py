@@ -20,7 +20,8 @@ def needed_modules(config: TrainConfig) -> list[str]:
     by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
     by_dataset = ["sklearn"] if config.dataset == "digits" else []
     by_model = ["transformers"] if config.model.startswith(HUGGING_FACE) else []
-    return ["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model]
+    by_record = ["tensorboardX"] if config.tensorboard else []
+    return ["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model, *by_record]
 
 
 def check_installed(config: TrainConfig) -> None:

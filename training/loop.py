@@ -27,9 +27,11 @@ from .config import RESUME_AUTO, TrainConfig
 from .data import Samples, epoch_order, load_dataset, rank_batches, to_input
 from .engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, evaluate
+from .measuring import StepLog
+from .profiling import profiled
 from .retention import remove_old
 from .saving import Agreement, Outlet, SavePolicy, Saver, SaveRecord
-from .schedule import schedule_for
+from .schedule import Schedule, schedule_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,22 @@ def train(
     total_steps = config.epochs * config.steps_per_epoch(len(samples))
     schedule = schedule_for(total_steps, config.warmup_fraction, config.schedule)
     with closing(create_engine(config, schedule, device)) as engine:
-        progress = engine.resume(resume_from) if resume_from else Progress()
+        progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
         _check_epochs_left(config, progress)
         randomness.go_on(progress.rng, seed=config.seed, step=progress.step, stream=engine.data_rank)
         saver = Saver(config, engine, outlet, partial(remove_old, config))
-        run = _Run(config, engine, device, samples, held_out, outlet, saver, is_asked_to_stop, progress)
-        return run.to_the_end()
+        with profiled(config) as end_step:
+            parts = (config, engine, device, samples, held_out, outlet, saver, is_asked_to_stop, progress, schedule)
+            return _Run(*parts, end_step).to_the_end()
+
+
+def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress:
+    started = time.perf_counter()
+    progress = engine.resume(checkpoint)
+    if torch.distributed.get_rank() == 0:
+        seconds = time.perf_counter() - started
+        outlet.record({"resumed": progress.name, "step": progress.step, "resume_seconds": seconds})
+    return progress
 
 
 def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
@@ -142,6 +154,8 @@ class _Run:
         saver: Saver,
         is_asked_to_stop: Asked,
         progress: Progress,
+        schedule: Schedule,
+        end_step: Callable[[], None],
     ) -> None:
         self.config, self.engine, self.device, self.samples, self.held_out = config, engine, device, samples, held_out
         self.outlet, self.saver, self.is_asked_to_stop, self.progress = outlet, saver, is_asked_to_stop, progress
@@ -150,6 +164,10 @@ class _Run:
         self.data_world_size = self.world_size // config.tp
         """Ranks, or groups of ranks under tensor parallelism, that see samples of their own."""
         self.steps = config.steps_per_epoch(len(samples))
+        self.log = StepLog(config, schedule, outlet, self.agreement, config.last_epoch * self.steps)
+        self.end_step = end_step
+        self.accuracy: float | None = None
+        """Of the last evaluation."""
         self.saved = progress
         """The position of the last checkpoint, from which the run was resumed or which it saved."""
         self.is_due = False
@@ -172,7 +190,9 @@ class _Run:
         """Train what is left of an epoch, evaluate, and save if it is due."""
         started, before = time.perf_counter(), self.progress
         losses = self.means(self.train(before))
-        evaluation = self.evaluation()
+        with self.log.meter.paused():
+            evaluation = self.evaluation()
+        self.accuracy = evaluation.accuracy
         seconds = time.perf_counter() - started
         epoch = before.epoch + 1
         metrics = EpochMetrics(
@@ -202,6 +222,9 @@ class _Run:
             inputs, labels = to_input(self.samples.pixels[batch]), self.samples.labels[batch]
             losses.append(self.engine.step(inputs.to(self.device), labels.to(self.device)))
             self.progress = replace(self.progress, step=self.progress.step + 1, batch=self.progress.batch + 1, rng=None)
+            self.log.after(self.progress, losses[-1], self.saver.records, self.accuracy)
+            with self.log.meter.paused():
+                self.end_step()
             self.agree(before, losses)
         return losses
 
@@ -239,7 +262,8 @@ class _Run:
         return is_asked, is_time
 
     def save(self, progress: Progress, values: dict[str, float]) -> None:
-        self.saver.save(replace(progress, rng=randomness.of_all_ranks()), {"step": progress.step, **values})
+        with self.log.meter.paused():
+            self.saver.save(replace(progress, rng=randomness.of_all_ranks()), {"step": progress.step, **values})
         self.saved = self.progress
 
     def evaluation(self) -> Evaluation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 
 from .checkpoints import CHECKPOINTS, make_partial, partial_folder
+from .journal import Journal
 from .saving import Values
-
-METRICS_NAME = "metrics.jsonl"
+from .screen import Status, rank_screen
 
 
 class FolderOutlet:
@@ -21,8 +20,9 @@ class FolderOutlet:
     All ranks write below a temporary name. The folder gets its own when the last one is done.
     """
 
-    def __init__(self, out: Path) -> None:
-        self._out = out
+    def __init__(self, out: Path, *, tensorboard: bool = False) -> None:
+        self._journal = Journal(out, tensorboard=tensorboard)
+        self._screen = rank_screen()
         self._folder = out / CHECKPOINTS
 
     def begin(self, name: str) -> Path:
@@ -41,9 +41,10 @@ class FolderOutlet:
         """``record`` keeps them."""
 
     def record(self, figures: Mapping[str, Any]) -> None:
-        """Whole lines: a kill may cut off the last one, and readers skip it."""
-        with (self._out / METRICS_NAME).open("a") as file:
-            file.write(json.dumps(figures) + "\n")
+        self._journal.record(figures)
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        self._screen.say(line)
+
+    def show(self, status: Status) -> None:
+        self._screen.show(status)

@@ -24,6 +24,7 @@ from .config import TrainConfig
 from .engines.base import Engine, Save, StagingEngine
 from .model_config import write_model_config
 from .progress import Progress
+from .screen import Status
 
 Values = Mapping[str, float]
 """What was measured, by name."""
@@ -55,6 +56,10 @@ class Outlet(Protocol):
 
     def say(self, line: str) -> None:
         """To the person who started the run."""
+        ...
+
+    def show(self, status: Status) -> None:
+        """To the same person, who needs the latest alone."""
         ...
 
 
@@ -241,3 +246,10 @@ class Agreement:
         known = torch.tensor(reasons, dtype=torch.int32)
         torch.distributed.all_reduce(known, torch.distributed.ReduceOp.MAX, group=self._group)
         return tuple(map(bool, known.tolist()))
+
+    def gathered(self, *values: float) -> list[list[float]]:
+        """The values of every rank."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(found, mine, group=self._group)
+        return [each.tolist() for each in found]

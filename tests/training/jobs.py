@@ -54,10 +54,10 @@ def configs(out: Path) -> Iterator[TrainConfig]:
     weight, ``<engine>-still``; one that goes on in bf16, ``zero2-to-bf16``; two that start from weights,
     ``<engine>-started``; and two in bf16."""
     for engine in ("fsdp2", "zero1", "zero2", "zero3"):
-        yield small_config(out / engine, engine=engine)
+        yield small_config(out / engine, engine=engine, log_every=2, tensorboard=True)
     for engine in ("fsdp2", "zero3"):
         first_epoch = out / engine / "checkpoints" / "epoch_0001"
-        yield small_config(out / f"{engine}-resumed", engine=engine, resume=str(first_epoch))
+        yield small_config(out / f"{engine}-resumed", engine=engine, resume=str(first_epoch), tensorboard=True)
     for engine, other in (("fsdp2", "zero3"), ("zero1", "fsdp2")):
         first_epoch = out / other / "checkpoints" / "epoch_0001"
         yield small_config(out / f"{engine}-of-{other}", engine=engine, resume=str(first_epoch))

@@ -33,12 +33,14 @@ from ckpt_tools.signals import starting_processes
 
 from ..checkpoints import CHECKPOINTS, resume_folder
 from ..config import RESUME_AUTO, TrainConfig
+from ..journal import Journal
 from ..launchers.failures import Failure
 from ..locking import LostStorageError, RunLock
 from ..loop import Interrupted, Trained, train
 from ..outlets import FolderOutlet
 from ..result import RunResult
 from ..saving import Outlet, Values
+from ..screen import Screen, Status, command_screen
 from ..stopping import RunStoppedError, passed_on
 from ..storage import drop_missing, file_system
 from .ray_control import Control, is_asked, new_control
@@ -59,7 +61,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     resume_from = resume_folder(config)
     if config.storage is None:
         drop_missing(config.out / CHECKPOINTS)
-    with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines() as lines:
+    with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as lines:
         control, asked = new_control(), threading.Event()
         with passed_on(asked.set):
             trained = _beside(partial(_fit, config, resume_from, lines, control), partial(_check, lock, asked, control))
@@ -110,11 +112,17 @@ def _init_options(num_workers: int) -> dict[str, Any]:
 
 
 @contextmanager
-def printed_lines() -> Iterator[Queue]:
-    """A queue whose lines, put there by any worker on any machine, are printed here as they come."""
+def printed_lines(config: TrainConfig) -> Iterator[Queue]:
+    """A queue whose lines, put there by any worker on any machine, are shown or recorded here as they come."""
     lines = Queue(actor_options={"num_cpus": 0})
-    printer = threading.Thread(target=_print_until_none, args=(lines,), daemon=True)
-    printer.start()
+    with command_screen() as screen:
+        journal = Journal(config.out, tensorboard=config.tensorboard)
+        printer = threading.Thread(target=_print_until_none, args=(lines, screen, journal), daemon=True)
+        printer.start()
+        yield from _until_printed(lines, printer)
+
+
+def _until_printed(lines: Queue, printer: threading.Thread) -> Iterator[Queue]:
     try:
         yield lines
     except AT_ONCE:
@@ -132,10 +140,16 @@ def _end_lines(lines: Queue, printer: threading.Thread) -> None:
     lines.shutdown()
 
 
-def _print_until_none(lines: Queue) -> None:
+def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
+    """A line to say, a status to show, or figures to record."""
     with suppress(ray.exceptions.RayError):
         while (line := lines.get()) is not None:
-            print(line, flush=True)
+            if isinstance(line, Status):
+                screen.show(line)
+            elif isinstance(line, dict):
+                journal.record(line)
+            else:
+                screen.say(line)
 
 
 def _check(lock: RunLock, asked: threading.Event, control: Control) -> None:
@@ -246,14 +260,14 @@ class Restarts(ray.train.UserCallback):
 
 
 def _outlet(config: TrainConfig, lines: Queue) -> Outlet:
-    return RayFolderOutlet(config.out, lines) if config.storage is None else RayStorageOutlet(lines)
+    return RayFolderOutlet(config, lines) if config.storage is None else RayStorageOutlet(lines)
 
 
 class RayFolderOutlet(FolderOutlet):
     """Written in place and named when it is whole: Ray would copy shard after shard under the final name."""
 
-    def __init__(self, out: Path, lines: Queue) -> None:
-        super().__init__(out)
+    def __init__(self, config: TrainConfig, lines: Queue) -> None:
+        super().__init__(config.out, tensorboard=config.tensorboard)
         self._lines = lines
 
     def announce(self, name: str, values: Values) -> None:
@@ -268,6 +282,9 @@ class RayFolderOutlet(FolderOutlet):
 
     def say(self, line: str) -> None:
         self._lines.put(line)
+
+    def show(self, status: Status) -> None:
+        self._lines.put(status)
 
 
 class RayStorageOutlet:
@@ -296,7 +313,11 @@ class RayStorageOutlet:
         ray.train.report(dict(values))
 
     def record(self, figures: Mapping[str, Any]) -> None:
-        """Ray does."""
+        """In ``OUT``, which is the command's."""
+        self._lines.put(dict(figures))
 
     def say(self, line: str) -> None:
         self._lines.put(line)
+
+    def show(self, status: Status) -> None:
+        self._lines.put(status)

@@ -35,6 +35,7 @@ from ..locking import RunLock, only_run
 from ..loop import Interrupted, train
 from ..outlets import FolderOutlet
 from ..result import RESULT_NAME, RunResult
+from ..screen import drawn
 from ..settings import lines_before_start
 from ..starting import check_export, export
 from ..stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passed_on
@@ -61,14 +62,16 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
         files = _Files.inside(Path(folder))
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
-            agent = subprocess.Popen(
-                _command(config),
-                stderr=stderr,
-                env=os.environ | files.environment(),
-                preexec_fn=ignore_saving_signals,
-            )
-            with passed_on(files.stop.touch):
-                code = wait_for(agent)
+            with drawn() as (stdout, drawing):
+                agent = subprocess.Popen(
+                    _command(config),
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=os.environ | files.environment() | drawing,
+                    preexec_fn=ignore_saving_signals,
+                )
+                with passed_on(files.stop.touch):
+                    code = wait_for(agent)
         if files.stopped.exists():
             raise RunStoppedError.at(json.loads(files.stopped.read_text()))
         if code == 0:
@@ -202,7 +205,8 @@ def _check_settings(config: TrainConfig) -> None:
 def run_rank(config: TrainConfig, device: torch.device, request: Request | None = None) -> Interrupted | None:
     """Run on this rank of an existing process group; rank 0 writes ``result.json``, if the run is not stopped."""
     started = time.perf_counter()
-    trained = train(config, device, resume_folder(config), FolderOutlet(config.out), request or Request(None))
+    outlet = FolderOutlet(config.out, tensorboard=config.tensorboard)
+    trained = train(config, device, resume_folder(config), outlet, request or Request(None))
     if isinstance(trained, Interrupted):
         return trained
     if torch.distributed.get_rank() == 0:
