@@ -261,7 +261,7 @@ class Floating:
     def __init__(self, predictor: Any) -> None:
         from inference.tensor_specs import TensorSpec
 
-        self.inputs, self.outputs = (TensorSpec("x", "FP32", (-1, 2)),), predictor.outputs
+        self.name, self.inputs, self.outputs = "m", (TensorSpec("x", "FP32", (-1, 2)),), predictor.outputs
 
 
 def test_a_message_has_a_limit(channel: grpc.Channel, service: Service) -> None:
