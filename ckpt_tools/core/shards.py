@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -289,6 +289,10 @@ class _WholeTable(ShardTable):
         object.__setattr__(self, "framing", framing)
         object.__setattr__(self, "strides", None)
         object.__setattr__(self, "_covers", True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Workers in other processes share the columns of a shape too."""
+        return partial(ShardTable.whole, framing=self.framing), (self.shape, self.dtype, self._at)
 
     shape = property(lambda self: self._columns.shape)
     dtype = property(lambda self: self._columns.dtype)

@@ -36,8 +36,9 @@ with open(target, "w") as file:
 MACHINERY = {"core", "stores", "formats", "serialization"}
 """What reading a checkpoint takes."""
 
-READING = {"formats.base", "formats.foreign", "formats.hf_index", "formats.rank_names", "formats.reading",
-           "formats.registry", "formats.state_dict", "formats.trainer_files", "formats.trainer_names"}  # fmt: skip
+READING = {"formats.base", "formats.calls_beside", "formats.foreign", "formats.hf_index", "formats.rank_names",
+           "formats.reading", "formats.registry", "formats.state_dict", "formats.trainer_files",
+           "formats.trainer_names"}  # fmt: skip
 """What readers share."""
 
 
@@ -57,8 +58,8 @@ ALLOWED = {
     "--help": LISTING,
     "--version": LISTING,
     "convert --help": LISTING,
-    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 58, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"sharded", "torch_save"}, 77, {"click", "numpy", "rich"}),
+    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 60, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"sharded", "torch_save"}, 78, {"click", "numpy", "rich"}),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"model_files", "safetensors", "torch_save"},
@@ -72,19 +73,19 @@ ALLOWED = {
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 90, {"click", "isal", "numpy"}
     ),
     "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 90, {"click", "isal", "numpy"}
     ),
     "diff": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 86, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 90, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, set(), 83, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 87, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", *MACHINERY},
         {"dcp", "deepspeed", "megatron", "plugins", "safetensors", "sharded", "torch_save"},
-        113,
+        116,
         {"click", "numpy", "rich"},
     ),
     "clean": Allowed({"cli", "core", "stores"}, set(), 42, {"click"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -48,6 +49,20 @@ def test_a_byte_range_runs_forward(start: int, stop: int) -> None:
 
 
 class TestShardTable:
+    @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)])
+    def test_a_whole_tensor_goes_to_another_process(self, shape: Shape) -> None:
+        """Workers on Ray get the tables of their tasks pickled."""
+        at = ByteRange("f", 8, 8 + 2 * prod(shape))
+        table = pickle.loads(pickle.dumps(ShardTable.whole(shape, DType.INT16, at)))
+        built = ShardTable.build(shape, DType.INT16, [Shard(Box.whole(shape), at)])
+        assert list(table) == list(built)
+        assert (table.shape, table.dtype, table.framing, table.num_bytes) == (
+            shape,
+            DType.INT16,
+            built.framing,
+            at.stop - 8,
+        )
+
     def test_columns_hold_what_was_given(self) -> None:
         shards = [
             Shard(Box((0, 0), (1, 3)), ByteRange("b", 4, 10)),

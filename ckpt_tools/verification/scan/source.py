@@ -165,8 +165,12 @@ class _Scan:
 
         try:
             with self._inflation.granting(piece.size) as grant:
-                data = inflated_frame(piece.read, piece.size, piece.file, limit_bytes=grant.num_bytes)
-                grant.used_bytes = len(data)
+                try:
+                    data = inflated_frame(piece.read, piece.size, piece.file, limit_bytes=grant.num_bytes)
+                    grant.used_bytes = len(data)
+                except ZstandardMissingError:
+                    grant.used_bytes = 0
+                    raise
         except ZstandardMissingError as error:
             raise NotLookedIntoError(error.message.removeprefix(f"{piece.file}: ")) from error
         return piece.holding(data, "")
