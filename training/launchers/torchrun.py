@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
 _RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 """As torchrun's agent logs the first rank that ended."""
 
+BEGUN_FILE_VARIABLE = "TRAINING_BEGUN_FILE"
 STOP_FILE_VARIABLE = "TRAINING_STOP_FILE"
 STOPPED_FILE_VARIABLE = "TRAINING_STOPPED_FILE"
 
@@ -63,17 +65,13 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
         files = _Files.inside(Path(folder))
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
             with drawn() as (stdout, drawing):
-                agent = subprocess.Popen(
-                    _command(config),
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=os.environ | files.environment() | drawing,
-                    preexec_fn=ignore_saving_signals,
-                )
-                with passed_on(files.stop.touch):
+                agent = _started(_command(config), stdout, stderr, os.environ | files.environment() | drawing)
+                with passed_on(partial(_ask_to_stop, files, agent)):
                     code = wait_for(agent)
         if files.stopped.exists():
             raise RunStoppedError.at(json.loads(files.stopped.read_text()))
+        if files.stop.exists() and code == -signal.SIGKILL:
+            raise RunStoppedError.at(None)
         if code == 0:
             return RunResult.read(config.out / RESULT_NAME)
         if files.error.exists():
@@ -81,23 +79,66 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     raise RunFailedError(f"torchrun ended with exit code {code} (see {log})")
 
 
+_WAITING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
+
+
+@contextmanager
+def _signals_waiting() -> Iterator[None]:
+    """They are delivered after the block. What a signal raises while Python forks is raised in a callback of the fork,
+    where Python drops it: the signal would be lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """The agent. It is ended and awaited if a signal came meanwhile."""
+    agent: subprocess.Popen[bytes] | None = None
+    try:
+        with _signals_waiting():
+            agent = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, preexec_fn=_begin_agent)
+    except BaseException:
+        if agent is not None:
+            agent.kill()
+            agent.wait()
+        raise
+    return agent
+
+
+def _begin_agent() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITING)
+    ignore_saving_signals()
+
+
+def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
+    """The ranks stop at a checkpoint. While none has begun there is nothing to save, and their start is not awaited."""
+    files.stop.touch()
+    if not files.begun.exists():
+        agent.kill()
+
+
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """How the launcher and its ranks speak: the first error, the request to stop, the checkpoint at which they did."""
+    """How the launcher and its ranks speak: the first error, the first rank's beginning, the request to stop, the
+    checkpoint at which they did."""
 
     error: Path
+    begun: Path
     stop: Path
     stopped: Path
 
     @classmethod
     def inside(cls, folder: Path) -> _Files:
-        return cls(folder / "error.json", folder / "stop", folder / "stopped.json")
+        return cls(folder / "error.json", folder / "begun", folder / "stop", folder / "stopped.json")
 
     def environment(self) -> dict[str, str]:
         """One thread a rank: the ranks share the cores, and a fixed thread count fixes the order of sums."""
         return {
             "OMP_NUM_THREADS": "1",
             ERROR_FILE_VARIABLE: str(self.error),
+            BEGUN_FILE_VARIABLE: str(self.begun),
             STOP_FILE_VARIABLE: str(self.stop),
             STOPPED_FILE_VARIABLE: str(self.stopped),
         }
@@ -111,6 +152,8 @@ def work(config: TrainConfig) -> NoReturn:
     die_with_parent()
     request = Request(Path(os.environ[STOP_FILE_VARIABLE]) if STOP_FILE_VARIABLE in os.environ else None)
     request.heed_signals()
+    if BEGUN_FILE_VARIABLE in os.environ:
+        Path(os.environ[BEGUN_FILE_VARIABLE]).touch()
     if _restarts():
         config = replace(config, resume=RESUME_AUTO)
         if os.environ["RANK"] == "0":
