@@ -29,11 +29,13 @@ def train_each(*configs: TrainConfig) -> None:
         if torch.distributed.get_rank() == 0:
             config.out.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
-        run_rank(config, torch.device("cpu"))
         _forget_groups()
+        run_rank(config, torch.device("cpu"))
+    _forget_groups()
 
 
 def _forget_groups() -> None:
-    """DeepSpeed keeps the groups of hpZ for the life of a process, and would use them in the runs that follow."""
+    """DeepSpeed keeps the groups of hpZ and of tensor parallelism for the life of a process, and would use them in the
+    runs that follow."""
     if "deepspeed" in sys.modules:
-        sys.modules["deepspeed.utils.groups"]._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        sys.modules["deepspeed.utils.groups"]._release_process_group_references()

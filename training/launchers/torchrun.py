@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -84,13 +85,23 @@ _WAITING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
 
 @contextmanager
 def _signals_waiting() -> Iterator[None]:
-    """They are delivered after the block. What a signal raises while Python forks is raised in a callback of the fork,
-    where Python drops it: the signal would be lost."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITING)
+    """They are raised after the block. What a signal raises while Python forks is raised in a callback of the fork,
+    where Python drops it, or before the new process has a name here: nobody would end it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in _WAITING}
+    held = [number for number, handler in before.items() if callable(handler)]
+    for number in held:
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in held:
+            signal.signal(number, before[number])
+        for late in came:
+            signal.raise_signal(late)
 
 
 def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -98,18 +109,15 @@ def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str
     agent: subprocess.Popen[bytes] | None = None
     try:
         with _signals_waiting():
-            agent = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, preexec_fn=_begin_agent)
+            agent = subprocess.Popen(
+                command, stdout=stdout, stderr=stderr, env=environment, preexec_fn=ignore_saving_signals
+            )
     except BaseException:
         if agent is not None:
             agent.kill()
             agent.wait()
         raise
     return agent
-
-
-def _begin_agent() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITING)
-    ignore_saving_signals()
 
 
 def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
