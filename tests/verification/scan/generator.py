@@ -330,6 +330,10 @@ def _package(data: bytes) -> bytes:
     return stream.getvalue()
 
 
+TINY = b"""{"model_type": "gpt2", "architectures": ["GPT2Model"], "vocab_size": 4, "n_positions": 4, "n_embd": 2,
+"n_layer": 1, "n_head": 1, "bos_token_id": 0, "eos_token_id": 0}"""
+"""What transformers asks for beside weights."""
+
 CARRIERS |= {
     "joblib": lambda data: {"model.joblib": data},
     "joblib, zlib": lambda data: {"model.joblib": zlib.compress(data)},
@@ -342,6 +346,9 @@ CARRIERS |= {
     "nemo, gzip": lambda data: {"model.nemo": _nemo(data, "w:gz")},
     "torch.package": lambda data: {"model.pt": _package(data)},
     "pickle named gguf": lambda data: {"model.gguf": data},
+    "transformers": lambda data: {"config.json": TINY, "pytorch_model.bin": zipped(data)},
+    "transformers, legacy": lambda data: {"config.json": TINY, "pytorch_model.bin": legacy(data)},
+    "transformers, a bare pickle": lambda data: {"config.json": TINY, "pytorch_model.bin": data},
 }
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.package
+import transformers
 
 from tests.verification.scan.generator import sample, write
 
@@ -107,6 +108,14 @@ def _package(path: Path) -> None:
     torch.package.PackageImporter(str(path)).load_pickle("model", "data.pkl")
 
 
+def _transformers(path: Path) -> None:
+    transformers.GPT2Model.from_pretrained(path.parent, weights_only=False, local_files_only=True)
+
+
+def _transformers_as_it_is(path: Path) -> None:
+    transformers.GPT2Model.from_pretrained(path.parent, local_files_only=True)
+
+
 LOADERS: list[Callable[[Path], None]] = [_c_pickle, _c_pickle_of_bytes, _python_pickle, _torch, _torch_twice]
 JOBLIB = [_joblib] if importlib.util.find_spec("joblib") else []
 
@@ -120,6 +129,8 @@ def loaders(path: Path) -> Iterator[Callable[[Path], None]]:
         yield from (_torch, _items)
     elif ending in (".npy", ".npz"):
         yield from (_numpy, _numpy_twice, _torch, *JOBLIB)
+    elif path.name == "pytorch_model.bin":
+        yield from (_transformers, _transformers_as_it_is, *LOADERS)
     elif ending == ".nemo":
         yield from (_nemo, *LOADERS)
     else:

@@ -19,7 +19,7 @@ NUM_SOAKED = 20_000
 
 CLEAN_CARRIERS = {
     "pickle", "pickle named pt", "pickle of another ending", "pickle without an ending", "torch", "torch, named npz",
-    "DCP item", "joblib",
+    "DCP item", "joblib", "transformers", "transformers, a bare pickle",
 }  # fmt: skip
 """Those that are clean with a value that runs nothing: without them the test would prove nothing."""
 
