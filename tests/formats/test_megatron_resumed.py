@@ -22,6 +22,10 @@ Run = Callable[[str], "Trained"]
 
 RANKS = 2
 
+CLOSE = {"fp32": 1e-6, "bf16": 2.0**-7}
+"""How far losses may differ, relative to them. What is resumed is equal bit by bit, but which kernel multiplies in bfloat16
+hangs on the processor and on the batch of a rank, and each rounds at another place: two roundings."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trained:
@@ -111,10 +115,9 @@ def test_the_run_goes_on(cell: Cell, trained: Run, tmp_path: Path) -> None:
     resumed = Truth.load(tmp_path / "resumed")
     assert_same_bits(run.truth.best_weights(), resumed.best_weights())
     assert_same_bits(_moments(run.truth), _moments(resumed))
-    if cell.is_megatrons_precision:
-        np.testing.assert_allclose(resumed.facts["losses"], run.losses, rtol=1e-6, atol=0)
-    else:
-        np.testing.assert_allclose(resumed.facts["losses"], run.truth.facts["losses"], rtol=1e-6, atol=0)
+    judge = run.losses if cell.is_megatrons_precision else run.truth.facts["losses"]
+    computes_in = "bf16" if cell.kind.endswith("bf16") else "fp32"
+    np.testing.assert_allclose(resumed.facts["losses"], judge, rtol=CLOSE[computes_in], atol=0)
 
 
 def _moments(truth: Truth) -> dict[tuple[str, str], np.ndarray]:

@@ -219,11 +219,10 @@ def _names(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         groups.setdefault(pattern(name), []).append(name)
     for form, group in groups.items():
-        yield (
-            group[0]
-            if len(group) == 1 and form.count("HASH") == 0
-            else f"{_joined(group)}    ({count(len(group), 'file')})"
-        )
+        if "HASH" in form:  # How many there are is chance too.
+            yield f"{_joined(group)}    (one file or more)"
+        else:
+            yield group[0] if len(group) == 1 else f"{_joined(group)}    ({count(len(group), 'file')})"
 
 
 def _joined(names: Sequence[str]) -> str:
