@@ -23,8 +23,8 @@ Run = Callable[[str], "Trained"]
 RANKS = 2
 
 CLOSE = {"fp32": 1e-6, "bf16": 2.0**-7}
-"""How far losses may differ, relative to them. The state that is resumed is equal bit by bit. The kernel of a product in
-bfloat16 depends on the processor and on the batch of a rank, and each rounds at another place: two roundings."""
+"""How far losses may differ, relative to them. The state that is resumed is equal bit by bit. The kernel of a product
+in bfloat16 depends on the processor and on the batch of a rank, and each rounds at another place: two roundings."""
 
 
 @dataclass(frozen=True, slots=True)
