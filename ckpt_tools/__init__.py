@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from ckpt_tools.verification.difference import Aspect, Difference
     from ckpt_tools.verification.pruning import Pruned, PruneReport
     from ckpt_tools.verification.report import VerifyReport
-    from ckpt_tools.verification.scan.findings import Danger, Finding, ScanReport
+    from ckpt_tools.verification.scan.findings import Danger, Finding
+    from ckpt_tools.verification.scan.report import ScanReport
     from ckpt_tools.verification.signing import SignReport
     from ckpt_tools.verification.verify import ChecksumReport
 
@@ -122,7 +123,8 @@ _HOMES = {
     "verification.difference": ("Aspect", "Difference"),
     "verification.pruning": ("PruneReport", "Pruned"),
     "verification.report": ("VerifyReport",),
-    "verification.scan.findings": ("Danger", "Finding", "ScanReport"),
+    "verification.scan.findings": ("Danger", "Finding"),
+    "verification.scan.report": ("ScanReport",),
     "verification.signing": ("SignReport",),
     "verification.verify": ("ChecksumReport",),
 }

@@ -24,7 +24,8 @@ from ckpt_tools.errors import LossError, MalformedError, SourceNotFoundError, Un
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.serialization.loadable import LeftOut, Loadable, Replaced, loadable
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
-from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
+from ckpt_tools.serialization.torch_archive import TorchArchive
+from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Source

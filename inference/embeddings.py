@@ -5,24 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from ckpt_tools.errors import UsageError
 
-from .results import Prediction
-from .tensor_specs import BATCH, TensorSpec
-
 if TYPE_CHECKING:
     from .task import Task
-
-
-def embedding_spec(num_features: int) -> TensorSpec:
-    return TensorSpec("embedding", "FP32", (BATCH, num_features))
-
-
-def embeddings_of(features: Tensor) -> list[Prediction]:
-    """Of float32 [n, features]."""
-    return [Prediction(embedding=tuple(row)) for row in features.tolist()]
 
 
 def as_embeddings(task: Task) -> Task:

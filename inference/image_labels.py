@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from .embeddings import embedding_spec, embeddings_of
-from .prediction import decoded
+from .prediction import decoded, embeddings_of
 from .results import Prediction
 from .scores import Activation, activation_of, answers, labels_of_config, one_line
 from .task import LABEL, MAX_BATCH, check_inputs, check_labels, in_passes
-from .tensor_specs import BATCH, TensorSpec
+from .tensor_specs import BATCH, TensorSpec, embedding_spec
 
 Prepare = Callable[[Image.Image], Tensor]
 """From an image as it was opened to float32 [channels, height, width]."""

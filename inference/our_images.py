@@ -10,11 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from .embeddings import embedding_spec, embeddings_of
-from .prediction import decode_image, predictions_of
+from .prediction import decode_image, embeddings_of, predictions_of
 from .results import Prediction
 from .task import LABEL, check_inputs, check_labels
-from .tensor_specs import BATCH, TensorSpec
+from .tensor_specs import BATCH, TensorSpec, embedding_spec
 from .training_package import data, evaluation, models
 
 

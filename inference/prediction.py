@@ -66,3 +66,8 @@ def _canonical(image: Image.Image) -> Tensor:
     if grey.size != (models.IMAGE_SIZE, models.IMAGE_SIZE):
         grey = grey.resize((models.IMAGE_SIZE, models.IMAGE_SIZE), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(grey, dtype=np.uint8))
+
+
+def embeddings_of(features: Tensor) -> list[Prediction]:
+    """Of float32 [n, features]."""
+    return [Prediction(embedding=tuple(row)) for row in features.tolist()]

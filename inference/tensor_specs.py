@@ -25,3 +25,8 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         assert self.shape[:1] == (BATCH,), self.shape
+
+
+def embedding_spec(num_features: int) -> TensorSpec:
+    """The output of a model that gives what its last layer gets."""
+    return TensorSpec("embedding", "FP32", (BATCH, num_features))

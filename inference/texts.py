@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
-from .embeddings import embedding_spec, embeddings_of
+from .prediction import embeddings_of
 from .results import Prediction
 from .scores import Activation, activation_of, answers, labels_of_config, one_line
 from .task import LABEL, MAX_BATCH, check_inputs, check_labels, device_of, in_passes, text_of
-from .tensor_specs import BATCH, TensorSpec
+from .tensor_specs import BATCH, TensorSpec, embedding_spec
 
 BUCKET = 16
 """Texts to be told apart are padded to a multiple of it, by their own length alone, so that company changes nothing."""

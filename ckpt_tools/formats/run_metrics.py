@@ -18,7 +18,8 @@ from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.completeness import MAX_JSON_BYTES, RECORD, Saved, trainer_state
 from ckpt_tools.formats.run_folders import parent_of
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.serialization.torch_zip import TorchArchive, open_archive
+from ckpt_tools.serialization.torch_archive import TorchArchive
+from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source
 
 _IN_NAME = re.compile(r"([A-Za-z][\w/]*)=(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")

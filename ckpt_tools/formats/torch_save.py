@@ -7,17 +7,17 @@ same view are tied. Views of one storage that differ each read their own part of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.core.boxes import Box, contiguous_strides
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
-from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry, TensorRef
+from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.core.value_refs import extracted, replaced
-from ckpt_tools.core.values import PARAMETER, GlobalRef, OrderedDict, StorageRef, StoredTensor
+from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
@@ -26,9 +26,10 @@ from ckpt_tools.formats.rank_names import are_those_of_ranks
 from ckpt_tools.formats.state_dict.build import Entries, is_model_only
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
 from ckpt_tools.formats.state_dict.read_back import entries_read_back
+from ckpt_tools.formats.torch_leaves import tensor_leaf, tree_leaves, with_references
 from ckpt_tools.formats.trainer_files import is_beside, with_scheduler
 from ckpt_tools.serialization.pickle.load import refuse_call
-from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
+from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -36,18 +37,9 @@ INDEX_SUFFIX = ".bin.index.json"
 INDEX_NAME = f"pytorch_model{INDEX_SUFFIX}"
 _SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.bin")
 
-MAX_TREE_DEPTH = 100
-"""Dicts in dicts; no state is nested so deeply, and recursion must end."""
 
 MAX_LOOKS = 4
 """Files of a folder that are opened to say what they are."""
-
-_WRAPPERS = (None, PARAMETER)
-"""Classes around a tensor whose elements are the tensor's own; others (DTensor, quantized ones) mean more than they
-hold."""
-
-_TENSOR = GlobalRef("torch", "Tensor")
-"""The class of a tensor that has attributes: FSDP1 sets ``_has_been_cloned`` on every parameter that it gathers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,54 +171,6 @@ def read_tree(source: Source, file: str) -> FileTree:
             views[view] = name
             tensors[name] = tensor_leaf(archive, value, file, name)
     return FileTree(Leaves(paths, tensors, objects, inner), ties)
-
-
-def with_references(value: Any, archive: TorchArchive, file: str, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
-    """An object whose tensors are added to ``inner`` and leave references."""
-
-    def refer(tensor: StoredTensor) -> Any:
-        if tensor.storage is None:
-            return tensor
-        key = Leaves.inner_key(name, len(inner))
-        inner[key] = tensor_leaf(archive, tensor, file, str(key))
-        return TensorRef(key)
-
-    return extracted(value, refer)
-
-
-def tree_leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
-    """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole."""
-    if len(path) > MAX_TREE_DEPTH:
-        raise MalformedError("its dicts are nested too deeply", path=file)
-    if isinstance(value, dict) and (value or not path):
-        for key, inner in value.items():
-            yield from tree_leaves(inner, (*path, key if type(key) is int else str(key)), file)
-    elif isinstance(value, list) and any(isinstance(inner, dict | StoredTensor) for inner in value):
-        for position, inner in enumerate(value):
-            yield from tree_leaves(inner, (*path, position), file)
-    else:
-        yield path, value
-
-
-def tensor_leaf(archive: TorchArchive, tensor: StoredTensor, file: str, name: str) -> TensorLeaf:
-    if tensor.storage is None:
-        raise UnsupportedError("this tensor is on the meta device and has no elements", path=file, key=name)
-    if tensor.wrapper not in _WRAPPERS and not _has_plain_attributes(tensor):
-        raise UnsupportedError(f"a {tensor.wrapper} cannot be read; save plain tensors", path=file, key=name)
-    start, _ = archive.storage_range(tensor.storage.key)
-    return TensorLeaf.of(tensor, file, start)
-
-
-def _has_plain_attributes(tensor: StoredTensor) -> bool:
-    """Whether it is a torch.Tensor whose attributes cannot change what its elements mean; they are left behind."""
-    state = tensor.state if isinstance(tensor.state, tuple) else (tensor.state,)
-    return tensor.wrapper == _TENSOR and all(part is None or _is_plain_dict(part) for part in state)
-
-
-def _is_plain_dict(attributes: Any) -> bool:
-    return isinstance(attributes, dict) and all(
-        value is None or type(value) in (bool, int, float, str) for value in attributes.values()
-    )
 
 
 def _merged(trees: Mapping[str, FileTree]) -> Leaves:

@@ -152,7 +152,7 @@ def _read_archive(
     source: Source, path: str, meaning: Callable[[Any], Mapping[str, Any]], known: Collection[str]
 ) -> _Read:
     # Pickles are read for these few files alone: of other formats they are no part.
-    from ckpt_tools.formats.torch_save import with_references
+    from ckpt_tools.formats.torch_leaves import with_references
     from ckpt_tools.serialization.torch_zip import open_archive
 
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)

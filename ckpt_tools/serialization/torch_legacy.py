@@ -18,7 +18,7 @@ from ckpt_tools.core.values import StorageRef, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.load import load_first
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
-from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
+from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
 from ckpt_tools.serialization.zip_archive import ReadRange
 
 MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C

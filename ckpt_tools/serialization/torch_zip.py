@@ -14,13 +14,14 @@ from types import MappingProxyType
 from typing import Final
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.dtypes import DType, from_torch_storage
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Literal, Segment
-from ckpt_tools.core.values import GlobalRef, StorageRef, StoredTensor, Value
+from ckpt_tools.core.values import StorageRef, StoredTensor, Value
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
 from ckpt_tools.serialization.zip_archive import (
     ALIGNMENT,
     TORCHSCRIPT,
@@ -43,43 +44,8 @@ ITEM_TAIL_BYTES: Final = 2048
 ANY_ROOT: Final = "archive"
 """The folder in a zip that torch writes to a stream, whose name it does not know."""
 
-MAX_PICKLE_BYTES: Final = 1 << 32
-"""The pickle of a model of a million tensors takes 200 MB."""
 
 _ASK_TORCH = "open it with torch.load and save it again with torch.save"
-
-
-@dataclass(frozen=True, slots=True)
-class TorchArchive:
-    """An opened torch file.
-
-    ``value`` is what was saved, ``records`` are the zip's records by their name below the root folder, ``storages``
-    what the pickle says of each storage that it uses. ``saved_as`` is the name of the zip's folder: torch takes that of
-    the file that it writes, or ``archive``. A file before torch 1.6 is no zip, and has neither records nor that name.
-    """
-
-    path: str
-    value: Value = field(repr=False)
-    records: Mapping[str, Record] = field(repr=False)
-    storages: Mapping[str, StorageRef] = field(repr=False)
-    _locate: Locate = field(repr=False)
-    saved_as: str = ""
-    _ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
-
-    def storage_range(self, key: str) -> tuple[int, int]:
-        """The bytes ``[start, stop)`` of the file that hold storage ``key``.
-
-        The first call reads what stands before each storage. Raises MalformedError.
-        """
-        if not self._ranges:
-            self._ranges.update(self._locate())
-        if key not in self._ranges:
-            raise MalformedError(f"storage {key!r} has no record", path=self.path)
-        return self._ranges[key]
-
-
-Locate = Callable[[], Mapping[str, tuple[int, int]]]
-"""Finds the bytes of every storage."""
 
 
 def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
@@ -187,26 +153,6 @@ def _interpret(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]
         return noted(storages, described_storage(pid))
 
     return loads(data, path=path, persistent_load=resolve), MappingProxyType(storages)
-
-
-def noted(known: dict[str, StorageRef], storage: StorageRef) -> StorageRef:
-    """The one of its key. Raises MalformedError where another description is known."""
-    if known.setdefault(storage.key, storage) != storage:
-        raise MalformedError(f"storage {storage.key!r} is described in two ways")
-    return known[storage.key]
-
-
-def described_storage(pid: Value) -> StorageRef:
-    """``("storage", class, key, location, numel)``; torch < 1.6 had a sixth item, for views of storages."""
-    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[1]) is not GlobalRef:
-        raise MalformedError("a storage is not described in torch's way")
-    _, kind, key, location, numel = pid[:5]
-    if kind.name == "UntypedStorage":
-        return StorageRef(key, None, numel, location)
-    dtype = from_torch_storage(kind.name)
-    if dtype is None or kind.module not in ("torch", "torch.storage", "torch.cuda"):
-        raise UnsupportedError(f"a storage is a {kind}, which is not supported")
-    return StorageRef(key, dtype, numel, location)
 
 
 def _check_storages(storages: Mapping[str, StorageRef], records: Mapping[str, Record], path: str) -> None:

@@ -59,11 +59,13 @@ ALLOWED = {
     "--version": LISTING,
     "convert --help": LISTING,
     "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 60, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"sharded", "torch_save"}, 78, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed(
+        {"cli", *MACHINERY}, {"sharded", "torch_leaves", "torch_save"}, 80, {"click", "numpy", "rich"}
+    ),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
-        {"model_files", "safetensors", "torch_save"},
-        101,
+        {"model_files", "safetensors", "torch_leaves", "torch_save"},
+        103,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
@@ -81,11 +83,11 @@ ALLOWED = {
     "diff": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 90, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 87, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 88, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", *MACHINERY},
-        {"dcp", "deepspeed", "megatron", "plugins", "safetensors", "sharded", "torch_save"},
-        116,
+        {"dcp", "deepspeed", "megatron", "plugins", "safetensors", "sharded", "torch_leaves", "torch_save"},
+        119,
         {"click", "numpy", "rich"},
     ),
     "clean": Allowed({"cli", "core", "stores"}, set(), 42, {"click"}),

@@ -15,7 +15,8 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Crc32, FileLayout, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import StateKey
-from ckpt_tools.serialization.torch_zip import TorchArchive, archive_segments, open_archive
+from ckpt_tools.serialization.torch_archive import TorchArchive
+from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 
 Elements = Mapping[StateKey, bytes]
 

@@ -13,7 +13,7 @@ import torch
 
 from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.serialization.torch_zip import TorchArchive
+from ckpt_tools.serialization.torch_archive import TorchArchive
 from tests.serialization.archives import opened, saved, zipped
 
 MAGIC = 0x1950A86A20F9469CFC6C

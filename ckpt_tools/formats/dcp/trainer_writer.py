@@ -17,7 +17,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.trainer_folder import BesideFile, TrainerFolder
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import count, listed
-from ckpt_tools.formats.dcp.writer import dcp_files
+from ckpt_tools.formats.dcp.files import dcp_files
 from ckpt_tools.formats.state_dict.build import Entries, entries_of
 
 

@@ -26,8 +26,8 @@ from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.values import Value
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.dcp.files import RankFiles, metadata_of, place
 from ckpt_tools.formats.dcp.items import Items
-from ckpt_tools.formats.dcp.writer import RankFiles, metadata_of, place
 from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG
 from ckpt_tools.formats.megatron.common_state import CONTENT, FULLY_RESHARDABLE, SHARDING, inner_tree, with_groups
 from ckpt_tools.formats.megatron.folders import BACKEND, METADATA, TRACKER

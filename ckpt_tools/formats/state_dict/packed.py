@@ -23,7 +23,7 @@ from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.serialization.torch_zip import described_storage
+from ckpt_tools.serialization.torch_archive import described_storage
 
 OPTIM = "optim"
 TREE = StateTree((), (OPTIM,))

@@ -8,7 +8,8 @@ cannot be followed to its end is a finding too, since a loader might get further
 ``carriers`` knows in what files pickles lie, ``sources`` which files there are, ``report`` what is found.
 """
 
-from ckpt_tools.verification.scan.findings import Finding, ScanReport
+from ckpt_tools.verification.scan.findings import Finding
+from ckpt_tools.verification.scan.report import ScanReport
 from ckpt_tools.verification.scan.source import scan_source
 
 __all__ = ["Finding", "ScanReport", "scan_source"]

@@ -1,13 +1,11 @@
-"""The results of a scan."""
+"""What a scan finds, and their collector."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import printable
 from ckpt_tools.errors import UnsupportedError
@@ -57,49 +55,11 @@ class Finding(Shown):
         return ": ".join(part for part in (self.file, self.place, self.what) if part)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ScanReport(Shown):
-    """What was proved, and the findings where nothing could be.
-
-    ``num_files`` files of ``num_bytes`` bytes and ``num_pickles`` pickles were proved; ``allowed`` are the names that
-    the user vouched for and that were met. ``names`` are those that could be vouched for: what is left is a finding.
-    """
-
-    source: str
-    num_files: int
-    num_bytes: int
-    num_pickles: int
-    num_findings: int
-    findings: tuple[Finding, ...] = field(repr=False)
-    allowed: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-
-    @property
-    def clean(self) -> bool:
-        return not self.num_findings
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "source": self.source,
-            "clean": self.clean,
-            "num_findings": self.num_findings,
-            "num_pickles": self.num_pickles,
-            "num_files": self.num_files,
-            "num_bytes": self.num_bytes,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self, "clean")
-
-    def to_sarif(self) -> dict[str, Any]:
-        """The findings in the form in which code hosts take results of scanners."""
-        from ckpt_tools.verification.scan.sarif import sarif_of
-
-        return sarif_of(self)
-
-
 class FindingCollector:
-    """Collects findings and what was proved. ``allowed`` are the names that the user vouches for."""
+    """Collects findings and what was proved. ``allowed`` are the names that the user vouches for.
+
+    ``met`` are those of them that were met, and ``names`` those that could be vouched for.
+    """
 
     def __init__(self, allowed: Collection[str] = ()) -> None:
         self.allowed = frozenset(allowed)
@@ -108,8 +68,8 @@ class FindingCollector:
         self.num_pickles = 0
         self.num_files = 0
         self.num_bytes = 0
-        self._met: set[str] = set()
-        self._names: dict[str, None] = {}
+        self.met: set[str] = set()
+        self.names: dict[str, None] = {}
 
     def add(self, file: str, place: str, danger: Danger, what: str, *, count: int = 1) -> None:
         self.num_findings += count
@@ -119,27 +79,15 @@ class FindingCollector:
     def note(self, proof: Proof) -> None:
         """Count a pickle that was read, proven or not; its refusals are findings of their own."""
         self.num_pickles += not proof.refusals
-        self._met.update(proof.uses_allowed)
+        self.met.update(proof.uses_allowed)
         self.suggest(refusal.name for refusal in proof.refusals)
 
     def suggest(self, names: Iterable[str | None]) -> None:
         for name in names:
-            if name and len(self._names) < MAX_FINDINGS:
-                self._names[printable(name)] = None
+            if name and len(self.names) < MAX_FINDINGS:
+                self.names[printable(name)] = None
 
     def proved(self, num_bytes: int) -> None:
         """Count a file of which every byte was accounted for."""
         self.num_files += 1
         self.num_bytes += num_bytes
-
-    def report(self, source: str) -> ScanReport:
-        return ScanReport(
-            source,
-            self.num_files,
-            self.num_bytes,
-            self.num_pickles,
-            self.num_findings,
-            tuple(self.findings),
-            tuple(sorted(self._met)),
-            tuple(self._names),
-        )

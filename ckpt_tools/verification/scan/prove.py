@@ -22,8 +22,8 @@ from ckpt_tools.serialization.pickle.load import load_first
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
 from ckpt_tools.serialization.pickle.proof import Proof, Refusal, prove
 from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.torch_legacy import is_legacy
-from ckpt_tools.serialization.torch_zip import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.zip_archive import TORCHSCRIPT
 from ckpt_tools.stores.source import checked_name
 from ckpt_tools.verification.scan import kinds

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from ckpt_tools.verification.scan.findings import Danger, Finding, ScanReport
+from ckpt_tools.verification.scan.findings import Danger, Finding
 
 _LEVELS = {
     Danger.RUNS: "error",
@@ -23,8 +24,8 @@ _ABOUT = {
 }
 
 
-def sarif_of(report: ScanReport) -> dict[str, Any]:
-    """``report`` as the object that SARIF wants."""
+def sarif_of(findings: Iterable[Finding], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The object that SARIF wants. ``properties`` are what else is to be told of the scan."""
     rules = [{"id": _rule(danger), "shortDescription": {"text": about}} for danger, about in _ABOUT.items()]
     driver = {"name": "ckpt-tools scan", "rules": rules}
     return {
@@ -33,8 +34,8 @@ def sarif_of(report: ScanReport) -> dict[str, Any]:
         "runs": [
             {
                 "tool": {"driver": driver},
-                "results": [_result(finding) for finding in report.findings],
-                "properties": report.shown() | {"allowed": list(report.allowed), "names": list(report.names)},
+                "results": [_result(finding) for finding in findings],
+                "properties": dict(properties),
             }
         ],
     }

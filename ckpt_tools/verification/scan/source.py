@@ -17,9 +17,10 @@ from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import InflationBudget
 from ckpt_tools.verification.scan.disguise import RunsElsewhereError, check_one_meaning
 from ckpt_tools.verification.scan.explain import Explainer
-from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, ScanReport
+from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of
+from ckpt_tools.verification.scan.report import ScanReport
 
 _ZSTD = "stream.zstd/1"
 
@@ -60,7 +61,7 @@ class _Scan:
         ranges = self._items()
         for path in items:
             self._guarded(path, ranges.get(path, {}))
-        return self._notebook.report(url)
+        return ScanReport.of(url, self._notebook)
 
     def _guarded(self, path: str, items: Items | None = None) -> None:
         """A file that cannot be proved is a finding, and keeps none from being read."""

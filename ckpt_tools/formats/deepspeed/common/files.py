@@ -19,7 +19,8 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, brief, kind_of
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.serialization.torch_zip import TorchArchive, open_archive
+from ckpt_tools.serialization.torch_archive import TorchArchive
+from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source
 
 Kind = TypeVar("Kind")

@@ -17,7 +17,8 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.expert_names import split
-from ckpt_tools.serialization.torch_zip import ANY_ROOT, TorchArchive, open_archive, root_of
+from ckpt_tools.serialization.torch_archive import TorchArchive
+from ckpt_tools.serialization.torch_zip import ANY_ROOT, open_archive, root_of
 from ckpt_tools.stores.source import Source
 
 PARAM, VOCAB, IS_EXPERT = "param", "vocab_tensor", "is_expert_param"

@@ -1,0 +1,70 @@
+"""An opened torch file, a zip or of before torch 1.6, and what a pickle says of its storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ckpt_tools.core.dtypes import from_torch_storage
+from ckpt_tools.core.values import GlobalRef, StorageRef, Value
+from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.serialization.zip_archive import (
+    Record,
+)
+
+MAX_PICKLE_BYTES: Final = 1 << 32
+"""The pickle of a model of a million tensors takes 200 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """An opened torch file.
+
+    ``value`` is what was saved, ``records`` are the zip's records by their name below the root folder, ``storages``
+    what the pickle says of each storage that it uses. ``saved_as`` is the name of the zip's folder: torch takes that of
+    the file that it writes, or ``archive``. A file before torch 1.6 is no zip, and has neither records nor that name.
+    """
+
+    path: str
+    value: Value = field(repr=False)
+    records: Mapping[str, Record] = field(repr=False)
+    storages: Mapping[str, StorageRef] = field(repr=False)
+    _locate: Locate = field(repr=False)
+    saved_as: str = ""
+    _ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def storage_range(self, key: str) -> tuple[int, int]:
+        """The bytes ``[start, stop)`` of the file that hold storage ``key``.
+
+        The first call reads what stands before each storage. Raises MalformedError.
+        """
+        if not self._ranges:
+            self._ranges.update(self._locate())
+        if key not in self._ranges:
+            raise MalformedError(f"storage {key!r} has no record", path=self.path)
+        return self._ranges[key]
+
+
+Locate = Callable[[], Mapping[str, tuple[int, int]]]
+"""Finds the bytes of every storage."""
+
+
+def noted(known: dict[str, StorageRef], storage: StorageRef) -> StorageRef:
+    """The one of its key. Raises MalformedError where another description is known."""
+    if known.setdefault(storage.key, storage) != storage:
+        raise MalformedError(f"storage {storage.key!r} is described in two ways")
+    return known[storage.key]
+
+
+def described_storage(pid: Value) -> StorageRef:
+    """``("storage", class, key, location, numel)``; torch < 1.6 had a sixth item, for views of storages."""
+    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[1]) is not GlobalRef:
+        raise MalformedError("a storage is not described in torch's way")
+    _, kind, key, location, numel = pid[:5]
+    if kind.name == "UntypedStorage":
+        return StorageRef(key, None, numel, location)
+    dtype = from_torch_storage(kind.name)
+    if dtype is None or kind.module not in ("torch", "torch.storage", "torch.cuda"):
+        raise UnsupportedError(f"a storage is a {kind}, which is not supported")
+    return StorageRef(key, dtype, numel, location)
