@@ -1,43 +1,41 @@
-"""What the tool writes never holds a credential: neither the output, nor what lies beside it while a run is under way."""
+"""What the tool writes never holds a credential: not the output, nor what lies beside it while a run is under way."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+import ckpt_tools
 from fixtures.store import Fixture
-from tests.support.s3_server import SECRET_KEY
-
-Checkpoint = Callable[[str, str, int], Fixture]
+from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 TOKEN = "token-4711-of-nobody"
-QUERY = "X-Amz-Signature=5167e-of-nobody"
-SECRETS = (SECRET_KEY, TOKEN, QUERY.partition("=")[2])
-
-STORAGE: Mapping[str, Any] = {"secret": SECRET_KEY}
+"""Of the environment, which no request of the tests' server needs."""
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bytes]]]:
-    """Every file as it is before it is renamed or removed, by its name: a journal and a lock do not outlive a run."""
-    seen: list[tuple[str, bytes]] = []
+def test_no_file_holds_a_secret(
+    s3: S3Server, checkpoint: Callable[[str, str, int], Fixture], tmp_path: Path, monkeypatch: Any
+) -> None:
+    made = checkpoint("fsdp2", "plain", 2).checkpoint
+    prefix = s3.new_prefix()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
+    options = {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": s3.endpoint}
+    found: dict[str, bytes] = {}
 
-    def read(path: Any) -> None:
-        each = Path(os.fsdecode(path)) if not isinstance(path, int) else None
-        for file in [each] if each is not None and each.is_file() else [*(each.rglob("*") if each else ())]:
-            if file.is_file():
-                seen.append((str(file), file.read_bytes()))
+    def look(*_: int) -> None:
+        found.update({str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()})
+        found.update(s3.files(prefix))
 
-    for name in ("rename", "replace", "unlink", "remove"):
-        real = getattr(os, name)
-
-        def watched(path: Any, *rest: Any, _real: Any = real, **more: Any) -> Any:
-            read(path)
-            return _real(path, *rest, **more)
-
-        monkeypatch.setattr(os, name, watched)
-    yield seen
+    up = f"s3://{BUCKET}/{prefix}up"
+    steps: list[tuple[Any, Any]] = [(made, up), (up, tmp_path / "down"), (up, f"s3://{BUCKET}/{prefix}again")]
+    for source, destination in steps:
+        reach: dict[str, Any] = {"storage_options": options, "on_progress": look}
+        ckpt_tools.convert(source, destination, to="dcp", checksum=True, resume=True, **reach)
+        look()
+    names = " ".join(found)
+    assert all(f"{each}/.metadata" in names for each in ("up", "down", "again"))
+    assert any(b'"plan"' in data for data in found.values()), "no journal was seen"
+    for name, data in found.items():
+        assert not any(secret.encode() in data for secret in (SECRET_KEY, "another-secret", TOKEN)), name
