@@ -18,6 +18,20 @@ def references(value: Value) -> Iterator[TensorRef]:
     return (found for found in _leaves(value) if isinstance(found, TensorRef))
 
 
+def places(value: Value) -> Iterator[tuple[str, TensorRef]]:
+    """Every ``TensorRef`` in ``value`` with the path at which it is met first: keys and positions, joined by dots."""
+    seen: set[int] = set()
+    todo: list[tuple[str, Value]] = [("", value)]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, TensorRef):
+            yield path.removeprefix("."), value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            parts = value.items() if isinstance(value, dict) else enumerate(_parts(value))
+            todo.extend((f"{path}.{name}", part) for name, part in parts)
+
+
 def _leaves(value: Value) -> Iterator[Value]:
     seen: set[int] = set()
     todo = [value]

@@ -16,8 +16,8 @@ from typing import Any
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
+from ckpt_tools.formats.deepspeed_files import is_layer, model_parallel_size
 from ckpt_tools.formats.deepspeed_files import missing as missing_file
-from ckpt_tools.formats.deepspeed_files import model_parallel_size
 from ckpt_tools.formats.rank_names import MANAGER, says_its_rank
 from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, parent_of
 from ckpt_tools.formats.trainer_files import marks_unfinished
@@ -111,6 +111,16 @@ def problem_of(saved: Saved) -> str | None:
         return next((text for rule in _RULES if (text := rule(saved)) is not None), None)
     except (FormatError, UnsafeError) as error:
         return str(error)
+
+
+def is_shown_by_reading(saved: Saved) -> bool:
+    """Whether only its reader sees that a layer is missing: without ZeRO the model files of a pipeline do not name the
+    parameters of its layers."""
+    stages = [path for path in saved.files if _MODEL_STATES.fullmatch(path.rpartition("/")[2])]
+    if not stages or not any(is_layer(path.rpartition("/")[2]) for path in saved.files):
+        return False
+    head = open_archive(*saved.part(min(stages))).value
+    return isinstance(head, dict) and not head.get("param_shapes")
 
 
 def format_of(saved: Saved) -> str:

@@ -24,6 +24,11 @@ def model_parallel_size(head: Head) -> int | None:
     return max(size, prod(degrees)) if type(size) is int else None
 
 
+def is_layer(name: str) -> bool:
+    """Whether it is the name of the file of a pipeline's layer."""
+    return _LAYER.fullmatch(name) is not None
+
+
 def missing(names: Collection[str], heads: Iterable[Head]) -> str | None:
     """The first file of a layer or an expert that ``names`` lack; ``heads`` are all model files."""
     cuts: dict[str, set[int]] = {}

@@ -14,11 +14,27 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_tools.core.announcements import tell
+from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.run_listing import RunCheckpoint, RunListing
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import CkptError, SourceNotFoundError, StoreError
-from ckpt_tools.formats.completeness import MAX_NAME_BYTES, Saved, format_of, problem_of, trainer_state, world_size_of
+from ckpt_tools.errors import (
+    CkptError,
+    IncompleteError,
+    MalformedError,
+    SourceNotFoundError,
+    StoreError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.completeness import (
+    MAX_NAME_BYTES,
+    Saved,
+    format_of,
+    is_shown_by_reading,
+    problem_of,
+    trainer_state,
+    world_size_of,
+)
 from ckpt_tools.formats.registry import reader_for
 from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, is_named, members, parent_of, step_in
 from ckpt_tools.formats.trainer_files import with_trainer_files
@@ -119,7 +135,7 @@ def url_of(source: Source, url: str, member: Member) -> str:
 
 def _shown(source: Source, url: str, is_remote: bool, member: Member) -> RunCheckpoint:
     saved = Saved.of(source, member, is_remote=is_remote)
-    problem = problem_of(saved)
+    problem = _problem_of(saved)
     step = _known_step(saved, member)
     return RunCheckpoint(
         name=member.name,
@@ -132,6 +148,25 @@ def _shown(source: Source, url: str, is_remote: bool, member: Member) -> RunChec
         world_size=world_size_of(saved) if problem is None else None,
         problem=problem,
     )
+
+
+def _problem_of(saved: Saved) -> str | None:
+    """Why it is not complete, by its files or, if they do not show it, by its reader. Raises StoreError."""
+    found = problem_of(saved)
+    if found is not None or not is_shown_by_reading(saved):
+        return found
+    try:
+        _read(saved)
+    except (IncompleteError, MalformedError) as error:
+        return str(error)
+    except UnsupportedError:
+        return None
+    return None
+
+
+def _read(saved: Saved) -> Manifest:
+    source = part_of(saved.run, saved.root, saved.files)
+    return with_trainer_files(reader_for(source, None).read_manifest(source, ReadOptions()), source)
 
 
 def _known_step(saved: Saved, member: Member) -> int | None:
@@ -178,7 +213,7 @@ def _called(name: str, found: Iterable[Member], files: Iterable[str]) -> list[st
 
 def _tell_if_incomplete(saved: Saved) -> None:
     """On stderr; what it lacks may be refused later, or may not be needed."""
-    problem = problem_of(saved)
+    problem = _problem_of(saved)
     if problem is not None:
         tell(f"{saved.name} is not complete: {problem}")
 
@@ -192,7 +227,7 @@ def _latest(run: str, source: Source, every: Sequence[Member]) -> str:
     named = named_by_file(source)
     problems = {}
     for member in sorted(every, key=lambda member: member.name == named, reverse=True):
-        problems[member.name] = problem = problem_of(Saved.of(source, member, is_remote=_is_remote(run)))
+        problems[member.name] = problem = _problem_of(Saved.of(source, member, is_remote=_is_remote(run)))
         if problem is None:
             _tell_of(problems, member)
             return run if member.name == named else f"{run}/{member.name}"
@@ -242,8 +277,7 @@ def _holding(found: Iterable[str], is_meant: Callable[[str], bool], files: Itera
 def _step_of(saved: Saved) -> int | None:
     """The step that a checkpoint says; None if it does not, or cannot be read. Raises StoreError."""
     try:
-        source = part_of(saved.run, saved.root, saved.files)
-        return with_trainer_files(reader_for(source, None).read_manifest(source, ReadOptions()), source).step
+        return _read(saved).step
     except StoreError:
         raise
     except CkptError:

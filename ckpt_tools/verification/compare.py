@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.progress import Progress
+from ckpt_tools.core.value_refs import places
+from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
@@ -41,28 +43,36 @@ def _neutral(key: StateKey) -> StateKey:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two checkpoints: its tensors by every name, its store, and its name in messages."""
+    """One of two checkpoints: its tensors by every name, its store, and its name in messages.
+
+    ``places`` says where among the entries the user's own tensors are.
+    """
 
     name: str
     store: Store
     tensors: Mapping[StateKey, TensorEntry]
+    places: Mapping[StateKey, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, store: Store, manifest: Manifest) -> Side:
-        return cls(name, store, named_tensors(manifest))
+        found = places(user_entries(manifest)[0])
+        return cls(name, store, named_tensors(manifest), {_neutral(ref.key): place for place, ref in found})
 
     def selected(self, is_wanted: Callable[[str], bool]) -> Side:
         """The tensors whose names are wanted, with their optimizer state."""
         return replace(self, tensors={key: entry for key, entry in self.tensors.items() if is_wanted(key.fqn)})
 
     def with_extras_like(self, other: Side) -> Side:
-        """If only ``other`` has one of the user's own tensors at the end of a longer path, or of a shorter one, ours
-        goes by that name: formats put them below entries of their own."""
+        """If only ``other`` has one of the user's own tensors in the same place, or at the end of a longer path, or of
+        a shorter one, ours goes by that name: formats name such tensors their own way, or put them below entries of
+        their own."""
         free = [key for key in other.tensors if key.slot == EXTRA and key not in self.tensors]
+        there = {other.places[key]: key for key in free if key in other.places}
         found: dict[StateKey, list[StateKey]] = {}
         for key in self.tensors:
             if key.slot == EXTRA and key not in other.tensors:
-                found[key] = [each for each in free if _is_end(key.fqn, each.fqn)]
+                same = there.get(self.places.get(key, ""))
+                found[key] = [same] if same else [each for each in free if _is_end(key.fqn, each.fqn)]
         taken = Counter(each for ends in found.values() for each in ends)
         names = {key: ends[0] for key, ends in found.items() if len(ends) == 1 and taken[ends[0]] == 1}
         return replace(self, tensors={names.get(key, key): entry for key, entry in self.tensors.items()})

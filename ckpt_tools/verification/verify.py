@@ -18,6 +18,7 @@ from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.base import Writer
 from ckpt_tools.formats.reading import case_of, read_checkpoint
 from ckpt_tools.formats.registry import known_writer
 from ckpt_tools.stores.source import Source
@@ -97,7 +98,7 @@ def verify_pair(
     """
     other_source, other = read_checkpoint(dst, _reading_beside(manifest, options), storage_options=how.storage_options)
     target = known_writer(other.format)
-    whole = options.state != "model" and bool(other.groups or other.of_kind(Kind.STATE) or other.of_kind(Kind.EXTRA))
+    whole = options.state != "model" and (_has_more(other) or _keeps_names(manifest, other, target, options))
     holds_masters = target is None or target.holds_masters
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
     check(COMPARING, options.given, case)
@@ -106,6 +107,20 @@ def verify_pair(
     ours = Side.of("the source", source.store, expected).with_masters_like(theirs).with_extras_like(theirs)
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
     return _with_entries(report, expected, other, (ours.name, theirs.name)) if whole else report
+
+
+def _has_more(manifest: Manifest) -> bool:
+    """Whether there are tensors beside the model's, or groups of them."""
+    return bool(manifest.groups or manifest.of_kind(Kind.STATE, Kind.EXTRA))
+
+
+def _keeps_names(manifest: Manifest, other: Manifest, target: Writer | None, options: ConvertOptions) -> bool:
+    """Whether the names of a model without other state are the source's own, with what wrappers put in: so a format of
+    whole states holds them, unless ``state="model"`` wrote it."""
+    if _has_more(manifest) or target is None or not (target.holds_optimizer or options.state == "all"):
+        return False
+    is_renamed = bool(options.rename or options.names)
+    return is_renamed or not transforms.model_names(manifest).isdisjoint(transforms.model_names(other))
 
 
 def _with_entries(report: VerifyReport, ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> VerifyReport:

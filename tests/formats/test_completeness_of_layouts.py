@@ -88,6 +88,14 @@ RUNS = (
             ("deepspeed-moe-fp32", "expp_rank_1*"),
         )
     ),
+    *(
+        Run(f"deepspeed-pipeline-{dtype}", "global_step4", TAGS, f"layer_0{layers}-model_states.pt", why,
+            ("latest", TAGS[1]), format="deepspeed")
+        for dtype, layers, why in (
+            *(("fp32", layer, "file of a layer is missing") for layer in "036"),
+            *(("bf16", layers, "no file of a layer contains it") for layers in ("3", "[06]")),
+        )
+    ),
     Run("deepspeed-pipeline-zero1-fp32", "global_step4", TAGS, "zero_pp_rank_1_mp_rank_01*", "rank 1",
         ("latest", TAGS[1]), format="deepspeed"),
     Run("deepspeed-moe-zero2-fp32", "global_step4", TAGS, "zero_pp_rank_3*", "rank 3", ("latest", TAGS[1]),

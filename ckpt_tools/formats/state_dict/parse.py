@@ -334,6 +334,16 @@ def _by_name(
     return _renamed(leaves, tree.optim, groups, names), tree, ()
 
 
+def is_taken_by_number(leaves: Leaves, tree: Tree) -> bool:
+    """Whether a reader takes the numbers of the tree's optimizer for parameters of its model."""
+    groups = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
+    if tree.optim is None or not groups:
+        return False
+    parameters = _parameter_shapes(leaves, tree, ())
+    names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), {}, None, parameters)
+    return names is not None and _state_numbers(leaves, tree.optim) <= names.keys()
+
+
 def unplaced(optimizer: str) -> Note:
     """About an optimizer whose numbers could mean several parameters."""
     why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"

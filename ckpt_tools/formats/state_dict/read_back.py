@@ -2,6 +2,8 @@
 
 Such a tree does not say which of its mappings is the model: readers find it by the names that the optimizer knows, by
 its own name and by its size (``parse.find_tree``). Tensors among the user's own entries could be taken for it.
+Readers also take the order of the weights for the model's when an optimizer numbers its parameters. The weights of a
+source in another order could be taken for parameters that the numbers do not mean.
 """
 
 from __future__ import annotations
@@ -11,16 +13,27 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.state_dict.build import APP_TREE, Entries, entries_of
-from ckpt_tools.formats.state_dict.parse import State, Tree, Weight, find_tree, role_of
+from ckpt_tools.formats.state_dict.parse import (
+    Leaves,
+    State,
+    TensorLeaf,
+    Tree,
+    Weight,
+    find_tree,
+    is_taken_by_number,
+    role_of,
+)
 
 
 def entries_read_back(manifest: Manifest, tree: StateTree) -> Entries:
     """As ``entries_of``, for a tree whose model a reader finds.
 
     Raises:
-        UnsupportedError: as ``entries_of`` does, or a reader would take something else for the model.
+        UnsupportedError: as ``entries_of`` does, or a reader would take something else for the model, or the
+        optimizer's numbers for parameters that nothing proves.
     """
     entries = entries_of(manifest, tree)
+    _check_numbers(manifest, entries, tree)
     wrong = _taken_for_model(manifest, entries)
     if wrong is not None:
         raise UnsupportedError(
@@ -38,6 +51,7 @@ def entries_of_own_tree(manifest: Manifest, tree: StateTree) -> tuple[Entries, t
         UnsupportedError: as ``entries_read_back``.
     """
     entries = entries_of(manifest, tree)
+    _check_numbers(manifest, entries, tree)
     wrong = _taken_for_model(manifest, entries)
     if wrong is None:
         return entries, ()
@@ -58,15 +72,37 @@ def _taken_for_model(manifest: Manifest, entries: Entries) -> TreePath | None:
     """Where a reader would find other weights or other optimizer state than are meant; None if it finds what is meant,
     or asks the user."""
     kinds = {name: manifest.tensors[key].kind for name, key in entries.tensors.items()}
-    if Kind.EXTRA not in kinds.values():
-        return None
-    numels = {name: manifest.tensors[key].numel for name, key in entries.tensors.items()}
-    try:
-        tree = find_tree(entries.paths, numels, model_key=None, optim_key=None)
-    except UnsupportedError:
+    tree = _tree_found(manifest, entries) if Kind.EXTRA in kinds.values() else None
+    if tree is None:
         return None
     is_meant = all(_is_meant(entries.paths[name], tree, kind, manifest) for name, kind in kinds.items())
     return None if is_meant else tree.model
+
+
+def _tree_found(manifest: Manifest, entries: Entries) -> Tree | None:
+    """Where a reader finds model and optimizer; None if it asks the user."""
+    numels = {name: manifest.tensors[key].numel for name, key in entries.tensors.items()}
+    try:
+        return find_tree(entries.paths, numels, model_key=None, optim_key=None)
+    except UnsupportedError:
+        return None
+
+
+def _check_numbers(manifest: Manifest, entries: Entries, tree: StateTree) -> None:
+    """Raises UnsupportedError if a reader would place an optimizer by number among the user's own entries."""
+    if not manifest.of_kind(Kind.EXTRA):
+        return
+    found = _tree_found(manifest, entries)
+    tensors = {name: manifest.tensors[key] for name, key in entries.tensors.items()}
+    leaves = {name: TensorLeaf(each.shape, each.dtype, each.shards) for name, each in tensors.items()}
+    if found is None or found.model != tree.model or found.optim is None:
+        return
+    if is_taken_by_number(Leaves(entries.paths, leaves, entries.objects), found):
+        raise UnsupportedError(
+            f"the optimizer in {_place(found.optim)} numbers its parameters, and a reader would find them by the order "
+            "of the weights, which is not proved to be the model's; say which they are with "
+            f"{option('param_order')}, or write the weights alone with {option('state', 'model')}"
+        )
 
 
 def _is_meant(path: TreePath, tree: Tree, kind: Kind, manifest: Manifest) -> bool:
