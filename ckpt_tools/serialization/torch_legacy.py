@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeVar
 
 from ckpt_tools.core.values import StorageRef, Value
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.load import load_first
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
@@ -213,7 +214,7 @@ class Storages:
         if at > size:
             raise IncompleteError(f"it has {size:,} bytes instead of {at:,}; it is truncated", path=path)
         if at < size:
-            raise MalformedError(f"{size - at:,} bytes follow the last storage", path=path)
+            raise MalformedError(f"it has {count(size - at, 'byte')} after the last storage", path=path)
 
     def ranges(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
         """The bytes of each storage, after a look at the count before them."""

@@ -206,7 +206,7 @@ HOSTILE = {
     ),
     "a gap": (_filled(_header(infos=_info(offset=64)), 96), MalformedError, "instead of 0"),
     "a cut file": (_filled(_header(infos=_info()), 4), IncompleteError, "the file is cut"),
-    "more than its tensors": (_filled(_header(infos=_info()), 64), MalformedError, "belong to no tensor"),
+    "more than its tensors": (_filled(_header(infos=_info()), 64), MalformedError, "too many"),
     "no tensors": (_filled(_header(num=0), 0), UnsupportedError, "no tensors"),
     "a name that is not text": (_filled(_header(infos=_info(b"\xff"))), MalformedError, "not UTF-8"),
     "a bool of 2": (

@@ -145,7 +145,7 @@ HOSTILE = {
     "too large a shape": (_npy(_plain(shape="(4611686018427387904, 4)")), IncompleteError, "instead of"),
     "a header longer than the member": (b"\x93NUMPY\1\0\xff\x0f" + b" " * 9, MalformedError, "does not fit"),
     "too few elements": (_npy(_plain(), b"\0" * 7), IncompleteError, "instead of"),
-    "too many elements": (_npy(_plain(), b"\0" * 9), MalformedError, "belong to nothing"),
+    "too many elements": (_npy(_plain(), b"\0" * 9), MalformedError, "1 byte too many"),
 }
 
 

@@ -178,7 +178,7 @@ class TestFolders:
 
     def test_a_configuration_of_another_world_size(self, verl: Path) -> None:
         (verl / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
-        assert "it says 8 ranks, but the files are of 2" in refused(verl)
+        assert "it says world_size 8, but the files are of 2 ranks" in refused(verl)
 
     def test_an_actor_and_a_critic(self, verl: Path) -> None:
         shutil.copytree(verl, verl.parent / "critic")

@@ -146,7 +146,7 @@ def test_a_view_of_a_storage_is_read_as_torch_reads_it() -> None:
     ("data", "error", "reason"),
     [
         (by_hand(one(), ["k"], storage(1, 2)), IncompleteError, "truncated"),
-        (by_hand(one(), ["k"], storage(1, 2, 3, 4)), MalformedError, "follow the last storage"),
+        (by_hand(one(), ["k"], storage(1, 2, 3, 4)), MalformedError, "after the last storage"),
         (by_hand(one(), [], b""), IncompleteError, "not in the list"),
         (by_hand(one(), ["k", "other"], storage(1, 2, 3) * 2), MalformedError, "no tensor is a view"),
         (by_hand(one(), ["k", "k"], storage(1, 2, 3) * 2), MalformedError, "no tensor is a view"),

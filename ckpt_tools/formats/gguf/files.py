@@ -107,7 +107,7 @@ def _tensors(headers: list[Header]) -> dict[str, TensorInfo]:
         raise UnsupportedError("it holds no tensors, only key-values such as a vocabulary")
     promised = headers[0].number("split.tensors.count")
     if promised is not None and promised != len(found):
-        raise IncompleteError(f"the parts hold {len(found)} tensors instead of {promised}")
+        raise IncompleteError(f"the parts hold {count(len(found), 'tensor')} instead of {promised}")
     return found
 
 

@@ -20,6 +20,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.core.values import INT64_MAX, brief
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 
 MAGIC = b"GGUF"
@@ -295,6 +296,4 @@ def _check_end(cursor: _Cursor, stop: int, padded: int) -> None:
     if cursor.size < stop or stop < cursor.size < padded:
         raise IncompleteError(f"it has {cursor.size:,} bytes instead of {padded:,}; the file is cut", path=cursor.path)
     if cursor.size > padded:
-        raise MalformedError(
-            f"{cursor.size - padded:,} bytes after the last tensor belong to no tensor", path=cursor.path
-        )
+        raise MalformedError(f"{count(cursor.size - padded, 'byte')} too many, after the last tensor", path=cursor.path)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ckpt_tools.core.boxes import Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import check_extents
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError, UnsupportedError
 
 MAGIC = b"\x93NUMPY"
@@ -163,7 +164,7 @@ def check_size(header: NpyHeader, size: int, path: str, key: str) -> None:
     if size < expected:
         raise IncompleteError(f"it has {size:,} bytes instead of {expected:,}", path=path, key=key)
     if size > expected:
-        raise MalformedError(f"{size - expected:,} bytes after its elements belong to nothing", path=path, key=key)
+        raise MalformedError(f"{count(size - expected, 'byte')} too many, after its elements", path=path, key=key)
 
 
 def npy_header(shape: Shape, dtype: DType, key: str) -> bytes:

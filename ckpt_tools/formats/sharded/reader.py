@@ -14,7 +14,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.core.value_refs import references, replaced
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
 from ckpt_tools.formats.rank_names import RANK, base, folder_of, without_world
@@ -96,7 +96,9 @@ def _check_config(source: Source, found: Checkpoint) -> None:
     config = parse_json(source.read_all(path, limit_bytes=MAX_BESIDE_BYTES), path)
     world = config.get("world_size") if isinstance(config, dict) else None
     if world != len(found.ranks):
-        raise MalformedError(f"it says {world} ranks, but the files are of {len(found.ranks)}", path=path)
+        raise MalformedError(
+            f"it says world_size {world}, but the files are of {count(len(found.ranks), 'rank')}", path=path
+        )
 
 
 def _without_names(group: ParamGroup) -> ParamGroup:

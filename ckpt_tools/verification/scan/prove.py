@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import from_safetensors
 from ckpt_tools.core.values import StorageRef, Value, are_naturals
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
 from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
@@ -316,7 +317,7 @@ class _Alone:
 def _check_zeros(piece: Piece, start: int, stop: int) -> None:
     """An alignment, which the header chooses, may ask for much padding."""
     if stop - start > _MAX_PADDING_BYTES:
-        raise MalformedError(f"{stop - start:,} bytes between its tensors belong to nothing")
+        raise MalformedError(f"it has {count(stop - start, 'byte')} between its tensors, of none of them")
     for at in range(start, stop, _ZEROS_BYTES):
         if piece.read(at, min(at + _ZEROS_BYTES, stop)).strip(b"\0"):
             raise MalformedError("its padding is not zeros")

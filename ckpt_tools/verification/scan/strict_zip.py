@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from typing import NoReturn
 
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.zip_archive import (
     CENTRAL,
@@ -60,13 +61,15 @@ class _Cover:
         ranges, at = {}, 0
         for record in self._directory.records.values():
             if record.header_offset != at:
-                self._fail(f"{record.header_offset - at:,} bytes before the record {record.name!r} belong to nothing")
+                self._fail(
+                    f"{count(record.header_offset - at, 'byte')} before the record {record.name!r} outside any record"
+                )
             start, has_descriptor = self._header(record)
             ranges[record.name] = (start, start + record.size)
             at = start + record.size
             at += self._descriptor(record, at) if has_descriptor else 0
         if at != self._directory.start:
-            self._fail(f"{self._directory.start - at:,} bytes before its directory belong to nothing")
+            self._fail(f"{count(self._directory.start - at, 'byte')} before its directory outside any record")
         return ranges
 
     def _header(self, record: Record) -> tuple[int, bool]:
