@@ -126,6 +126,7 @@ WIDE_CASES: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2, "until": 1},
     "pp4": {"pp": 4},
     "no_shard": {"pp": 2, "strategy": "no_shard"},
+    "bf16": {"pp": 2, "precision": "bf16"},
     "hybrid_shard": {"pp": 2, "strategy": "hybrid_shard", "shard_size": 1},
     "shard_grad_op": {"pp": 2, "strategy": "shard_grad_op", "activation_checkpointing": True},
     "options": {"pp": 2, "cpu_offload": True, "forward_prefetch": 1, "backward_prefetch": 1},
@@ -145,5 +146,6 @@ def test_a_pipeline_goes_together_with_sharding(runs: Runs, wide_cases: list[str
     pool(WIDE).run(train_each, *wide.values(), further, seconds=SECONDS)
     expected = losses(runs["whole"])
     for name, config in wide.items():
-        assert losses(config) == pytest.approx(expected[: len(losses(config))], rel=1e-5), name
+        within = 1e-5 if config.precision == "fp32" else 0.01
+        assert losses(config) == pytest.approx(expected[: len(losses(config))], rel=within), name
     assert losses(further) == pytest.approx(expected[2:], rel=1e-5)

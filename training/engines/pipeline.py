@@ -23,9 +23,9 @@ from .blocks import OnBlock, build
 class Stage(nn.Module):
     """Consecutive layers of the model, by their names there: bytes or hidden states to hidden states or logits."""
 
-    def __init__(self, model: LanguageModel, layers: range, number: int, count: int) -> None:
+    def __init__(self, model: LanguageModel, layers: range, number: int, stages: int) -> None:
         super().__init__()
-        self.is_first, self.is_last = number == 0, number == count - 1
+        self.is_first, self.is_last = number == 0, number == stages - 1
         if self.is_first or self.is_last:
             self.embed, self.head = model.embed, model.head
         self.layers = nn.ModuleDict({str(layer): model.layers[layer] for layer in layers})
@@ -40,10 +40,11 @@ class Stage(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
 
-def layers_of(number: int, count: int, layers: int) -> range:
+def layers_of(number: int, stages: int, layers: int) -> range:
     """The layers of a stage. The first stages have one more than the last ones if they do not divide."""
-    [*starts] = (stage * (layers // count) + min(stage, layers % count) for stage in (number, number + 1))
-    return range(*starts)
+    each, left = divmod(layers, stages)
+    start = number * each + min(number, left)
+    return range(start, start + each + (number < left))
 
 
 def build_stage(config: TrainConfig, spec: ModelSpec, mesh: DeviceMesh, on_block: OnBlock) -> Stage:
