@@ -20,6 +20,7 @@ with killed_by_interrupts():
         LAUNCHERS,
         METRICS,
         OVERRIDES,
+        PIPELINE_SCHEDULES,
         PRECISIONS,
         RESUME_AUTO,
         RESUME_LATEST,
@@ -62,6 +63,8 @@ with killed_by_interrupts():
 @click.option("--gradient-accumulation", type=int, default=1, help="Micro-batches that one step adds up.")
 @click.option("--shard-size", type=int, help="Of hybrid_shard and zero3_hpz: workers that share one copy.")
 @click.option("--tp", type=int, default=1, help="Workers that compute each layer together, beside FSDP2.")
+@click.option("--pp", type=int, default=1, help="Stages of a pipeline of layers, beside FSDP2.")
+@click.option("--pp-schedule", type=click.Choice(PIPELINE_SCHEDULES), help="Of the pipeline.  [default: 1f1b]")
 @click.option("--cpu-offload", is_flag=True, help="FSDP2: weights, gradients and optimizer in the host's memory.")
 @click.option("--reshard-after-forward", type=int, help="full_shard: keep shards over so many workers until backward.")
 @click.option("--forward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, forwards.")

@@ -47,6 +47,12 @@ def _heads(config: TrainConfig) -> int:
     return facts.heads
 
 
+def _layers(config: TrainConfig) -> int:
+    facts = facts_of(config.model)
+    assert facts is not None
+    return facts.layers
+
+
 def _wrong_engine(config: TrainConfig) -> str:
     twin = BY_NAME[config.sharding.name].twin
     other = f"; --strategy {twin} is the same of {config.engine}" if config.engine == "fsdp2" and twin else ""
@@ -151,6 +157,44 @@ RULES: tuple[Rule, ...] = (
         lambda config: f"--tp {config.tp} does not divide --num-workers {config.num_workers}",
     ),
     Rule(
+        "pp strategy",
+        lambda config: config.pp > 1 and not _is_fully_sharded(config),
+        lambda config: f"--pp goes together with FSDP2, and --strategy is {config.sharding.name}",
+    ),
+    Rule(
+        "pp model",
+        lambda config: config.pp > 1 and _layers(config) == 0,
+        lambda config: f"--pp is for --model lm; the layers of {config.model} cannot be cut into stages",
+    ),
+    Rule(
+        "pp layers",
+        lambda config: config.pp > max(_layers(config), 1),
+        lambda config: f"--pp {config.pp} is more stages than the {_layers(config)} layers of --model {config.model}",
+    ),
+    Rule(
+        "pp tp",
+        lambda config: config.pp > 1 and config.tp > 1,
+        lambda config: "--pp and --tp do not go together here; leave one of them out",
+    ),
+    Rule(
+        "pp workers",
+        lambda config: config.num_workers % config.pp != 0,
+        lambda config: f"--pp {config.pp} does not divide --num-workers {config.num_workers}",
+    ),
+    Rule(
+        "pp-schedule unused",
+        lambda config: config.pp_schedule is not None and config.pp == 1,
+        lambda config: "--pp-schedule is for --pp",
+    ),
+    Rule(
+        "pp micro-batches",
+        lambda config: config.gradient_accumulation < config.pp and config.pp_schedule != "gpipe",
+        lambda config: (
+            f"--pp {config.pp} needs at least as many micro-batches, so that each stage has one to work on: give "
+            f"--gradient-accumulation {config.pp} or more, or --pp-schedule gpipe"
+        ),
+    ),
+    Rule(
         "zero0 precision",
         lambda config: config.sharding.name == "zero0" and config.precision != "fp32",
         lambda config: f"--strategy zero0 is for fp32 here; in {config.precision} choose zero1, or ddp with bf16",
@@ -174,8 +218,9 @@ RULES: tuple[Rule, ...] = (
             f"the global batch of {config.batch_size} does not divide over {config.data_workers} workers"
             + (f" x {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else "")
             + (f" (--num-workers / --tp {config.tp})" if config.tp > 1 else "")
+            + (f" (--num-workers / --pp {config.pp})" if config.pp > 1 else "")
             + "; choose --batch-size a multiple of "
-            + ("--num-workers" if config.gradient_accumulation == config.tp == 1 else "their product")
+            + ("--num-workers" if config.gradient_accumulation == config.tp == config.pp == 1 else "their product")
         ),
     ),
 )

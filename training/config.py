@@ -20,10 +20,12 @@ from .strategies import EngineName as EngineName
 LauncherName = Literal["ray", "torchrun"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
+PipelineScheduleName = Literal["gpipe", "1f1b"]
 ScheduleName = Literal["cosine", "linear", "constant"]
 LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
+PIPELINE_SCHEDULES: tuple[PipelineScheduleName, ...] = get_args(PipelineScheduleName)
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 RESUME_LATEST = "latest"
@@ -61,6 +63,7 @@ COUNTS = (
     "gradient_accumulation",
     "shard_size",
     "tp",
+    "pp",
     "reshard_after_forward",
     "log_every",
 )
@@ -119,6 +122,8 @@ class TrainConfig:
     precision: Precision = "fp32"
     shard_size: int | None = None
     tp: int = 1
+    pp: int = 1
+    pp_schedule: PipelineScheduleName | None = None
     cpu_offload: bool = False
     reshard_after_forward: int | None = None
     forward_prefetch: int = 0
@@ -161,8 +166,8 @@ class TrainConfig:
 
     @property
     def data_workers(self) -> int:
-        """Workers, or groups of workers under ``tp``, that see samples of their own."""
-        return self.num_workers // self.tp
+        """Workers, or groups of workers under ``tp`` and ``pp``, that see samples of their own."""
+        return self.num_workers // (self.tp * self.pp)
 
     @property
     def last_epoch(self) -> int:
@@ -202,13 +207,14 @@ class TrainConfig:
             ("strategy", (None, *STRATEGIES)),
             ("engine", (None, *ENGINES)),
             ("schedule", SCHEDULES),
+            ("pp_schedule", (None, *PIPELINE_SCHEDULES)),
             ("launcher", LAUNCHERS),
             ("precision", PRECISIONS),
             ("dataset", DATASETS),
         ):
             if getattr(self, name) not in choices:
                 named = ", ".join(filter(None, choices))
-                raise UsageError(f"--{name} is one of {named}, not {getattr(self, name)!r}")
+                raise UsageError(f"--{spelt(name)} is one of {named}, not {getattr(self, name)!r}")
 
     def _check_counts(self) -> None:
         for name in COUNTS:

@@ -161,8 +161,8 @@ class _Run:
         self.outlet, self.saver, self.is_asked_to_stop, self.progress = outlet, saver, is_asked_to_stop, progress
         self.policy, self.agreement = SavePolicy.of(config), Agreement()
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.data_world_size = self.world_size // config.tp
-        """Ranks, or groups of ranks under tensor parallelism, that see samples of their own."""
+        self.data_world_size = self.world_size // (config.tp * config.pp)
+        """Ranks, or groups of ranks under tensor and pipeline parallelism, that see samples of their own."""
         self.steps = config.steps_per_epoch(len(samples))
         self.log = StepLog(config, schedule, outlet, self.agreement, config.last_epoch * self.steps)
         self.end_step = end_step

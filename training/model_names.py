@@ -13,10 +13,12 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """``heads`` are those of attention that tensor parallelism can deal out; 0 where a model has none to deal."""
+    """``heads`` are those of attention that tensor parallelism can deal out, ``layers`` those that a pipeline can; 0
+    where a model has none to deal."""
 
     task: Task = "images"
     heads: int = 0
+    layers: int = 0
 
 
 MODELS: Mapping[str, ModelFacts] = {
@@ -28,7 +30,7 @@ MODELS: Mapping[str, ModelFacts] = {
     "mobilenet_v3": ModelFacts(),
     "efficientnet_b0": ModelFacts(),
     "vgg11_bn": ModelFacts(),
-    "lm": ModelFacts("text", heads=4),
+    "lm": ModelFacts("text", heads=4, layers=4),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from .reading import reading
 from .temporary import shared_temporary_folder
 
 
-def load_first_weights(config: TrainConfig, model: nn.Module) -> None:
-    """The weights that ``--init-from`` names, into this rank's part of ``model``; collective.
+def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collection[str] = ()) -> None:
+    """The weights that ``--init-from`` names, into this rank's part of ``model``; collective. ``elsewhere`` are the
+    names that only other ranks have.
 
     Raises:
         UsageError: names or shapes are not the model's. CkptError: the checkpoint cannot be read.
@@ -32,7 +33,7 @@ def load_first_weights(config: TrainConfig, model: nn.Module) -> None:
     if config.init_from is None:
         return
     with reading(config.init_from), _renamed(config) as checkpoint:
-        ckpt_tools.load_into(model, None, checkpoint)
+        ckpt_tools.load_into(model, None, checkpoint, elsewhere=elsewhere)
 
 
 @contextmanager

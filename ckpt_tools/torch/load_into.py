@@ -8,7 +8,7 @@ anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,7 @@ def load_into(
     optim_key: str | None = None,
     param_order: str | Path | None = None,
     weights: Weights = DEFAULT_WEIGHTS,
+    elsewhere: Collection[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, in place, and return everything else in it.
@@ -68,6 +69,8 @@ def load_into(
         param_order: A file of parameter names, as for ``inspect``.
         weights: Which copy of a weight, if the checkpoint has both: the fp32 ``"master"``, or the ``"model"``'s own.
             Default: ``"master"``.
+        elsewhere: Names of parameters and buffers that only other ranks have, such as those of the other stages of a
+            pipeline. These, and their optimizer state, may be in the checkpoint and not in ``model``.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -92,7 +95,8 @@ def load_into(
     check_reading(manifest, options)
     manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy)
     manifest, _ = transforms.without_wrappers(manifest)
-    loader = _Loader(manifest, TensorReader(source.store, SCRATCH_BYTES), _Problems())
+    others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
+    loader = _Loader(manifest, TensorReader(source.store, SCRATCH_BYTES), _Problems(), others.union(elsewhere))
     targets = list(loader.model_targets(model))
     loader.problems.check()
     if optimizer is not None:
@@ -132,10 +136,11 @@ class _Loader:
     manifest: Manifest
     tensor_reader: TensorReader
     problems: _Problems
+    elsewhere: frozenset[str]
 
     def model_targets(self, model: torch.nn.Module) -> Iterator[_Target]:
         """Every tensor that the model saves, each once, whatever its names."""
-        known: set[str] = set()
+        known = set(self.elsewhere)
         for tensor, names in _saved_tensors(model):
             key = self.key(names, WEIGHT)
             known.update(names)
@@ -270,7 +275,8 @@ class _OptimizerLoader:
     def _check_left(self, slots: list[_Slot]) -> None:
         """State that the optimizer does not take is the state of another one."""
         taken = {slot.stored for slot in slots}
-        left = [str(key) for key in self.loader.manifest.of_kind(Kind.STATE) if key not in taken]
+        stored = self.loader.manifest.of_kind(Kind.STATE)
+        left = [str(key) for key in stored if key not in taken and key.fqn not in self.loader.elsewhere]
         self.loader.problems.add("not in the optimizer", left)
 
     def _set_number(self, slot: _Slot) -> None:

@@ -373,6 +373,40 @@ def test_many_problems_are_one_sentence(tmp_path: Path) -> None:
         load_into(Model(1), None, tmp_path / "many.pt")
 
 
+def stage(*numbers: int) -> tuple[nn.Module, torch.optim.Optimizer, set[str]]:
+    """Some layers of the model of ``run`` by their names there, with the names of the other layers."""
+    layers = dict(fresh()[0].named_children())
+    model = nn.ModuleDict({name: layer for name, layer in layers.items() if int(name) in numbers})
+    return model, adam(model), {*nn.ModuleDict(layers).state_dict()} - {*model.state_dict()}
+
+
+def test_a_stage_of_a_pipeline_loads_its_own_layers(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+    trained, optimizer, url = run
+    model, other, elsewhere = stage(1, 2)
+    load_into(model, other, url, elsewhere=elsewhere)
+    state = trained.state_dict()
+    assert same(model.state_dict(), {name: state[name] for name in model.state_dict()})
+    assert same(list(other.state.values()), list(optimizer.state.values())[2:])
+
+
+def test_what_no_stage_has_is_not_passed_over(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+    model, optimizer, elsewhere = stage(1, 2)
+    with pytest.raises(UsageError, match=r"^the checkpoint does not fit the model: not in the model: 0.bias$"):
+        load_into(model, optimizer, run[2], elsewhere=elsewhere - {"0.bias"})
+
+
+def test_a_tied_weight_may_be_elsewhere_by_either_name(tmp_path: Path) -> None:
+    """The checkpoint has it by one name, and the stage that holds it knows it by the other."""
+    tied = nn.ModuleDict({"embed": nn.Embedding(4, 2), "norm": nn.RMSNorm(2), "head": nn.Linear(2, 4, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    torch.save({"model": tied.state_dict()}, tmp_path / "tied.pt")
+    for name in ("embed.weight", "head.weight"):
+        ends = {"embed.weight", "head.weight"}
+        assert load_into(nn.ModuleDict({"norm": nn.RMSNorm(2)}), None, tmp_path / "tied.pt", elsewhere=ends) == {}
+        torch.save({"model": {"norm.weight": torch.ones(2), name: torch.ones(4, 2)}}, tmp_path / "one.pt")
+        assert load_into(nn.ModuleDict({"norm": nn.RMSNorm(2)}), None, tmp_path / "one.pt", elsewhere=ends) == {}
+
+
 def test_nothing_is_loaded_where_the_optimizer_does_not_fit(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
     model, _ = fresh()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

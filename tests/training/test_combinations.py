@@ -20,6 +20,7 @@ from training.model_names import MODELS
 from training.strategies import BY_NAME, STRATEGIES, chosen_strategy
 
 TEXT = {"model": "lm", "dataset": "text"}
+PIPELINE = {"pp": 2, "gradient_accumulation": 4, **TEXT}
 BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
     "neither": [({}, "give --strategy, or --engine to shard fully with that engine")],
     "engine": [
@@ -94,6 +95,40 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--tp 2 does not divide --num-workers 3",
         )
     ],
+    "pp strategy": [
+        ({"strategy": "zero2", **PIPELINE}, "--pp goes together with FSDP2, and --strategy is zero2"),
+        ({"strategy": "ddp", **PIPELINE}, "--pp goes together with FSDP2, and --strategy is ddp"),
+    ],
+    "pp model": [
+        (
+            {"strategy": "full_shard", "pp": 2},
+            "--pp is for --model lm; the layers of vit cannot be cut into stages",
+        )
+    ],
+    "pp layers": [
+        (
+            {"strategy": "full_shard", **PIPELINE, "pp": 5, "num_workers": 5},
+            "--pp 5 is more stages than the 4 layers of --model lm",
+        )
+    ],
+    "pp tp": [
+        (
+            {"strategy": "full_shard", **PIPELINE, "tp": 2, "num_workers": 4},
+            "--pp and --tp do not go together here; leave one of them out",
+        )
+    ],
+    "pp workers": [
+        ({"strategy": "full_shard", **PIPELINE, "num_workers": 3}, "--pp 2 does not divide --num-workers 3"),
+        ({"strategy": "full_shard", **PIPELINE, "num_workers": 1}, "--pp 2 does not divide --num-workers 1"),
+    ],
+    "pp-schedule unused": [({"strategy": "full_shard", "pp_schedule": "gpipe"}, "--pp-schedule is for --pp")],
+    "pp micro-batches": [
+        (
+            {"strategy": "full_shard", **PIPELINE, "gradient_accumulation": 1},
+            "--pp 2 needs at least as many micro-batches, so that each stage has one to work on: give "
+            "--gradient-accumulation 2 or more, or --pp-schedule gpipe",
+        )
+    ],
     "zero0 precision": [
         (
             {"strategy": "zero0", "precision": "bf16"},
@@ -121,6 +156,11 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"strategy": "ddp", "gradient_accumulation": 3},
             "the global batch of 64 does not divide over 2 workers x 3 micro-batches; choose --batch-size a multiple "
             "of their product",
+        ),
+        (
+            {"strategy": "full_shard", **PIPELINE, "num_workers": 6},
+            "the global batch of 64 does not divide over 3 workers x 4 micro-batches (--num-workers / --pp 2); choose "
+            "--batch-size a multiple of their product",
         ),
     ],
 }

@@ -15,6 +15,10 @@ __all__ = ["Engine", "Progress", "create_engine"]
 
 def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device) -> Engine:
     """The engine that ``config`` names, over the default process group; DeepSpeed is imported only where asked for."""
+    if config.pp > 1:
+        from ..engines.pipelined import PipelineEngine
+
+        return PipelineEngine(config, schedule, device)
     if config.sharding.framework == "fsdp2":
         from ..engines.fsdp2 import Fsdp2Engine
 

@@ -21,7 +21,7 @@ class Engine(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples is this rank's; ranks of tensor parallelism share one."""
+        """Which share of the samples is this rank's; ranks of tensor and pipeline parallelism share one."""
         ...
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ the world size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from ..zoo import logits_of, spec_of
 from .blocks import average_buffers
 from .gradients import LossScaler, multiply, total_norm
 from .parallel import meshes_of, parallel_model
+from .pipeline import StageNames, names_of_stages
 
 SCALER_ENTRY = "loss_scaler"
 CLIP_EPSILON = 1e-6
@@ -55,16 +56,22 @@ class AppState(Stateful):
         scheduler: LambdaLR,
         settings: Settings,
         scaler: LossScaler | None = None,
+        stages: StageNames | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.settings = settings
         self.scaler = scaler
+        self.stages = stages
         self.progress = Progress()
 
     def state_dict(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optimizer)
+        if self.stages is not None:
+            # Each stage saves its own tensors. A group is one entry for all of them.
+            groups: Any = optim["param_groups"]
+            groups[0]["params"] = list(self.stages.parameters)
         return {
             "model": model,
             "optim": optim,
@@ -92,14 +99,17 @@ class Fsdp2Engine:
         spec, self._meshes = spec_of(config.model), meshes_of(config, device)
         self._module = parallel_model(config, spec, self._meshes, device)
         model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
-        load_first_weights(config, model)
+        pipeline = self._meshes.pipeline
+        stages = None if pipeline is None else names_of_stages(model, pipeline)
+        self._elsewhere = frozenset[str]() if stages is None else stages.elsewhere
+        load_first_weights(config, model, self._elsewhere)
         # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
         self._config = config
         # Into memory of its own, which is kept from save to save. Threads and pinned memory would need CUDA.
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         scaler = LossScaler() if config.precision == "fp16" else None
-        self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler)
+        self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler, stages)
         # DDP has no policy of its own for what it computes in.
         casts = config.precision == "bf16" and model is not self._module
         self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=casts)
@@ -110,11 +120,16 @@ class Fsdp2Engine:
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self._app.model.train()
+        loss = self._train(inputs, labels)
+        self._update()
+        average_buffers(self._app.model)
+        return loss
+
+    def _train(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The gradients of all micro-batches, and their mean loss."""
         parts = self._config.gradient_accumulation
         micro_batches = list(zip(inputs.chunk(parts), labels.chunk(parts), strict=True))
         losses = [self._backward(*one, is_last=at == parts) for at, one in enumerate(micro_batches, 1)]
-        self._update()
-        average_buffers(self._app.model)
         return torch.stack(losses).mean()
 
     def _backward(self, inputs: Tensor, labels: Tensor, is_last: bool) -> Tensor:
@@ -123,9 +138,13 @@ class Fsdp2Engine:
             with self._autocast():
                 logits = logits_of(self._module(inputs))
             loss = mean_loss(logits, labels)
-            scale = 1.0 if self._app.scaler is None else self._app.scaler.scale
-            (loss * (scale / self._config.gradient_accumulation)).backward()
+            self._scaled(loss).backward()
         return loss.detach()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """As a part of the step's loss, times the scale of fp16."""
+        scale = 1.0 if self._app.scaler is None else self._app.scaler.scale
+        return loss * (scale / self._config.gradient_accumulation)
 
     @contextmanager
     def _exchanging(self, is_last: bool) -> Iterator[None]:
@@ -151,12 +170,16 @@ class Fsdp2Engine:
             return True
         gradients = [found.grad for found in self._app.model.parameters() if found.grad is not None]
         scale = 1.0 if scaler is None else scaler.scale
-        norm = float(total_norm(gradients)) / scale
+        norm = self._norm(self._app.model.parameters()) / scale
         if scaler is not None:
             scaler.update(math.isfinite(norm))
         factor = 1 / scale if limit is None else min(1.0, limit / (norm + CLIP_EPSILON)) / scale
         multiply(gradients, factor)
         return scaler is None or math.isfinite(norm)
+
+    def _norm(self, parameters: Iterable[nn.Parameter]) -> float:
+        """Of all gradients on all ranks."""
+        return float(total_norm(found.grad for found in parameters if found.grad is not None))
 
     @torch.no_grad()
     def logits(self, inputs: Tensor) -> Tensor:
@@ -176,7 +199,7 @@ class Fsdp2Engine:
 
     def resume(self, checkpoint: Path | str) -> Progress:
         with reading(checkpoint):
-            entries = load_into(self._app.model, self._app.optimizer, checkpoint)
+            entries = load_into(self._app.model, self._app.optimizer, checkpoint, elsewhere=self._elsewhere)
         self._app.scheduler.load_state_dict(scheduler_of(entries, checkpoint))
         apply_settings(self._config, self._app.scheduler)
         if self._app.scaler is not None and SCALER_ENTRY in entries:

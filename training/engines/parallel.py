@@ -14,36 +14,42 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import Precision, TrainConfig
 from ..zoo import ModelSpec
 from .blocks import build, prepare
+from .pipeline import build_stage
 from .tensor_parallel import deal_out_block, deal_out_root
 
 SHARD = "shard"
 REPLICATE = "replicate"
 TENSOR = "tp"
+PIPELINE = "pp"
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The workers of a run: those over which samples are dealt out, and those that compute each layer together."""
+    """The workers of a run: those over which samples are dealt out, those that compute each layer together, and those
+    that have the stages of one pipeline."""
 
     data: DeviceMesh
     tensor: DeviceMesh | None
+    pipeline: DeviceMesh | None = None
 
     @property
     def data_rank(self) -> int:
         """Which share of the samples this rank sees."""
-        return torch.distributed.get_rank() // (1 if self.tensor is None else self.tensor.size())
+        return torch.distributed.get_rank() // (1 if self.tensor is None else self.tensor.size()) % self.data.size()
 
 
 def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
-    """Replicas outermost, tensor parallelism innermost, so that its many small messages stay on one machine."""
-    workers = torch.distributed.get_world_size() // config.tp
+    """Stages outermost, then replicas, tensor parallelism innermost, so that its many small messages stay on one
+    machine."""
+    workers = torch.distributed.get_world_size() // (config.tp * config.pp)
     groups = workers // _shard_size(config, workers)
     replicated = config.sharding.in_groups or config.sharding.stage == 0
-    dims = {REPLICATE: groups} if replicated else {}
+    dims = ({PIPELINE: config.pp} if config.pp > 1 else {}) | ({REPLICATE: groups} if replicated else {})
     dims |= {SHARD: workers // groups} | ({TENSOR: config.tp} if config.tp > 1 else {})
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     data = mesh[(REPLICATE, SHARD)] if replicated else mesh[SHARD]
-    return Meshes(data, mesh[TENSOR] if config.tp > 1 else None)
+    tensor, pipeline = (mesh[name] if name in dims else None for name in (TENSOR, PIPELINE))
+    return Meshes(data, tensor, pipeline)
 
 
 def _shard_size(config: TrainConfig, workers: int) -> int:
@@ -51,7 +57,7 @@ def _shard_size(config: TrainConfig, workers: int) -> int:
 
 
 def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> nn.Module:
-    """The seeded model as the strategy spreads it."""
+    """The seeded model as the strategy spreads it; under a pipeline, this rank's stage of it."""
     if config.sharding.name == "ddp":
         return _replicated(config, spec, device)
     options = _options(config, meshes)
@@ -63,7 +69,10 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
         prepare(config, block)
         fully_shard(block, **options, reshard_after_forward=_reshards(config))
 
-    model = build(config, spec, on_block).to(device)
+    if meshes.pipeline is None:
+        model = build(config, spec, on_block).to(device)
+    else:
+        model = build_stage(config, spec, meshes.pipeline, on_block).to(device)
     if meshes.tensor is not None:
         deal_out_root(model, meshes.tensor)
     fully_shard(model, **options)

@@ -1,0 +1,151 @@
+"""A pipeline learns what the same run learns without one, and leaves the same checkpoint of the whole model.
+
+Two processes for most; four with one strategy, and with ``--soak`` with all that go together with a pipeline.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_tools
+from fixtures.launch import pool
+from tests.training.jobs import STILL
+from tests.training.strategy_jobs import tiny_config, train_each
+from training.config import TrainConfig
+from training.engines.pipeline import layers_of
+from training.language_model import HEADS, LAYERS
+from training.model_names import MODELS
+from training.result import RunResult
+
+WIDE, NARROW = 4, 2
+SECONDS = 900
+WITHIN = "epoch_0001_step_000003"
+"""The checkpoint between the two steps of the second epoch."""
+
+SAME: dict[str, Any] = {"model": "lm", "strategy": "full_shard", "gradient_accumulation": 4, "clip_grad_norm": 0.5}
+SAVING: dict[str, Any] = {"save_every_steps": 1, "async_save": True}
+
+
+def result_of(config: TrainConfig) -> RunResult:
+    return RunResult.read(config.out / "result.json")
+
+
+def losses(config: TrainConfig) -> list[float]:
+    return [loss for epoch in result_of(config).history for loss in epoch.losses]
+
+
+def resuming(out: Path, of: TrainConfig, name: str = "epoch_0001", **values: Any) -> TrainConfig:
+    return tiny_config(out, resume=str(of.out / "checkpoints" / name), **(SAME | values))
+
+
+Runs = dict[str, TrainConfig]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Whole runs of both frameworks and with a pipeline, and those that go on from them."""
+    out = tmp_path_factory.mktemp("pipeline")
+    whole = tiny_config(out / "whole", **SAME)
+    piped = tiny_config(out / "piped", pp=2, **SAME, **SAVING)
+    zero = resuming(out / "zero-of-piped", piped, strategy="zero3")
+    first = str(zero.out / "checkpoints/epoch_0002")
+    found = [
+        *(whole, piped, zero),
+        tiny_config(out / "gpipe", pp=2, until=1, pp_schedule="gpipe", **(SAME | {"gradient_accumulation": 1})),
+        resuming(out / "again", piped, WITHIN, pp=2),
+        resuming(out / "piped-of-whole", whole, pp=2),
+        resuming(out / "whole-of-piped", piped),
+        tiny_config(out / "started", pp=2, until=1, init_from=first, learning_rate=STILL, weight_decay=0.0, **SAME),
+    ]
+    pool(NARROW).run(train_each, *found, seconds=SECONDS)
+    return {config.out.name: config for config in found}
+
+
+@pytest.mark.parametrize("name", ["piped", "gpipe"])
+def test_a_pipeline_trains_to_the_same_losses(name: str, runs: Runs) -> None:
+    """Clipped by the norm of all stages; the matrix of embedding and head counts once in it."""
+    expected = losses(runs["whole"])
+    assert expected[-1] < expected[0] - 1
+    assert losses(runs[name]) == pytest.approx(expected[: len(losses(runs[name]))], rel=1e-5)
+    for ours, theirs in zip(result_of(runs[name]).history, result_of(runs["whole"]).history, strict=False):
+        assert (ours.correct, ours.total) == (pytest.approx(theirs.correct, rel=0.01), theirs.total)
+
+
+def test_it_leaves_one_checkpoint_of_the_whole_model(runs: Runs) -> None:
+    whole, piped = (ckpt_tools.open(result_of(runs[name]).checkpoint) for name in ("whole", "piped"))
+    assert {*piped} == {*whole}
+    assert piped.manifest.tensors.keys() == whole.manifest.tensors.keys()
+    assert piped.manifest.groups == whole.manifest.groups
+    for name in whole:
+        assert abs(piped[name][...] - whole[name][...]).max() < 2e-4, name
+
+
+def test_a_pipeline_that_stopped_within_an_epoch_goes_on_bit_for_bit(runs: Runs) -> None:
+    """So the two copies of the tied matrix, of which one is saved, had the same bits."""
+    again, piped = result_of(runs["again"]), result_of(runs["piped"])
+    assert again.history[0].losses == piped.history[1].losses[1:]
+    assert again.predicted == piped.predicted
+    assert ckpt_tools.diff(again.checkpoint, piped.checkpoint).equal
+
+
+@pytest.mark.parametrize("name", ["piped-of-whole", "whole-of-piped", "zero-of-piped"])
+def test_a_run_goes_on_with_a_pipeline_or_without(name: str, runs: Runs) -> None:
+    assert losses(runs[name]) == pytest.approx(losses(runs["whole"])[2:], rel=1e-5)
+
+
+def test_a_pipeline_starts_from_weights(runs: Runs) -> None:
+    theirs, ours = (result_of(runs[name]).checkpoint for name in ("zero-of-piped", "started"))
+    assert ckpt_tools.diff(theirs, ours, state="model").equal
+
+
+def test_a_pipeline_computes_in_fp16(runs: Runs, tmp_path: Path) -> None:
+    """With one scale for all stages."""
+    half = tiny_config(tmp_path / "fp16", pp=2, precision="fp16", until=1, **SAME)
+    pool(NARROW).run(train_each, half, seconds=SECONDS)
+    assert losses(half) != losses(runs["whole"])[:2]
+    assert losses(half) == pytest.approx(losses(runs["whole"])[:2], rel=0.01)
+    assert ckpt_tools.open(result_of(half).checkpoint).manifest.extra["loss_scaler"]["good_steps"] == 2
+
+
+def test_stages_have_all_layers_in_order_and_as_many() -> None:
+    for stages in range(1, LAYERS + 1):
+        dealt = [layers_of(number, stages, LAYERS) for number in range(stages)]
+        assert [layer for each in dealt for layer in each] == list(range(LAYERS))
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_what_is_known_of_a_model_before_torch_is_imported_holds() -> None:
+    assert (MODELS["lm"].heads, MODELS["lm"].layers) == (HEADS, LAYERS)
+
+
+WIDEST: dict[str, Any] = {"num_workers": WIDE}
+WIDE_CASES: dict[str, dict[str, Any]] = {
+    "pp2": {"pp": 2, "until": 1},
+    "pp4": {"pp": 4},
+    "no_shard": {"pp": 2, "strategy": "no_shard"},
+    "bf16": {"pp": 2, "precision": "bf16"},
+    "hybrid_shard": {"pp": 2, "strategy": "hybrid_shard", "shard_size": 1},
+    "shard_grad_op": {"pp": 2, "strategy": "shard_grad_op", "activation_checkpointing": True},
+    "options": {"pp": 2, "cpu_offload": True, "forward_prefetch": 1, "backward_prefetch": 1},
+}
+"""Pipelines over four workers, which share each stage, or have one each."""
+
+
+@pytest.fixture(scope="module")
+def wide_cases(request: pytest.FixtureRequest) -> list[str]:
+    return list(WIDE_CASES) if request.config.getoption("--soak") else ["pp2"]
+
+
+def test_a_pipeline_goes_together_with_sharding(runs: Runs, wide_cases: list[str], tmp_path: Path) -> None:
+    """On a mesh of stages x replicas x shards. Another number of stages goes on from its checkpoint."""
+    wide = {name: tiny_config(tmp_path / name, **(SAME | WIDEST | WIDE_CASES[name])) for name in wide_cases}
+    further = resuming(tmp_path / "further", wide["pp2"], **WIDEST, pp=4)
+    pool(WIDE).run(train_each, *wide.values(), further, seconds=SECONDS)
+    expected = losses(runs["whole"])
+    for name, config in wide.items():
+        within = 1e-5 if config.precision == "fp32" else 0.01
+        assert losses(config) == pytest.approx(expected[: len(losses(config))], rel=within), name
+    assert losses(further) == pytest.approx(expected[2:], rel=1e-5)

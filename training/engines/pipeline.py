@@ -1,0 +1,83 @@
+"""Pipeline parallelism of the language model: a stage of consecutive layers on each worker, and what stages exchange.
+
+The first stage has the embedding, the last one the norm and the head. Embedding and head are one matrix, so both of
+these stages keep a copy of it: they start from the same, add up their gradients at each step, and so make the same
+update. Names are those of the whole model, and all stages together save one checkpoint of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, count
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..config import TrainConfig
+from ..language_model import LAYERS, LanguageModel
+from ..zoo import ModelSpec
+from .blocks import OnBlock, build
+
+
+class Stage(nn.Module):
+    """Consecutive layers of the model, by their names there: bytes or hidden states to hidden states or logits."""
+
+    def __init__(self, model: LanguageModel, layers: range, number: int, stages: int) -> None:
+        super().__init__()
+        self.is_first, self.is_last = number == 0, number == stages - 1
+        if self.is_first or self.is_last:
+            self.embed, self.head = model.embed, model.head
+        self.layers = nn.ModuleDict({str(layer): model.layers[layer] for layer in layers})
+        if self.is_last:
+            self.norm = model.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(self.norm(x)) if self.is_last else x
+
+
+def layers_of(number: int, stages: int, layers: int) -> range:
+    """The layers of a stage. The first stages have one more than the last ones if they do not divide."""
+    each, left = divmod(layers, stages)
+    start = number * each + min(number, left)
+    return range(start, start + each + (number < left))
+
+
+def build_stage(config: TrainConfig, spec: ModelSpec, mesh: DeviceMesh, on_block: OnBlock) -> Stage:
+    """This rank's stage with the weights of the run's seed. ``on_block`` is called with its own blocks alone; the
+    others let go of their weights when these are drawn."""
+    number, stages = mesh.get_local_rank(), mesh.size()
+    mine = layers_of(number, stages, LAYERS)
+    position = count()
+
+    def on_each(block: nn.Module) -> None:
+        if next(position) in mine:
+            on_block(block)
+        else:
+            block.to("meta")
+
+    model = build(config, spec, on_each)
+    assert isinstance(model, LanguageModel)
+    return Stage(model, mine, number, stages)
+
+
+@dataclass(frozen=True, slots=True)
+class StageNames:
+    """What all stages of a pipeline hold: the ``parameters`` of the whole model in its order, and all names that are
+    not this rank's (``elsewhere``)."""
+
+    parameters: tuple[str, ...]
+    elsewhere: frozenset[str]
+
+
+def names_of_stages(stage: nn.Module, mesh: DeviceMesh) -> StageNames:
+    """Collective over the stages of ``mesh``."""
+    mine = [name for name, _ in stage.named_parameters()], list(stage.state_dict())
+    found: list[tuple[list[str], list[str]]] = [([], [])] * mesh.size()
+    torch.distributed.all_gather_object(found, mine, group=mesh.get_group())
+    parameters, saved = zip(*found, strict=True)
+    return StageNames(tuple(dict.fromkeys(chain(*parameters))), frozenset(chain(*saved)) - {*mine[1]})
