@@ -62,6 +62,7 @@ with killed_by_interrupts():
 @click.option("--gradient-accumulation", type=int, default=1, help="Micro-batches that one step adds up.")
 @click.option("--shard-size", type=int, help="Of hybrid_shard and zero3_hpz: workers that share one copy.")
 @click.option("--tp", type=int, default=1, help="Workers that compute each layer together, beside FSDP2.")
+@click.option("--ep", type=int, default=1, help="Workers that hold the experts of a layer together, beside FSDP2.")
 @click.option("--cpu-offload", is_flag=True, help="FSDP2: weights, gradients and optimizer in the host's memory.")
 @click.option("--reshard-after-forward", type=int, help="full_shard: keep shards over so many workers until backward.")
 @click.option("--forward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, forwards.")

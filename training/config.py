@@ -61,6 +61,7 @@ COUNTS = (
     "gradient_accumulation",
     "shard_size",
     "tp",
+    "ep",
     "reshard_after_forward",
     "log_every",
 )
@@ -119,6 +120,7 @@ class TrainConfig:
     precision: Precision = "fp32"
     shard_size: int | None = None
     tp: int = 1
+    ep: int = 1
     cpu_offload: bool = False
     reshard_after_forward: int | None = None
     forward_prefetch: int = 0

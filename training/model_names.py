@@ -13,10 +13,12 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """``heads`` are those of attention that tensor parallelism can deal out; 0 where a model has none to deal."""
+    """``heads`` are those of attention that tensor parallelism can deal out; 0 where a model has none to deal.
+    ``experts`` are those of each layer that has any."""
 
     task: Task = "images"
     heads: int = 0
+    experts: int = 0
 
 
 MODELS: Mapping[str, ModelFacts] = {
@@ -29,6 +31,7 @@ MODELS: Mapping[str, ModelFacts] = {
     "efficientnet_b0": ModelFacts(),
     "vgg11_bn": ModelFacts(),
     "lm": ModelFacts("text", heads=4),
+    "lm-moe": ModelFacts("text", experts=4),
 }
 
 

@@ -9,24 +9,30 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Precision, TrainConfig
 from ..zoo import ModelSpec
 from .blocks import build, prepare
+from .expert_parallel import deal_out_experts, experts_of
 from .tensor_parallel import deal_out_block, deal_out_root
 
 SHARD = "shard"
 REPLICATE = "replicate"
 TENSOR = "tp"
+EXPERT = "ep"
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The workers of a run: those over which samples are dealt out, and those that compute each layer together."""
+    """The workers of a run: those over which samples are dealt out, and those that compute each layer together. And
+    the former again, as experts see them: those that hold the same ones, and those that hold all of them together."""
 
     data: DeviceMesh
     tensor: DeviceMesh | None
+    same_experts: DeviceMesh | None
+    all_experts: DeviceMesh | None
 
     @property
     def data_rank(self) -> int:
@@ -35,15 +41,26 @@ class Meshes:
 
 
 def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
-    """Replicas outermost, tensor parallelism innermost, so that its many small messages stay on one machine."""
-    workers = torch.distributed.get_world_size() // config.tp
-    groups = workers // _shard_size(config, workers)
+    """Replicas outermost, tensor and expert parallelism innermost, so that their many messages stay on one machine."""
+    workers = torch.distributed.get_world_size()
+    data, tensor = _mesh(config, device, _shard_size(config, workers // config.tp), {TENSOR: config.tp})
+    if config.ep == 1:
+        return Meshes(data, tensor, None, None)
+    shard_size = max(_shard_size(config, workers) // config.ep, 1)
+    return Meshes(data, tensor, *_mesh(config, device, shard_size, {EXPERT: config.ep}))
+
+
+def _mesh(
+    config: TrainConfig, device: torch.device, shard_size: int, inner: dict[str, int]
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh of which FSDP2 is told, and the one of neighbours within it, if there are any."""
+    [(name, size)] = inner.items()
+    workers = torch.distributed.get_world_size() // size
     replicated = config.sharding.in_groups or config.sharding.stage == 0
-    dims = {REPLICATE: groups} if replicated else {}
-    dims |= {SHARD: workers // groups} | ({TENSOR: config.tp} if config.tp > 1 else {})
+    dims = {REPLICATE: workers // shard_size} if replicated else {}
+    dims |= {SHARD: shard_size} | (inner if size > 1 else {})
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    data = mesh[(REPLICATE, SHARD)] if replicated else mesh[SHARD]
-    return Meshes(data, mesh[TENSOR] if config.tp > 1 else None)
+    return mesh[(REPLICATE, SHARD)] if replicated else mesh[SHARD], mesh[name] if size > 1 else None
 
 
 def _shard_size(config: TrainConfig, workers: int) -> int:
@@ -54,12 +71,14 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     """The seeded model as the strategy spreads it."""
     if config.sharding.name == "ddp":
         return _replicated(config, spec, device)
-    options = _options(config, meshes)
+    options = _options(config, meshes.data)
 
     def on_block(block: nn.Module) -> None:
         block.to(device)
         if meshes.tensor is not None:
             deal_out_block(block, meshes.tensor)
+        if meshes.all_experts is not None:
+            _spread_experts(config, block, meshes)
         prepare(config, block)
         fully_shard(block, **options, reshard_after_forward=_reshards(config))
 
@@ -69,6 +88,22 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     fully_shard(model, **options)
     _prefetch(config, spec.blocks_of(model))
     return model
+
+
+def _spread_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> None:
+    """Workers that hold the same experts shard them further, by rows if that comes out even: there are few experts."""
+    experts, same = experts_of(block), meshes.same_experts
+    if experts is None:
+        return
+    assert same is not None and meshes.all_experts is not None
+    deal_out_experts(experts, meshes.all_experts)
+    rows = Shard(1) if all(one.shape[1] % same.size(-1) == 0 for one in experts.parameters()) else None
+    fully_shard(
+        experts,
+        **_options(config, same),
+        reshard_after_forward=_reshards(config),
+        shard_placement_fn=lambda _: rows,
+    )
 
 
 def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
@@ -82,10 +117,10 @@ def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> n
     return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
 
 
-def _options(config: TrainConfig, meshes: Meshes) -> dict[str, Any]:
-    on_cuda = meshes.data.device_type == "cuda"
+def _options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if config.cpu_offload else OffloadPolicy()
-    return {"mesh": meshes.data, "mp_policy": precision_policy(config.precision), "offload_policy": offload}
+    return {"mesh": mesh, "mp_policy": precision_policy(config.precision), "offload_policy": offload}
 
 
 def _reshards(config: TrainConfig) -> bool | int:
