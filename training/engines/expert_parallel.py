@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -52,5 +52,5 @@ def _exchanged(compute: Compute, group: ProcessGroup, tokens: Tensor, counts: Te
     arriving = torch.empty_like(leaving)
     torch.distributed.all_to_all_single(arriving, leaving, group=group)
     sent, received = (each.sum(1).tolist() for each in (leaving, arriving))
-    answers = compute(all_to_all_single(tokens, received, sent, group), arriving)
-    return all_to_all_single(answers, sent, received, group)
+    answers = compute(all_to_all_single_autograd(tokens, received, sent, group), arriving)
+    return all_to_all_single_autograd(answers, sent, received, group)

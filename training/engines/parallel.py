@@ -31,8 +31,8 @@ class Meshes:
 
     data: DeviceMesh
     tensor: DeviceMesh | None
-    same_experts: DeviceMesh | None
-    all_experts: DeviceMesh | None
+    same_experts: DeviceMesh | None = None
+    all_experts: DeviceMesh | None = None
 
     @property
     def data_rank(self) -> int:
@@ -45,7 +45,7 @@ def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
     workers = torch.distributed.get_world_size()
     data, tensor = _mesh(config, device, _shard_size(config, workers // config.tp), {TENSOR: config.tp})
     if config.ep == 1:
-        return Meshes(data, tensor, None, None)
+        return Meshes(data, tensor)
     shard_size = max(_shard_size(config, workers) // config.ep, 1)
     return Meshes(data, tensor, *_mesh(config, device, shard_size, {EXPERT: config.ep}))
 
