@@ -65,6 +65,7 @@ with killed_by_interrupts():
 @click.option("--tp", type=int, default=1, help="Workers that compute each layer together, beside FSDP2.")
 @click.option("--pp", type=int, default=1, help="Stages of a pipeline of layers, beside FSDP2.")
 @click.option("--pp-schedule", type=click.Choice(PIPELINE_SCHEDULES), help="Of the pipeline.  [default: 1f1b]")
+@click.option("--ep", type=int, default=1, help="Workers that hold the experts of a layer together, beside FSDP2.")
 @click.option("--cpu-offload", is_flag=True, help="FSDP2: weights, gradients and optimizer in the host's memory.")
 @click.option("--reshard-after-forward", type=int, help="full_shard: keep shards over so many workers until backward.")
 @click.option("--forward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, forwards.")

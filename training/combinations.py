@@ -53,6 +53,12 @@ def _layers(config: TrainConfig) -> int:
     return facts.layers
 
 
+def _experts(config: TrainConfig) -> int:
+    facts = facts_of(config.model)
+    assert facts is not None
+    return facts.experts
+
+
 def _wrong_engine(config: TrainConfig) -> str:
     twin = BY_NAME[config.sharding.name].twin
     other = f"; --strategy {twin} is the same of {config.engine}" if config.engine == "fsdp2" and twin else ""
@@ -144,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "tp model",
         lambda config: config.tp > 1 and _heads(config) == 0,
-        lambda config: f"--tp is for --model lm; the attention of {config.model} cannot be dealt out",
+        lambda config: f"--tp is for --model lm; the layers of {config.model} cannot be dealt out",
     ),
     Rule(
         "tp heads",
@@ -193,6 +199,41 @@ RULES: tuple[Rule, ...] = (
             f"--pp {config.pp} needs at least as many micro-batches, so that each stage has one to work on: give "
             f"--gradient-accumulation {config.pp} or more, or --pp-schedule gpipe"
         ),
+    ),
+    Rule(
+        "ep strategy",
+        lambda config: config.ep > 1 and not _is_fully_sharded(config),
+        lambda config: (
+            f"--ep goes together with FSDP2, and --strategy is {config.sharding.name}, which trains --model lm-moe "
+            "without --ep"
+        ),
+    ),
+    Rule(
+        "ep model",
+        lambda config: config.ep > 1 and _experts(config) == 0,
+        lambda config: f"--ep is for --model lm-moe; {config.model} has no experts that can be dealt out",
+    ),
+    Rule(
+        "ep experts",
+        lambda config: config.ep > 1 and _experts(config) % config.ep != 0,
+        lambda config: f"--ep {config.ep} does not divide the {_experts(config)} experts of --model {config.model}",
+    ),
+    Rule(
+        "ep workers",
+        lambda config: config.num_workers % config.ep != 0,
+        lambda config: f"--ep {config.ep} does not divide --num-workers {config.num_workers}",
+    ),
+    Rule(
+        "ep shard-size",
+        lambda config: config.shard_size is not None and config.shard_size % config.ep != 0,
+        lambda config: (
+            f"--ep {config.ep} does not divide --shard-size {config.shard_size}, the workers that share one copy"
+        ),
+    ),
+    Rule(
+        "ep reshard",
+        lambda config: config.ep > 1 and config.reshard_after_forward is not None,
+        lambda config: "--reshard-after-forward does not go together with --ep, which deals out the same workers anew",
     ),
     Rule(
         "zero0 precision",

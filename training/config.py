@@ -64,6 +64,7 @@ COUNTS = (
     "shard_size",
     "tp",
     "pp",
+    "ep",
     "reshard_after_forward",
     "log_every",
 )
@@ -124,6 +125,7 @@ class TrainConfig:
     tp: int = 1
     pp: int = 1
     pp_schedule: PipelineScheduleName | None = None
+    ep: int = 1
     cpu_offload: bool = False
     reshard_after_forward: int | None = None
     forward_prefetch: int = 0

@@ -77,10 +77,14 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         nn.init.normal_(self.embed.weight, std=WIDTH**-0.5)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(self.new_layer(at) for at in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
+
+    def new_layer(self, at: int) -> nn.Module:
+        """The layer at that place."""
+        return Block()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

@@ -13,12 +13,13 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """``heads`` are those of attention that tensor parallelism can deal out, ``layers`` those that a pipeline can; 0
-    where a model has none to deal."""
+    """``heads`` are those of attention that tensor parallelism can deal out, ``layers`` those that a pipeline can, and
+    ``experts`` those of each layer that has any; 0 where a model has none to deal."""
 
     task: Task = "images"
     heads: int = 0
     layers: int = 0
+    experts: int = 0
 
 
 MODELS: Mapping[str, ModelFacts] = {
@@ -31,6 +32,7 @@ MODELS: Mapping[str, ModelFacts] = {
     "efficientnet_b0": ModelFacts(),
     "vgg11_bn": ModelFacts(),
     "lm": ModelFacts("text", heads=4, layers=4),
+    "lm-moe": ModelFacts("text", experts=4),
 }
 
 

@@ -18,6 +18,7 @@ from ckpt_tools.errors import FormatError
 
 from . import image_models
 from .language_model import VOCABULARY, Block, LanguageModel
+from .mixture import MixtureBlock, MixtureModel
 from .model_names import HUGGING_FACE
 from .models import build_model
 
@@ -50,6 +51,7 @@ _BY_NAME: Mapping[str, ModelSpec] = {
     "efficientnet_b0": ModelSpec(image_models.efficientnet_b0, (MBConv,), whole_first=True),
     "vgg11_bn": ModelSpec(image_models.vgg11_bn, (nn.Conv2d,), whole_first=True),
     "lm": ModelSpec(LanguageModel, (Block,)),
+    "lm-moe": ModelSpec(MixtureModel, (Block, MixtureBlock)),
 }
 
 
@@ -60,7 +62,13 @@ def spec_of(model: str) -> ModelSpec:
 
 def logits_of(output: Any) -> Tensor:
     """What a model returns; transformers' models wrap it."""
-    return output if isinstance(output, Tensor) else output.logits
+    answer = output[0] if isinstance(output, tuple) else output
+    return answer if isinstance(answer, Tensor) else answer.logits
+
+
+def added_loss_of(output: Any) -> Tensor | float:
+    """What a model asks for beside right answers, such as an even use of its experts."""
+    return output[1] if isinstance(output, tuple) else 0.0
 
 
 def _hugging_face(folder: Path) -> ModelSpec:

@@ -434,6 +434,15 @@ def test_a_source_that_cuts_parameters_tells_by_their_pieces() -> None:
     assert kinds(made, "a.w") == (["b.w", "b.one"], ["b.weight"], [])
 
 
+def test_a_source_that_keeps_some_parameters_whole_does_not_tell_by_their_pieces() -> None:
+    """Experts are cut, and the head is whole though it is the embedding's other name."""
+    made = Checkpoint().weight("experts.w", floats(4, 2), rows=[2]).weight("embed.weight", floats(4))
+    made.weight("head.weight", floats(4)).weight("late.w", floats(4), rows=[2])
+    frozen, buffers, notes = kinds(made, "experts.w", "embed.weight")
+    assert (frozen, buffers) == (["head.weight", "late.w"], [])
+    assert [note.count for note in notes] == [1]
+
+
 def test_a_tensor_of_another_type_is_a_buffer() -> None:
     made = Checkpoint().weight("a.w", floats(4)).weight("a.weight", floats(4).astype(np.float64))
     assert kinds(made, "a.w") == ([], ["a.weight"], [])

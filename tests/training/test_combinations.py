@@ -21,6 +21,7 @@ from training.strategies import BY_NAME, STRATEGIES, chosen_strategy
 
 TEXT = {"model": "lm", "dataset": "text"}
 PIPELINE = {"pp": 2, "gradient_accumulation": 4, **TEXT}
+EXPERTS = {"model": "lm-moe", "dataset": "text"}
 BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
     "neither": [({}, "give --strategy, or --engine to shard fully with that engine")],
     "engine": [
@@ -36,8 +37,8 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
     "model": [
         (
             {"strategy": "ddp", "model": "gpt"},
-            "--model is one of vit, cnn, cnn-lstm, ensemble, resnet18, mobilenet_v3, efficientnet_b0, vgg11_bn, lm or "
-            "hf:FOLDER, not 'gpt'",
+            "--model is one of vit, cnn, cnn-lstm, ensemble, resnet18, mobilenet_v3, efficientnet_b0, vgg11_bn, lm, "
+            "lm-moe or hf:FOLDER, not 'gpt'",
         )
     ],
     "task": [
@@ -80,8 +81,12 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
     "tp model": [
         (
             {"strategy": "full_shard", "tp": 2},
-            "--tp is for --model lm; the attention of vit cannot be dealt out",
-        )
+            "--tp is for --model lm; the layers of vit cannot be dealt out",
+        ),
+        (
+            {"strategy": "full_shard", "tp": 2, "ep": 2, "num_workers": 4, **EXPERTS},
+            "--tp is for --model lm; the layers of lm-moe cannot be dealt out",
+        ),
     ],
     "tp heads": [
         (
@@ -127,6 +132,46 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"strategy": "full_shard", **PIPELINE, "gradient_accumulation": 1},
             "--pp 2 needs at least as many micro-batches, so that each stage has one to work on: give "
             "--gradient-accumulation 2 or more, or --pp-schedule gpipe",
+        )
+    ],
+    "ep strategy": [
+        (
+            {"strategy": "zero3", "ep": 2, **EXPERTS},
+            "--ep goes together with FSDP2, and --strategy is zero3, which trains --model lm-moe without --ep",
+        ),
+        (
+            {"strategy": "ddp", "ep": 2, **EXPERTS},
+            "--ep goes together with FSDP2, and --strategy is ddp, which trains --model lm-moe without --ep",
+        ),
+    ],
+    "ep model": [
+        (
+            {"strategy": "full_shard", "ep": 2, **TEXT},
+            "--ep is for --model lm-moe; lm has no experts that can be dealt out",
+        )
+    ],
+    "ep experts": [
+        (
+            {"strategy": "full_shard", "ep": 3, "num_workers": 3, "batch_size": 63, **EXPERTS},
+            "--ep 3 does not divide the 4 experts of --model lm-moe",
+        )
+    ],
+    "ep workers": [
+        (
+            {"strategy": "full_shard", "ep": 2, "num_workers": 3, "batch_size": 63, **EXPERTS},
+            "--ep 2 does not divide --num-workers 3",
+        )
+    ],
+    "ep shard-size": [
+        (
+            {"strategy": "hybrid_shard", "shard_size": 2, "ep": 4, "num_workers": 4, **EXPERTS},
+            "--ep 4 does not divide --shard-size 2, the workers that share one copy",
+        )
+    ],
+    "ep reshard": [
+        (
+            {"strategy": "full_shard", "reshard_after_forward": 2, "ep": 2, **EXPERTS},
+            "--reshard-after-forward does not go together with --ep, which deals out the same workers anew",
         )
     ],
     "zero0 precision": [

@@ -20,7 +20,7 @@ from ..reading import reading
 from ..schedule import Schedule
 from ..settings import SETTINGS_ENTRY
 from ..starting import load_first_weights
-from ..zoo import logits_of, spec_of
+from ..zoo import added_loss_of, logits_of, spec_of
 from .blocks import OnBlock, average_buffers, build, prepare
 from .deepspeed_config import deepspeed_config
 
@@ -51,7 +51,8 @@ class DeepSpeedEngine:
         self._engine.train()
         parts, losses = self._config.gradient_accumulation, []
         for micro_inputs, micro_labels in zip(inputs.chunk(parts), labels.chunk(parts), strict=True):
-            loss = mean_loss(self._forward(micro_inputs), micro_labels)
+            output = self._forward(micro_inputs)
+            loss = mean_loss(logits_of(output), micro_labels) + added_loss_of(output)
             self._engine.backward(loss)
             self._engine.step()
             losses.append(loss.detach())
@@ -61,7 +62,7 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def logits(self, inputs: Tensor) -> Tensor:
         self._engine.eval()
-        return self._forward(inputs).float()
+        return logits_of(self._forward(inputs)).float()
 
     def save(self, folder: Path, progress: Progress) -> None:
         tag = f"global_step{progress.step}"
@@ -92,9 +93,9 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._engine.destroy()
 
-    def _forward(self, inputs: Tensor) -> Tensor:
+    def _forward(self, inputs: Tensor) -> Any:
         values = inputs.to(self._dtype) if inputs.is_floating_point() else inputs
-        return logits_of(self._engine(values))
+        return self._engine(values)
 
 
 def first_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype) -> nn.Module:

@@ -35,7 +35,7 @@ from ..reading import reading
 from ..schedule import Schedule
 from ..settings import SETTINGS_ENTRY
 from ..starting import load_first_weights
-from ..zoo import logits_of, spec_of
+from ..zoo import added_loss_of, logits_of, spec_of
 from .blocks import average_buffers
 from .gradients import LossScaler, multiply, total_norm
 from .parallel import meshes_of, parallel_model
@@ -136,8 +136,8 @@ class Fsdp2Engine:
         """Add the gradients of one micro-batch; ranks exchange them after the last."""
         with self._exchanging(is_last):
             with self._autocast():
-                logits = logits_of(self._module(inputs))
-            loss = mean_loss(logits, labels)
+                output = self._module(inputs)
+            loss = mean_loss(logits_of(output), labels) + added_loss_of(output)
             self._scaled(loss).backward()
         return loss.detach()
 

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Precision, TrainConfig
 from ..zoo import ModelSpec
 from .blocks import build, prepare
+from .expert_parallel import deal_out_experts, experts_of
 from .pipeline import build_stage
 from .tensor_parallel import deal_out_block, deal_out_root
 
@@ -21,16 +23,20 @@ SHARD = "shard"
 REPLICATE = "replicate"
 TENSOR = "tp"
 PIPELINE = "pp"
+EXPERT = "ep"
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
     """The workers of a run: those over which samples are dealt out, those that compute each layer together, and those
-    that have the stages of one pipeline."""
+    that have the stages of one pipeline. And the first again, as experts see them: those that hold the same ones, and
+    those that hold all of them together."""
 
     data: DeviceMesh
     tensor: DeviceMesh | None
     pipeline: DeviceMesh | None = None
+    same_experts: DeviceMesh | None = None
+    all_experts: DeviceMesh | None = None
 
     @property
     def data_rank(self) -> int:
@@ -39,17 +45,30 @@ class Meshes:
 
 
 def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
-    """Stages outermost, then replicas, tensor parallelism innermost, so that its many small messages stay on one
+    """Stages outermost, then replicas; tensor and expert parallelism innermost, so that their many messages stay on one
     machine."""
-    workers = torch.distributed.get_world_size() // (config.tp * config.pp)
-    groups = workers // _shard_size(config, workers)
+    workers = torch.distributed.get_world_size() // config.pp
+    data, tensor, pipeline = _mesh(config, device, _shard_size(config, workers // config.tp), {TENSOR: config.tp})
+    if config.ep == 1:
+        return Meshes(data, tensor, pipeline)
+    shard_size = max(_shard_size(config, workers) // config.ep, 1)
+    same_experts, all_experts, _ = _mesh(config, device, shard_size, {EXPERT: config.ep})
+    return Meshes(data, tensor, pipeline, same_experts, all_experts)
+
+
+def _mesh(
+    config: TrainConfig, device: torch.device, shard_size: int, inner: dict[str, int]
+) -> tuple[DeviceMesh, DeviceMesh | None, DeviceMesh | None]:
+    """The mesh of which FSDP2 is told, the one of neighbours within it, and the one of stages, if there are any."""
+    [(name, size)] = inner.items()
+    workers = torch.distributed.get_world_size() // (size * config.pp)
     replicated = config.sharding.in_groups or config.sharding.stage == 0
-    dims = ({PIPELINE: config.pp} if config.pp > 1 else {}) | ({REPLICATE: groups} if replicated else {})
-    dims |= {SHARD: workers // groups} | ({TENSOR: config.tp} if config.tp > 1 else {})
+    dims = ({PIPELINE: config.pp} if config.pp > 1 else {}) | ({REPLICATE: workers // shard_size} if replicated else {})
+    dims |= {SHARD: shard_size} | (inner if size > 1 else {})
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     data = mesh[(REPLICATE, SHARD)] if replicated else mesh[SHARD]
-    tensor, pipeline = (mesh[name] if name in dims else None for name in (TENSOR, PIPELINE))
-    return Meshes(data, tensor, pipeline)
+    neighbours, pipeline = (mesh[each] if each in dims else None for each in (name, PIPELINE))
+    return data, neighbours, pipeline
 
 
 def _shard_size(config: TrainConfig, workers: int) -> int:
@@ -60,12 +79,14 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     """The seeded model as the strategy spreads it; under a pipeline, this rank's stage of it."""
     if config.sharding.name == "ddp":
         return _replicated(config, spec, device)
-    options = _options(config, meshes)
+    options = _options(config, meshes.data)
 
     def on_block(block: nn.Module) -> None:
         block.to(device)
         if meshes.tensor is not None:
             deal_out_block(block, meshes.tensor)
+        if meshes.all_experts is not None:
+            _spread_experts(config, block, meshes)
         prepare(config, block)
         fully_shard(block, **options, reshard_after_forward=_reshards(config))
 
@@ -80,6 +101,22 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     return model
 
 
+def _spread_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> None:
+    """Workers that hold the same experts shard them further, by rows if that comes out even: there are few experts."""
+    experts, same = experts_of(block), meshes.same_experts
+    if experts is None:
+        return
+    assert same is not None and meshes.all_experts is not None
+    deal_out_experts(experts, meshes.all_experts)
+    rows = Shard(1) if all(one.shape[1] % same.size(-1) == 0 for one in experts.parameters()) else None
+    fully_shard(
+        experts,
+        **_options(config, same),
+        reshard_after_forward=_reshards(config),
+        shard_placement_fn=lambda _: rows,
+    )
+
+
 def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
     """Buckets of gradients stay as they are made first, because DDP looks for parameters without a gradient.
 
@@ -91,10 +128,10 @@ def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> n
     return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
 
 
-def _options(config: TrainConfig, meshes: Meshes) -> dict[str, Any]:
-    on_cuda = meshes.data.device_type == "cuda"
+def _options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if config.cpu_offload else OffloadPolicy()
-    return {"mesh": meshes.data, "mp_policy": precision_policy(config.precision), "offload_policy": offload}
+    return {"mesh": mesh, "mp_policy": precision_policy(config.precision), "offload_policy": offload}
 
 
 def _reshards(config: TrainConfig) -> bool | int:

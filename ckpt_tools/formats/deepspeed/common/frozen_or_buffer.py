@@ -7,7 +7,7 @@ the best first:
 
 1. a tensor without dims is a buffer: neither FSDP2 nor DeepSpeed trains with a 0-d parameter;
 2. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer (Megatron cuts
-   some parameters, and buffers that are stacked);
+   some parameters, and buffers that are stacked; tensor and expert parallelism without FSDP2 cut some parameters);
 3. a model computes in one type, so that a tensor of another type is a buffer;
 4. a module's parameters are saved before its buffers, so that what precedes a parameter of its module is one, and what
    follows a buffer is another;
@@ -96,22 +96,27 @@ def _as_buffer(entry: TensorEntry) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What the trained parameters show: whether the source cuts parameters, and in which types it stores them."""
+    """What the trained parameters show: whether the source cuts some of them, and all that have two rows or more, and
+    in which types it stores them."""
 
-    is_cut: bool
+    cuts_some: bool
+    cuts_all: bool
     dtypes: frozenset[DType]
 
     @classmethod
     def of(cls, trained: Sequence[TensorEntry], *, cuts_all: bool) -> _Evidence:
-        is_cut = cuts_all and any(len(entry.shards) > 1 for entry in trained)
-        return cls(is_cut, frozenset(e.shards.dtype for e in trained))
+        cuts_some = cuts_all and any(len(entry.shards) > 1 for entry in trained)
+        keeps_some = any(len(entry.shards) == 1 and entry.shape[0] > 1 for entry in trained if entry.shape)
+        return cls(cuts_some, cuts_some and not keeps_some, frozenset(e.shards.dtype for e in trained))
 
     def kind(self, entry: TensorEntry) -> Kind | None:
         """Rules 1 to 3; None where they are silent."""
         if not entry.shape:
             return Kind.BUFFER
-        if self.is_cut:
-            return Kind.PARAMETER if len(entry.shards) > 1 else Kind.BUFFER
+        if self.cuts_some and len(entry.shards) > 1:
+            return Kind.PARAMETER
+        if self.cuts_all:
+            return Kind.BUFFER
         return None if entry.shards.dtype in self.dtypes else Kind.BUFFER
 
 
