@@ -151,6 +151,19 @@ RULES: tuple[Rule, ...] = (
         lambda config: f"--tp {config.tp} does not divide --num-workers {config.num_workers}",
     ),
     Rule(
+        "compile stage 3",
+        lambda config: config.compile and not _is_torch(config) and config.sharding.stage == 3,
+        lambda config: (
+            f"--compile is for FSDP2 and ZeRO 0 to 2: --strategy {config.sharding.name} gathers parameters inside of "
+            "each block"
+        ),
+    ),
+    Rule(
+        "compile tp",
+        lambda config: config.compile and config.tp > 1,
+        lambda config: "--compile does not go together with --tp",
+    ),
+    Rule(
         "zero0 precision",
         lambda config: config.sharding.name == "zero0" and config.precision != "fp32",
         lambda config: f"--strategy zero0 is for fp32 here; in {config.precision} choose zero1, or ddp with bf16",

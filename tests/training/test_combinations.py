@@ -94,6 +94,15 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--tp 2 does not divide --num-workers 3",
         )
     ],
+    "compile stage 3": [
+        (
+            {"strategy": "zero3_offload", "compile": True},
+            "--compile is for FSDP2 and ZeRO 0 to 2: --strategy zero3_offload gathers parameters inside of each block",
+        )
+    ],
+    "compile tp": [
+        ({"strategy": "full_shard", "tp": 2, "compile": True, **TEXT}, "--compile does not go together with --tp")
+    ],
     "zero0 precision": [
         (
             {"strategy": "zero0", "precision": "bf16"},
