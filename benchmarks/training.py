@@ -41,12 +41,13 @@ DATA = ROOT / ".cache" / "benchmarks" / "training"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`size_bytes` is that of the state, `steps` the number of steps in a turn."""
+    """`size_bytes` is that of the state that is resumed and saved; `steps` are those of a turn, with `model`."""
 
     ranks: int
     rounds: int
     steps: int
     size_bytes: int
+    model: str = "vit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _config(out: Path, **values: Any) -> Any:
 def step_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
     """A run of one epoch, and a loop of as many steps. The steps before the first measured one warm both up."""
     size = {"num_samples": BATCH * asked.steps, "epochs": 1, "batch_size": BATCH, "log_every": LOG_EVERY}
-    config = _config(folder / "run", strategy=STRATEGIES[work], **size)
+    config = _config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
     return _in_turn(asked.rounds, lambda number: _our_step(config, number), lambda number: _bare_step(config))
 
 
@@ -300,10 +301,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="that count; one more fills caches")
     parser.add_argument("--steps", type=int, default=22, help=f"of a turn, above {2 * LOG_EVERY - 1}")
+    parser.add_argument("--model", default="vit", help="of the steps, one that learns from images")
     parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of the state that is resumed and saved")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of checkpoints, which are removed")
     given = parser.parse_args()
-    asked = Asked(given.ranks, given.rounds, given.steps, int(given.size * 1e9))
+    asked = Asked(given.ranks, given.rounds, given.steps, int(given.size * 1e9), given.model)
     works = given.works.split(",")
     if unknown := set(works) - PROMISED.keys():
         parser.error(f"--works: no such work: {', '.join(sorted(unknown))}")

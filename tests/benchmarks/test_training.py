@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.training import PROMISED, Asked, Turn, measured, ratio, rows
 
-TINY = Asked(ranks=2, rounds=1, steps=20, size_bytes=2_000_000)
+TINY = Asked(ranks=2, rounds=1, steps=20, size_bytes=2_000_000, model="cnn")
 
 
 @pytest.mark.parametrize("work", PROMISED)
