@@ -38,6 +38,11 @@ def _file_system(folder: Path) -> str:
     return max((point, kind) for point, kind in mounts if folder.is_relative_to(point))[1]
 
 
+def load() -> str:
+    """Processes that wanted a processor, on average over the last minute, beside the number of processors."""
+    return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()}"
+
+
 def code() -> str:
     """A digest of the converter's sources: figures of different code are never put side by side."""
     digest = hashlib.sha256()

@@ -71,6 +71,7 @@ with killed_by_interrupts():
 @click.option("--forward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, forwards.")
 @click.option("--backward-prefetch", type=int, default=0, help="FSDP2: blocks gathered ahead, backwards.")
 @click.option("--activation-checkpointing", is_flag=True, help="Compute each block again in backward.")
+@click.option("--compile", is_flag=True, help="torch.compile of each block; in training, not in evaluation.")
 @click.option("--deepspeed-config", type=click.Path(path_type=Path), help="A JSON file in the place of ours.")
 @click.option("--seed", type=int, default=0, help="Of the first weights and the order of samples.")
 @click.option("--save-every", type=int, default=1, help="Epochs between checkpoints; the last epoch is always saved.")
@@ -108,10 +109,15 @@ def main(**options: Any) -> None:
         sys.exit(error.exit_code)
 
 
+def config_of(options: dict[str, Any]) -> TrainConfig:
+    """The run that these options describe, from whichever folder it is started. Raises ``UsageError``."""
+    paths = {name: options[name].absolute() for name in ("out", "data_root", "deepspeed_config") if options[name]}
+    return TrainConfig(**(options | paths))
+
+
 def run(options: dict[str, Any]) -> None:
     """Train as the options say, and print where the result lies."""
-    paths = {name: options[name].absolute() for name in ("out", "data_root", "deepspeed_config") if options[name]}
-    config = TrainConfig(**(options | paths))
+    config = config_of(options)
     check_installed(config)
     # What follows imports torch, which takes seconds: a mistake in the options is answered before.
     if config.launcher == "torchrun" and _is_a_rank():

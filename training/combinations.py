@@ -236,6 +236,19 @@ RULES: tuple[Rule, ...] = (
         lambda config: "--reshard-after-forward does not go together with --ep, which deals out the same workers anew",
     ),
     Rule(
+        "compile stage 3",
+        lambda config: config.compile and not _is_torch(config) and config.sharding.stage == 3,
+        lambda config: (
+            f"--compile is for FSDP2 and ZeRO 0 to 2: --strategy {config.sharding.name} gathers parameters inside of "
+            "each block"
+        ),
+    ),
+    Rule(
+        "compile parallel",
+        lambda config: config.compile and (config.tp > 1 or config.pp > 1 or _experts(config) > 0),
+        lambda config: "--compile does not go together with --tp, --pp or --model lm-moe",
+    ),
+    Rule(
         "zero0 precision",
         lambda config: config.sharding.name == "zero0" and config.precision != "fp32",
         lambda config: f"--strategy zero0 is for fp32 here; in {config.precision} choose zero1, or ddp with bf16",

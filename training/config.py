@@ -131,6 +131,7 @@ class TrainConfig:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     activation_checkpointing: bool = False
+    compile: bool = False
     deepspeed_config: Path | None = None
     dataset: DatasetName = "digits"
     data_root: Path | None = None

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -18,8 +23,24 @@ def check_frameworks(config: TrainConfig) -> None:
         from .zoo import spec_of
 
         spec_of(config.model)
+    if config.compile:
+        _check_compiler()
     if config.sharding.framework == "deepspeed":
         _check_deepspeed(config)
+
+
+def _check_compiler() -> None:
+    """torch.compile writes C++ for a processor and Triton for CUDA, and begins with the first step."""
+    if torch.cuda.is_available():
+        if find_spec("triton") is None:
+            raise UsageError("--compile needs triton on a GPU, which is not installed here; leave --compile out")
+        return
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise UsageError(f"--compile needs a C++ compiler, and {compiler} is not here; install it, or name one in CXX")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not headers.is_file():
+        raise UsageError(f"--compile needs Python's headers, and {headers} is not here; install them (python3-dev)")
 
 
 def _check_deepspeed(config: TrainConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ class Journal:
         for name, value in scalars(figures):
             self._events.add_scalar(name, value, step)
         self._events.flush()
+
+
+def recorded(out: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's record, as far as they are whole."""
+    for line in (out / METRICS_NAME).read_text().splitlines():
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

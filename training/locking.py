@@ -53,7 +53,7 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
     run wrote; StoreError if it cannot be locked.
     """
     with ExitStack() as held:
-        descriptor = held.enter_context(_locked(config.out))
+        descriptor = held.enter_context(locked(config.out))
         check = _nothing
         if config.storage is not None:
             check = partial(_check, held.enter_context(ckpt_tools.claim(config.storage)))
@@ -71,7 +71,7 @@ def check_no_other_run(out: Path) -> None:
     except OSError as error:
         raise StoreError(f"--out {out} cannot be read: {error.strerror}") from error
     if is_there:
-        with _locked(out):
+        with locked(out):
             pass
 
 
@@ -87,7 +87,9 @@ def _nothing() -> None:
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[int]:
+def locked(out: Path) -> Iterator[int]:
+    """``out``, which is made, is this process' alone within the block; the descriptor of its lock. Raises as
+    :func:`only_run`."""
     path = out / LOCK_NAME
     make_out(out)
     try:

@@ -16,6 +16,7 @@ import click
 
 from ckpt_tools.errors import CkptError, UsageError
 
+from .__main__ import config_of
 from .__main__ import main as train_command
 from .config import RESUME_AUTO, TrainConfig
 from .stopping import EXIT_CODE
@@ -108,8 +109,7 @@ def main(python: str, options: tuple[str, ...], **values: Any) -> None:
     """Print a script for sbatch that trains with OPTIONS, those of the run itself, given after --."""
     try:
         params = train_command.make_context("training", list(options)).params
-        absolute = {key: params[key].absolute() for key in ("out", "data_root", "deepspeed_config") if params[key]}
-        click.echo(script(Job(**values), TrainConfig(**(params | absolute)), python), nl=False)
+        click.echo(script(Job(**values), config_of(params), python), nl=False)
     except CkptError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)

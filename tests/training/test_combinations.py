@@ -174,6 +174,19 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--reshard-after-forward does not go together with --ep, which deals out the same workers anew",
         )
     ],
+    "compile stage 3": [
+        (
+            {"strategy": "zero3_offload", "compile": True},
+            "--compile is for FSDP2 and ZeRO 0 to 2: --strategy zero3_offload gathers parameters inside of each block",
+        )
+    ],
+    "compile parallel": [
+        (
+            {"strategy": "full_shard", "compile": True, **more},
+            "--compile does not go together with --tp, --pp or --model lm-moe",
+        )
+        for more in ({"tp": 2, **TEXT}, PIPELINE, EXPERTS)
+    ],
     "zero0 precision": [
         (
             {"strategy": "zero0", "precision": "bf16"},

@@ -16,6 +16,9 @@ from ..zoo import ModelSpec
 
 OnBlock = Callable[[nn.Module], None]
 
+MAX_COMPILED = 64
+"""Variants of one class of blocks; those beyond would be computed without a compiler, and nobody would be told."""
+
 
 def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> nn.Module:
     """The model with the weights of the run's seed; ``on_block`` is called with each block when its weights are drawn.
@@ -34,9 +37,27 @@ def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> nn.Module:
 
 def prepare(config: TrainConfig, block: nn.Module) -> None:
     """What the options ask of every block, whoever shards it."""
+    if config.compile:
+        block.forward = _compiled(block)
     if config.activation_checkpointing:
         # Around forward, not around the module: names of parameters stay as they are.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _compiled(block: nn.Module) -> Callable[..., Any]:
+    """``forward`` alone, without the hooks that gather weights, so names of parameters stay as they are.
+
+    In evaluation it is computed as it was written, because predictions from the checkpoint are too, to the last bit.
+    """
+    plain = block.forward
+    # Shapes are the same at every step. Blocks that differ in theirs are all compiled, not the first eight alone.
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
+    compiled = torch.compile(plain, dynamic=False)
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        return (compiled if block.training else plain)(*args, **keywords)
+
+    return forward
 
 
 @contextmanager

@@ -1,0 +1,320 @@
+"""What `training/` costs beside the framework that it drives: `python -m benchmarks.training`.
+
+- `fsdp2-step`, `zero2-step`: a step of a run, against a bare loop over the same samples with the same framework
+- `resume`: a state of FSDP2 through `load_into`, against `dcp.load`
+- `stall`: how long `--async-save` keeps the training, against a save that it waits for
+
+The contestants take turns in the same processes, and swap their places in each round. A ratio is the median of those of
+the rounds, so a machine that is slow for a while is slow for both. The first round fills caches and does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import harmonic_mean, median
+from typing import Any
+
+from benchmarks.llama import Llama
+from benchmarks.machine import ROOT, load
+
+FSDP2_STEP, ZERO2_STEP, RESUME, STALL = "fsdp2-step", "zero2-step", "resume", "stall"
+PROMISED = {FSDP2_STEP: 1.05, ZERO2_STEP: 1.05, RESUME: 1.2, STALL: 0.2}
+"""Our time over the other's, at most."""
+
+STRATEGIES = {FSDP2_STEP: "full_shard", ZERO2_STEP: "zero2"}
+
+STATE_BYTES = 12
+"""A parameter in fp32 with Adam's two moments."""
+
+BATCH, LOG_EVERY = 64, 10
+"""As a run has them if nobody says otherwise."""
+
+SECONDS = 3600.0
+DATA = ROOT / ".cache" / "benchmarks" / "training"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`size_bytes` is that of the state that is resumed and saved; `steps` are those of a turn, with `model`."""
+
+    ranks: int
+    rounds: int
+    steps: int
+    size_bytes: int
+    model: str = "vit"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds of both in one round."""
+
+    ours: float
+    theirs: float
+
+
+def measured(work: str, asked: Asked, data: Path) -> list[Turn]:
+    """The turns of all rounds that count."""
+    from fixtures.launch import pool
+
+    data.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=data) as folder:
+        job: Callable[..., list[Turn]] = {RESUME: resume_turns, STALL: stall_turns}.get(work, step_turns)
+        first, *_ = pool(asked.ranks).run(job, work, asked, Path(folder), seconds=SECONDS)
+    return list(first[1:])
+
+
+def rows(found: Mapping[str, list[Turn]]) -> list[str]:
+    """Markdown."""
+    lines = ["| work | ours | the other | ours / the other | promised |", "|---|--:|--:|--:|--:|"]
+    return lines + [_row(work, turns) for work, turns in found.items()]
+
+
+def _row(work: str, turns: list[Turn]) -> str:
+    ours, theirs = (median(times) for times in zip(*((turn.ours, turn.theirs) for turn in turns), strict=True))
+    return f"| {work} | {ours:.3f} s | {theirs:.3f} s | {ratio(turns):.2f} | at most {PROMISED[work]} |"
+
+
+def ratio(turns: list[Turn]) -> float:
+    """The median of the rounds'."""
+    return median(turn.ours / turn.theirs for turn in turns)
+
+
+# --- on each rank
+
+
+def _in_turn(rounds: int, ours: Callable[[int], float], theirs: Callable[[int], float]) -> list[Turn]:
+    """One round more, which does not count."""
+    found = []
+    for number in range(rounds + 1):
+        first, second = (ours, theirs) if number % 2 else (theirs, ours)
+        one, other = first(number), second(number)
+        found.append(Turn(one, other) if number % 2 else Turn(other, one))
+    return found
+
+
+def _timed(function: Callable[[], object]) -> float:
+    """From when the first rank begins to when the last one has ended."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    started = time.perf_counter()
+    function()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def _config(out: Path, **values: Any) -> Any:
+    import torch.distributed as dist
+
+    from training.config import TrainConfig
+
+    if dist.get_rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return TrainConfig(out=out, launcher="torchrun", num_workers=dist.get_world_size(), **values)
+
+
+def step_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
+    """A run of one epoch, and a loop of as many steps. The steps before the first measured one warm both up."""
+    size = {"num_samples": BATCH * asked.steps, "epochs": 1, "batch_size": BATCH, "log_every": LOG_EVERY}
+    config = _config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
+    return _in_turn(asked.rounds, lambda number: _our_step(config, number), lambda number: _bare_step(config))
+
+
+def _our_step(config: Any, number: int) -> float:
+    import torch
+
+    from training.journal import recorded
+    from training.launchers.torchrun import run_rank
+
+    config = replace(config, out=config.out / str(number))
+    if torch.distributed.get_rank() == 0:
+        config.out.mkdir(parents=True)
+    torch.distributed.barrier()
+    run_rank(config, torch.device("cpu"))
+    torch.distributed.barrier()
+    rates = [line["samples_per_second"] for line in recorded(config.out) if "samples_per_second" in line][1:]
+    return BATCH / float(harmonic_mean(rates))
+
+
+def _bare_step(config: Any) -> float:
+    """What the framework's own guide shows: forward, loss, backward, step."""
+    import torch
+
+    model, step = _bare_fsdp2(config) if config.sharding.framework == "fsdp2" else _bare_deepspeed(config)
+    model.train()
+    started, count = 0.0, 0
+    for inputs, labels in _batches(config):
+        loss = step(inputs, labels)
+        count += 1
+        if count % LOG_EVERY == 0:
+            loss.item()
+        if count == LOG_EVERY:
+            torch.distributed.barrier()
+            started = time.perf_counter()
+    torch.distributed.barrier()
+    seconds = (time.perf_counter() - started) / (count - LOG_EVERY)
+    if hasattr(model, "destroy"):
+        model.destroy()
+    return seconds
+
+
+def _batches(config: Any) -> Iterator[tuple[Any, Any]]:
+    """This rank's samples in the order of the data."""
+    import torch
+
+    from training.data import load_dataset, to_input
+
+    samples = load_dataset(config.dataset, "train", None).first(config.num_samples)
+    share, rank = BATCH // config.num_workers, torch.distributed.get_rank()
+    for start in range(0, config.num_samples, BATCH):
+        mine = slice(start + rank * share, start + (rank + 1) * share)
+        yield to_input(samples.pixels[mine]), samples.labels[mine]
+
+
+def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from training.zoo import spec_of
+
+    spec = spec_of(config.model)
+    model = spec.build()
+    for block in spec.blocks_of(model):
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def step(inputs: Any, labels: Any) -> Any:
+        loss: Any = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, step
+
+
+def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+    import deepspeed
+    import torch
+
+    from training.engines.deepspeed import join_process_group
+    from training.engines.deepspeed_config import deepspeed_config
+    from training.zoo import spec_of
+
+    join_process_group(torch.device("cpu"))
+    model = spec_of(config.model).build()
+    options = deepspeed_config(config, config.num_workers)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=options)
+
+    def step(inputs: Any, labels: Any) -> Any:
+        loss = torch.nn.functional.cross_entropy(engine(inputs), labels)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return engine, step
+
+
+def resume_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
+    """Into the same model, with an optimizer that has no state yet, as a run has it when it resumes."""
+    from torch.distributed.checkpoint import state_dict_loader
+
+    from ckpt_tools import load_into
+    from training.progress import Progress
+
+    engine = _engine(asked, folder)
+    saved = folder / "saved"
+    engine.save(saved, Progress(1, 1))
+    app = engine._app
+
+    def ours(number: int) -> float:
+        app.optimizer.state.clear()
+        return _timed(lambda: load_into(app.model, app.optimizer, saved))
+
+    def theirs(number: int) -> float:
+        app.optimizer.state.clear()
+        return _timed(lambda: state_dict_loader.load({"app": app}, checkpoint_id=saved))
+
+    return _in_turn(asked.rounds, ours, theirs)
+
+
+def stall_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
+    """As a run saves, each save complete before the next begins."""
+    from training.outlets import FolderOutlet
+    from training.progress import Progress
+    from training.saving import Saver
+
+    engine = _engine(asked, folder)
+    config, outlet = engine._config, FolderOutlet(folder)
+    background, waiting = (
+        Saver(replace(config, async_save=is_async), engine, outlet, lambda: None) for is_async in (True, False)
+    )
+
+    def stalled(saver: Saver, number: int) -> float:
+        def save() -> None:
+            saver.save(Progress(number, number), {})
+            saver.collect()
+
+        _timed(save)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return saver.records[-1].stall_seconds
+
+    rounds = asked.rounds
+    return _in_turn(rounds, lambda at: stalled(background, 2 * at + 1), lambda at: stalled(waiting, 2 * at + 2))
+
+
+def _engine(asked: Asked, folder: Path) -> Any:
+    """FSDP2's, of a Llama whose state has that size, after one step."""
+    import torch
+
+    from benchmarks.builders import empty_model
+    from training.engines import create_engine
+    from training.schedule import schedule_for
+
+    if torch.distributed.get_rank() == 0:
+        llama: Any = empty_model(Llama.of(asked.size_bytes // STATE_BYTES))
+        llama.config.save_pretrained(folder / "llama")
+    config = _config(
+        folder, strategy="full_shard", model=f"hf:{folder / 'llama'}", dataset="text", batch_size=asked.ranks
+    )
+    engine: Any = create_engine(config, schedule_for(10, 0.1, "cosine"), torch.device("cpu"))
+    words = torch.zeros(1, 8, dtype=torch.int64)
+    engine.step(words, words)
+    return engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--works", default=",".join(PROMISED), help=f"of {', '.join(PROMISED)}; all if left out")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="that count; one more fills caches")
+    parser.add_argument("--steps", type=int, default=22, help=f"of a turn, above {2 * LOG_EVERY - 1}")
+    parser.add_argument("--model", default="vit", help="of the steps, one that learns from images")
+    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of the state that is resumed and saved")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of checkpoints, which are removed")
+    given = parser.parse_args()
+    asked = Asked(given.ranks, given.rounds, given.steps, int(given.size * 1e9), given.model)
+    works = given.works.split(",")
+    if unknown := set(works) - PROMISED.keys():
+        parser.error(f"--works: no such work: {', '.join(sorted(unknown))}")
+    if asked.steps < 2 * LOG_EVERY:
+        parser.error(f"--steps is at least {2 * LOG_EVERY}: a turn is measured from step {LOG_EVERY} on")
+    before = load()
+    found = {work: measured(work, asked, given.data) for work in works}
+    print("\n".join([*rows(found), "", f"Load of the machine: {before} before, {load()} after."]))
+
+
+if __name__ == "__main__":
+    main()
