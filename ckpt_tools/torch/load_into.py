@@ -8,12 +8,13 @@ anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core import transforms
+from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
 from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
 from ckpt_tools.core.options import ConvertOptions
@@ -51,6 +52,10 @@ def load_into(
     optim_key: str | None = None,
     param_order: str | Path | None = None,
     weights: Weights = DEFAULT_WEIGHTS,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, in place, and return everything else in it.
@@ -68,6 +73,8 @@ def load_into(
         param_order: A file of parameter names, as for ``inspect``.
         weights: Which copy of a weight, if the checkpoint has both: the fp32 ``"master"``, or the ``"model"``'s own.
             Default: ``"master"``.
+        include, exclude, rename, key_map: Which parameters of the checkpoint are loaded, and their names in the model;
+            as for ``convert``.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -86,12 +93,22 @@ def load_into(
         [8.0, 9.0, 10.0]
     """
     check_storage_options(storage_options, url)
-    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, param_order=param_order, weights=weights)
+    chosen = ConvertOptions(
+        tag=tag,
+        model_key=model_key,
+        optim_key=optim_key,
+        param_order=param_order,
+        weights=weights,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        key_map=key_map,
+    )
     options = chosen.reading
     source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options)
-    manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy)
     manifest, _ = transforms.without_wrappers(manifest)
+    manifest = apply_options(manifest, chosen, whole=True, holds_masters=False).manifest
     loader = _Loader(manifest, TensorReader(source.store, SCRATCH_BYTES), _Problems())
     targets = list(loader.model_targets(model))
     loader.problems.check()
