@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.errors import FormatError, UsageError
 
 from .beside import CONFIG, read_config
+from .programs import PROGRAMS
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,10 @@ class Architecture:
     @classmethod
     def parse(cls, text: str) -> Architecture:
         """Of the words of a command line; nothing is imported."""
+        if text in PROGRAMS:
+            raise UsageError(
+                f"{PROGRAMS[text]} does not say how an input is prepared for it; load it with inference.load_model"
+            )
         if text in (OURS, HUGGING_FACE):
             return cls(text)
         library, has_name, rest = text.partition(":")

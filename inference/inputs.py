@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -164,19 +165,23 @@ class HeldOutPart:
     num_rows: int
 
     def items(self) -> Iterator[Item]:
-        from .training_package import data
-
-        images = data.load_dataset(self.dataset, "held-out", self.root)
+        images = _held_out(self.dataset, self.root)
         for number, (pixels, label) in enumerate(zip(images.pixels.numpy(), images.labels.tolist(), strict=True)):
             yield Item(str(number), Pixels(pixels), label, (number + 1) / self.num_rows)
 
 
 def held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:
     """The held-out part of a dataset, named by its position in it."""
+    num_rows = len(_held_out(dataset, root))
+    return Inputs([HeldOutPart(dataset, root, num_rows)], f"dataset:{dataset}", "image", has_truth=True)
+
+
+@lru_cache(maxsize=1)
+def _held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
+    """Its rows are counted before they are predicted."""
     from .training_package import data
 
-    num_rows = len(data.load_dataset(dataset, "held-out", root))
-    return Inputs([HeldOutPart(dataset, root, num_rows)], f"dataset:{dataset}", "image", has_truth=True)
+    return data.load_dataset(dataset, "held-out", root)
 
 
 # --- going on

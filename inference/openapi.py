@@ -30,7 +30,10 @@ def _ref(name: str) -> Json:
 
 
 SCHEMAS: Mapping[str, Json] = {
-    "Answer": _object({"label": NUMBER, "probabilities": _list({"type": "number"})}),
+    "Answer": _object(
+        {}, {"label": NUMBER, "name": TEXT, "probabilities": _list({"type": "number"}), "text": TEXT}, closed=True
+    ),
+    "Detail": _object({"detail": TEXT}, closed=True),
     "Error": _object({"error": TEXT}, closed=True),
     "Server": _object({"name": TEXT, "version": TEXT, "extensions": _list(TEXT)}),
     "TensorMetadata": _object({"name": TEXT, "datatype": TEXT, "shape": SHAPE}),
@@ -107,7 +110,8 @@ POSTS: Mapping[str, tuple[str | None, str, str]] = {
 FORM: Json = {
     "content": {
         "multipart/form-data": {
-            "schema": _object({"image": {"type": "string", "format": "binary"}}),
+            # One of the two, by what the model takes.
+            "schema": _object({}, {"image": {"type": "string", "format": "binary"}, "text": TEXT}),
         }
     },
     "required": True,
@@ -130,11 +134,15 @@ def describe(app: FastAPI) -> None:
 
 def _predict() -> Json:
     return {
-        "summary": "The answer of a model to one image",
+        "summary": "The answer of a model to one image or text",
         "operationId": "predict",
         "parameters": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
         "requestBody": FORM,
-        "responses": {"200": {"description": "The answer", "content": _json("Answer")}},
+        "responses": {
+            "200": {"description": "The answer", "content": _json("Answer")},
+            **_refusals("Detail"),
+            "422": {"description": "The form does not hold one image or one text", "content": _json("Detail")},
+        },
     }
 
 
@@ -162,7 +170,7 @@ def _operation(path: str, method: str, summary: str, answer: str, asked: str | N
         "operationId": "_".join([method, *(part.strip("{}") for part in path.split("/") if part)]),
         "responses": {
             "200": {"description": "The answer", "content": _json(answer)},
-            **{str(code): {"description": text, "content": _json("Error")} for code, text in REFUSALS.items()},
+            **_refusals("Error"),
         },
     }
     names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
@@ -171,6 +179,10 @@ def _operation(path: str, method: str, summary: str, answer: str, asked: str | N
     if asked:
         found["requestBody"] = {"content": _json(asked), "required": asked == "InferRequest"}
     return found
+
+
+def _refusals(schema: str) -> Json:
+    return {str(code): {"description": text, "content": _json(schema)} for code, text in REFUSALS.items()}
 
 
 def _json(schema: str) -> Json:

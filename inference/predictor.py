@@ -106,7 +106,7 @@ def load_predictor(
     """The model of the checkpoint at ``url``, ready to answer.
 
     Args:
-        url: A path, or a URL of a store: as for :func:`inference.loading.load_model`.
+        url: A path, or a URL of a store: as for :func:`inference.load_model`.
         name: What the model is called. Default: the last part of ``url``, without its suffix.
         architecture: As for ``load_model``. Default: what lies beside the weights says it.
         labels: The names of the classes in order. Default: those that come with the model, if there are any.
@@ -125,6 +125,8 @@ def load_predictor(
     """
     from .embeddings import as_embeddings
 
+    if architecture is not None:
+        Architecture.parse(architecture)
     summary = ckpt_tools.inspect(url, storage_options=storage_options)
     with folder_beside(summary.source, storage_options) as folder:
         chosen = architecture_of(architecture, folder)
@@ -169,7 +171,7 @@ def task_of(model: nn.Module, asked: Asked) -> Task:
         return image_labels.of_timm(model, labels, is_exact=asked.is_exact)
     raise UsageError(
         f"{library}:{asked.architecture.name} builds a model, but does not say how an input is prepared for it; "
-        "load it with inference.loading.load_model"
+        "load it with inference.load_model"
     )
 
 

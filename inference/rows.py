@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,17 +71,13 @@ class Columns:
         # Python writes a list of finite numbers as JSON does.
         numbers = repr(list(found.probabilities))
         digits = numbers[1:-1].split(", ")
-        top = ", ".join(
-            f'{{"label": {n}, "name": {self._quoted_name(n)}, "probability": {digits[n]}}}' for n in self._best(found)
-        )
+        labels = self.labels
+        top = ", ".join([f"{_head(n, labels[n] if labels else None)}{digits[n]}}}" for n in self._best(found)])
         truth = "null" if row.truth is None else row.truth
         return (
             f'{{"name": {quoted(row.name)}, "label": {found.label}, "top": [{top}], "probabilities": {numbers}, '
             f'"truth": {truth}, "error": null}}\n'
         )
-
-    def _quoted_name(self, number: int) -> str:
-        return quoted(self.labels[number]) if self.labels else "null"
 
     def _top(self, found: Prediction) -> list[dict[str, Any]]:
         probabilities = found.probabilities or ()
@@ -109,6 +106,12 @@ class Columns:
             "embedding": {"embedding": pa.list_(pa.float64())},
         }[self.kind]
         return pa.schema({"name": pa.string(), **answer, "truth": pa.int64(), "error": pa.string()})
+
+
+@lru_cache(maxsize=4096)
+def _head(number: int, name: str | None) -> str:
+    """One of the most probable classes in JSON, up to its probability."""
+    return f'{{"label": {number}, "name": {"null" if name is None else quoted(name)}, "probability": '
 
 
 def is_finite(found: Prediction) -> bool:

@@ -116,7 +116,8 @@ def opened(url: str) -> Iterator[BinaryIO]:
     try:
         if "://" in url:
             fs, path = file_system(url)
-            with store_errors(url), fs.open(path, "rb") as file:
+            # The files of some stores have a readline without a limit.
+            with store_errors(url), io.BufferedReader(fs.open(path, "rb")) as file:
                 yield file
         else:
             with open(url, "rb") as file:  # noqa: PTH123  # names may be of any bytes

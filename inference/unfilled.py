@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from ckpt_tools.errors import UsageError
 
 FILLING = frozenset({"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"})
 """The methods of a tensor that ``torch.nn.init`` and the libraries' own initialisation consist of."""
@@ -37,3 +40,32 @@ class Unfilled(TorchFunctionMode):
 def _fills(func: Callable[..., Any]) -> bool:
     """A function of ``torch.nn.init``, or a method."""
     return getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING
+
+
+def made_real(model: nn.Module, device: str | torch.device) -> nn.Module:
+    """``model`` itself, with memory on ``device`` for what it has on the meta device. Tied tensors stay tied.
+
+    Raises:
+        UsageError: one of these is in no checkpoint, so that nothing would fill it.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    for prefix, module in model.named_modules():
+        for holder in (module._parameters, module._buffers):
+            for name, tensor in holder.items():
+                if tensor is not None and tensor.is_meta:
+                    _check_saved(f"{prefix}.{name}".lstrip("."), id(tensor) in saved)
+                    _, holder[name] = made.setdefault(id(tensor), (tensor, _empty(tensor, device)))
+    return model
+
+
+def _check_saved(name: str, is_saved: bool) -> None:
+    if not is_saved:
+        raise UsageError(
+            f"the model's table {name} is on the meta device, and no checkpoint has it; build the model elsewhere"
+        )
+
+
+def _empty(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    found = torch.empty_like(tensor, device=device)
+    return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found

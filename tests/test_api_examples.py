@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.numpy import save_file
 
 import ckpt_tools
+import inference
 
 PAGE = Path(__file__).parent.parent / "docs" / "python.md"
 VERBS = [name for name in ckpt_tools.__all__ if name.islower() and not name.startswith("_")]
@@ -80,6 +81,10 @@ def test_a_verb_says_what_it_takes_returns_and_raises(name: str) -> None:
     wanted = ["Returns:", "Example:"] if name == "formats" else ["Args:", "Returns:", "Raises:", "Example:"]
     at = [text.find(f"\n    {heading}") for heading in wanted]
     assert -1 not in at and at == sorted(at), f"{name}: {dict(zip(wanted, at, strict=True))}"
+
+
+def test_the_example_of_load_model_runs(examples: Path) -> None:
+    run(inference.load_model.__doc__ or "", "load_model")
 
 
 def test_the_examples_of_the_page_run(examples: Path) -> None:

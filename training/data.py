@@ -95,7 +95,8 @@ def to_input(pixels: Tensor) -> Tensor:
     """uint8 [n, 28, 28] to the model's input, float32 [n, 1, 28, 28] in [-1, 1]; bytes uint8 [n, t] to int64."""
     if pixels.ndim == 2:
         return pixels.to(torch.int64)
-    return pixels.unsqueeze(1).to(torch.float32) / 127.5 - 1.0
+    # In place: each new tensor of a batch costs as much as the arithmetic.
+    return pixels.unsqueeze(1).to(torch.float32, copy=True).div_(127.5).sub_(1.0)
 
 
 def epoch_order(num_samples: int, epoch: int, seed: int) -> Tensor:

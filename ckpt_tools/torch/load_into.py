@@ -8,12 +8,13 @@ anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core import transforms
+from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
 from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
 from ckpt_tools.core.options import ConvertOptions
@@ -52,6 +53,10 @@ def load_into(
     param_order: str | Path | None = None,
     weights: Weights = DEFAULT_WEIGHTS,
     elsewhere: Collection[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, in place, and return everything else in it.
@@ -71,6 +76,8 @@ def load_into(
             Default: ``"master"``.
         elsewhere: Names of parameters and buffers that only other ranks have, such as those of the other stages of a
             pipeline. These, and their optimizer state, may be in the checkpoint and not in ``model``.
+        include, exclude, rename, key_map: Which parameters of the checkpoint are loaded, and their names in the model;
+            as for ``convert``.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -89,12 +96,22 @@ def load_into(
         [8.0, 9.0, 10.0]
     """
     check_storage_options(storage_options, url)
-    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, param_order=param_order, weights=weights)
+    chosen = ConvertOptions(
+        tag=tag,
+        model_key=model_key,
+        optim_key=optim_key,
+        param_order=param_order,
+        weights=weights,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        key_map=key_map,
+    )
     options = chosen.reading
     source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
     check_reading(manifest, options)
-    manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy)
     manifest, _ = transforms.without_wrappers(manifest)
+    manifest = apply_options(manifest, chosen, whole=True, holds_masters=False).manifest
     others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
     loader = _Loader(manifest, TensorReader(source.store, SCRATCH_BYTES), _Problems(), others.union(elsewhere))
     targets = list(loader.model_targets(model))

@@ -59,7 +59,7 @@ def test_a_model_of_torchvision_is_built_with_its_arguments(tmp_path: Path) -> N
     torch.manual_seed(0)
     own = torchvision.models.resnet18(num_classes=7).eval()
     torch.save(own.state_dict(), tmp_path / "resnet.pt")
-    loaded = load_model(tmp_path / "resnet.pt", architecture="torchvision:resnet18?num_classes=7")
+    loaded = load_model(tmp_path / "resnet.pt", model="torchvision:resnet18?num_classes=7")
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(loaded(images), own(images))
 
@@ -69,7 +69,7 @@ def test_a_function_of_the_user_builds_the_model(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     own = torch.nn.Linear(3, 2)
     save_file(own.state_dict(), tmp_path / "tiny.safetensors")
-    loaded = load_model(tmp_path / "tiny.safetensors", architecture="my_models:tiny")
+    loaded = load_model(tmp_path / "tiny.safetensors", model="my_models:tiny")
     assert torch.equal(loaded.weight, own.weight)
     sys.modules.pop("my_models")
 
@@ -125,6 +125,6 @@ def test_a_config_that_is_not_usable_is_named(
 def test_a_folder_without_a_config_is_not_taken_for_one_of_transformers(gpt2: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((gpt2 / "model.safetensors").read_bytes())
     with pytest.raises(FormatError, match=r"no config\.json"):
-        load_model(tmp_path, architecture="hf")
+        load_model(tmp_path, model="hf")
     with pytest.raises(FormatError, match="not in the checkpoint: "):
         load_model(tmp_path)

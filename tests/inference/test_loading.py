@@ -42,7 +42,7 @@ def test_no_random_numbers_are_drawn_for_what_is_read(tmp_path: Path) -> None:
     resnet = resnet18(weights=None)
     torch.save(resnet.state_dict(), tmp_path / "resnet.pt")
     before = torch.get_rng_state()
-    loaded = load_model(tmp_path / "resnet.pt", architecture="torchvision:resnet18")
+    loaded = load_model(tmp_path / "resnet.pt", model="torchvision:resnet18")
     assert torch.get_rng_state().equal(before)
     assert all(loaded.state_dict()[name].equal(each) for name, each in resnet.state_dict().items())
 
