@@ -75,13 +75,13 @@ ALLOWED = {
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 90, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 91, {"click", "isal", "numpy"}
     ),
     "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 90, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 91, {"click", "isal", "numpy"}
     ),
     "diff": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 90, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 91, {"click", "isal", "numpy"}
     ),
     "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 88, {"click", "numpy"}),
     "formats": Allowed(
