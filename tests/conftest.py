@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(f"{report.nodeid}: {NO_GPU}")
     if not config.getoption("--soak"):
         return
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.stats.get(outcome, []):
-            for _, kills in (each for each in report.user_properties if each[0] == "kills"):
-                seed = config.getoption("--kill-seed")
-                terminalreporter.write_line(f"{outcome} {report.nodeid}: {kills}; seed {seed}")
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        # The last report of a test has what its fixtures counted.
+        if getattr(report, "when", None) == "teardown":
+            for kills in (value for name, value in report.user_properties if name == "kills"):
+                terminalreporter.write_line(f"{report.nodeid}: {kills}; seed {config.getoption('--kill-seed')}")
     counts: Counter[tuple[str, str, str]] = Counter()
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):
