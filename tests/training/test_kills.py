@@ -115,8 +115,8 @@ class Plan:
         return cls(kills, random.Random(f"{config.getoption('--kill-seed')} {name}"), Counter())
 
     def wait_for_a_moment(self, run: Watched, what: str) -> None:
-        """While the ranks start or begin, or while they train and save; in the short version the latter."""
-        if self.kills > 1 and self.moments.random() < 0.5:
+        """While the ranks train and save, or, every other time of the soak, while they start or begin."""
+        if self.kills > 1 and self.done.total() % 2:
             self.done[f"{what} while they started"] += 1
             time.sleep(self.moments.uniform(0, START_SPAN))
             return
@@ -183,8 +183,7 @@ def stop(start: Start, run: Watched, plan: Plan, number: signal.Signals = signal
     else:
         check_said(run, said)
     assert run.left_in_time() == []
-    saved = ckpt_tools.ls(run.out).checkpoints
-    assert not saved or saved[-1].is_complete
+    assert newest(run.out) is None or ckpt_tools.ls(run.out).checkpoints[-1].is_complete
 
 
 def check_said(run: Watched, said: str) -> None:
