@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,46 @@ from fixtures.store import Fixture
 from tests.support.s3_server import S3Server, running_s3_server
 from tests.support.truth import Truth
 
+# Ray gives way to everything else on the machine by default: beside other tests its workers would hardly start.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 Resume = Callable[[str, str, Path, int], Truth]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the full matrices instead of their core")
+    parser.addoption("--kills", type=int, default=30, help="in the soak: random kills of each kind of training run")
+    parser.addoption("--kill-seed", default="7", help="in the soak: the seed of the moments of these kills")
+
+
+NO_GPU = "not run: torch finds no GPU on this machine"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a GPU that torch can use; the summary names those that were not run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """torch is imported only if a test asks for a GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not importlib.import_module("torch").cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """After a soak, the matrix: cells passed of all, by source and target."""
+    """The tests that no GPU ran. After a soak, the matrix: cells passed of all, by source and target; and the kills of
+    training runs."""
+    for report in terminalreporter.stats.get("skipped", []):
+        if NO_GPU in str(report.longrepr):
+            terminalreporter.write_line(f"{report.nodeid}: {NO_GPU}")
     if not config.getoption("--soak"):
         return
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        # The last report of a test has what its fixtures counted.
+        if getattr(report, "when", None) == "teardown":
+            for kills in (value for name, value in report.user_properties if name == "kills"):
+                terminalreporter.write_line(f"{report.nodeid}: {kills}; seed {config.getoption('--kill-seed')}")
     counts: Counter[tuple[str, str, str]] = Counter()
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ TEXTS = "texts"
 TEXT_HELD_OUT_EVERY = 10
 
 Part = Literal["train", "held-out"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 DIGITS_MAX_LEVEL = 16  # the brightest pixel of scikit-learn's digits
 DIGITS_HELD_OUT = 360  # one fifth of 1,797, rounded up
@@ -147,18 +148,46 @@ def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
 
 
 def _load_image_folder(part: Part, root: Path) -> LabelledImages:
-    """The images of ``root/train/CLASS`` or ``root/held-out/CLASS``, grey and 28x28; classes are numbered by name."""
-    from torchvision.datasets import ImageFolder
+    """The images of ``root/train/CLASS`` or ``root/held-out/CLASS``, grey and 28x28; classes are numbered by the names
+    in ``train``, also of a part that lacks one."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    classes, found = _classes(root, "train"), _classes(root, part)
+    if unknown := sorted({*found} - {*classes}):
+        raise UsageError(f"--data-root {root}: {part}/{unknown[0]} is a class that {root / 'train'} does not have")
+    if len(classes) > NUM_CLASSES:
+        raise UsageError(f"--data-root {root} has {len(classes)} classes, and models tell {NUM_CLASSES} apart")
+    numbers = {name: classes.index(name) for name in found}
+    try:
+        files = make_dataset(str(root / part), numbers, extensions=IMG_EXTENSIONS)
+    except OSError as error:
+        raise UsageError(f"--data-root {root}: {part}: {_first_line(error)}") from error
+    pixels = torch.stack([_grey(Path(path)) for path, _ in files])
+    return LabelledImages(pixels, torch.tensor([number for _, number in files]))
+
+
+def _classes(root: Path, part: Part) -> list[str]:
+    try:
+        found = sorted(path.name for path in (root / part).iterdir() if path.is_dir())
+    except OSError as error:
+        raise UsageError(f"--data-root {root}: {part} is not a folder of classes: {_first_line(error)}") from error
+    if not found:
+        raise UsageError(f"--data-root {root}: {part} has no folder of a class")
+    return found
+
+
+def _grey(path: Path) -> Tensor:
+    """uint8 [28, 28], as inference prepares an image for a model of ours."""
+    from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
-        found = ImageFolder(str(root / part), lambda image: image.convert("L").resize((IMAGE_SIZE, IMAGE_SIZE)))
-    except OSError as error:
-        raise UsageError(f"--data-root {root}: {part} is not a folder of classes: {_first_line(error)}") from error
-    if len(found.classes) > NUM_CLASSES:
-        raise UsageError(f"--data-root {root} has {len(found.classes)} classes, and models tell {NUM_CLASSES} apart")
-    pixels, labels = zip(*((pil_to_tensor(image)[0], label) for image, label in found), strict=True)
-    return LabelledImages(torch.stack(pixels), torch.tensor(labels))
+        with Image.open(path) as image:
+            small = image.convert("L").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+            return pil_to_tensor(small)[0]
+    except Exception as error:
+        # The decoders of Pillow raise whatever they stumble over: OSError, SyntaxError, struct.error, IndexError, ...
+        raise UsageError(f"{path} cannot be read as an image: {_first_line(error)}") from error
 
 
 def _load_text(part: Part, root: Path | None) -> TextWindows:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from .config import DatasetName, TrainConfig
-from .model_names import facts_of
+from .model_names import HUGGING_FACE, facts_of
 
 NAME = "config.json"
 
@@ -30,7 +31,7 @@ LABELS: dict[DatasetName, tuple[str, ...]] = {
 
 def model_config(config: TrainConfig) -> dict[str, Any] | None:
     """The module by the name that inference gives it, its classes in order, and how an image is prepared for it. None
-    for models of text, which inference does not know."""
+    for models of text, which inference does not know by such a name."""
     from .models import IMAGE_SIZE
 
     facts = facts_of(config.model)
@@ -58,6 +59,10 @@ def labels_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def write_model_config(folder: Path, config: TrainConfig) -> None:
+    """Of a model of transformers it is the file that describes it already, and that ``from_pretrained`` looks for."""
+    if config.model.startswith(HUGGING_FACE):
+        shutil.copyfile(Path(config.model.removeprefix(HUGGING_FACE)) / NAME, folder / NAME)
+        return
     found = model_config(config)
     if found is not None:
         (folder / NAME).write_text(json.dumps(found, indent=1) + "\n")

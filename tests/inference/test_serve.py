@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -393,17 +393,27 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.parametrize("module", [SERVE, CKPT_TOOLS_SERVE], ids=" ".join)
-def test_a_client_that_hangs_does_not_hold_the_end(module: Sequence[str], forms: Path, tmp_path: Path) -> None:
-    with running_service(tmp_path / "serve", forms / "model.pt", module=module) as service:
-        with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
-            connection.sendall(request_head("Content-Length: 5000") + BEGINNING)
-            wait_until(lambda: unread_bytes(connection) == 0)
+def test_a_client_that_hangs_does_not_hold_the_end(forms: Path, tmp_path: Path) -> None:
+    """Of both commands, which wait beside each other."""
+    with ExitStack() as held:
+        services = [
+            held.enter_context(running_service(tmp_path / module[-1], forms / "model.pt", module=module))
+            for module in (SERVE, CKPT_TOOLS_SERVE)
+        ]
+        clients = [held.enter_context(hanging_client(service)) for service in services]
+        for service in services:
             service.process.terminate()
-            answer = connection.recv(65536)
+        for service, client in zip(services, clients, strict=True):
+            assert client.recv(65536).startswith(b"HTTP/1.1 503 ")
             assert service.process.wait(60) == 143
-    assert answer.startswith(b"HTTP/1.1 503 ")
-    assert service.log.read_text().endswith("stopped by SIGTERM\n")
+            assert service.log.read_text().endswith("stopped by SIGTERM\n")
+
+
+def hanging_client(service: Service) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", service.port), timeout=60)
+    connection.sendall(request_head("Content-Length: 5000") + BEGINNING)
+    wait_until(lambda: unread_bytes(connection) == 0)
+    return connection
 
 
 def test_a_signal_while_the_model_is_loaded_is_one_sentence(forms: Path) -> None:

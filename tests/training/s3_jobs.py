@@ -1,27 +1,29 @@
-"""Small runs in one process group that begin from S3: ``torchrun ... -m tests.training.s3_jobs OUT URL``.
+"""Small runs on the ranks of a pool that begin from S3.
 
 ``URL/fsdp2`` is the storage of a run that has finished its first epoch.
 """
 
 from __future__ import annotations
 
-import sys
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from fsspec.core import url_to_fs
 
 from tests.training.jobs import small_config
 from training.config import TrainConfig
-from training.launchers.torchrun import join_process_group, leave, run_rank
+from training.launchers.torchrun import run_rank
 
 EPOCHS = 3
 
 
-def run(config: TrainConfig, device: torch.device) -> None:
+def run(config: TrainConfig) -> None:
     config.out.mkdir(exist_ok=True)
     torch.distributed.barrier()
-    run_rank(config, device)
+    run_rank(config, torch.device("cpu"))
 
 
 def upload(folder: Path, url: str) -> None:
@@ -32,17 +34,12 @@ def upload(folder: Path, url: str) -> None:
     torch.distributed.barrier()
 
 
-def main(out: Path, url: str) -> None:
+def train_all(out: Path, url: str, environment: Mapping[str, str]) -> None:
     """``plain``: two epochs with nothing on S3. ``zero3``: from the first epoch on S3 to the third. ``again``: the
-    third once more, from the second epoch of ``zero3`` on S3."""
-    device = join_process_group()
-    run(small_config(out / "plain", engine="fsdp2", epochs=EPOCHS, until=2), device)
-    first = f"{url}/fsdp2/checkpoints/epoch_0001"
-    run(small_config(out / "zero3", engine="zero3", epochs=EPOCHS, resume=first), device)
-    upload(out / "zero3/checkpoints/epoch_0002", f"{url}/zero3")
-    run(small_config(out / "again", engine="zero3", epochs=EPOCHS, resume=f"{url}/zero3"), device)
-    leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    third once more, from the second epoch of ``zero3`` on S3. ``environment`` says where S3 is."""
+    with patch.dict(os.environ, environment):
+        run(small_config(out / "plain", engine="fsdp2", epochs=EPOCHS, until=2))
+        first = f"{url}/fsdp2/checkpoints/epoch_0001"
+        run(small_config(out / "zero3", engine="zero3", epochs=EPOCHS, resume=first))
+        upload(out / "zero3/checkpoints/epoch_0002", f"{url}/zero3")
+        run(small_config(out / "again", engine="zero3", epochs=EPOCHS, resume=f"{url}/zero3"))

@@ -8,10 +8,8 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,12 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 from fixtures.launch import pool
 from tests.training import checkpoint_jobs
 from tests.training.checkpoint_jobs import ENGINES, STOPPED_AFTER
-from tests.training.conftest import SmallRun, in_process
+from tests.training.conftest import SmallRun
 from tests.training.jobs import EPOCHS, NUM_WORKERS, SECONDS, STEPS_PER_EPOCH, small_config
 from tests.training.strategy_jobs import train_each
-from tests.training.watched import START_SECONDS, Watched
 from training.__main__ import main
 from training.checkpoints import resume_folder, saved_checkpoints
-from training.config import LAUNCHERS, LauncherName, TrainConfig
+from training.config import TrainConfig
 from training.locking import only_run
 from training.progress import Progress
 from training.result import RunResult
@@ -38,7 +35,6 @@ from training.retention import remove_old
 from training.saving import SavePolicy
 from training.settings import check_settings, lines_before_start
 
-SOAK_KILLS = 30
 WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
 
 
@@ -137,75 +133,6 @@ def test_names_sort_as_positions_do() -> None:
     assert names[0] == "epoch_0000_step_000003"
 
 
-def train(out: Path, launcher: LauncherName, **values: Any) -> TrainConfig:
-    """Short epochs, a checkpoint each step."""
-    size = {"num_samples": 256, "epochs": 3, "resume": "auto", "save_every_steps": 1, "async_save": True}
-    return TrainConfig(out=out, engine="fsdp2", launcher=launcher, **(size | values))
-
-
-def end_at_random(config: TrainConfig, number: signal.Signals, moments: random.Random) -> None:
-    """Within a second after its first checkpoint."""
-    out = config.out
-    before = len(saved_checkpoints(out))
-    run = Watched.start(out, "-m", "training", *config.to_args())
-    try:
-        run.wait_until(lambda: len(saved_checkpoints(out)) > before or (out / "result.json").exists())
-        time.sleep(moments.uniform(0, 1))
-        run.process.send_signal(number)
-        run.process.communicate(timeout=60)
-        assert run.left_in_time() == []
-    finally:
-        run.destroy()
-
-
-def finish(config: TrainConfig) -> None:
-    done = in_process("-m", "training", *config.to_args())
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-
-
-@pytest.mark.timeout(3600)
-def test_a_run_that_is_killed_at_any_step_goes_on_bit_for_bit(
-    tmp_path: Path, small_run: SmallRun, pytestconfig: pytest.Config
-) -> None:
-    """Until it has finished. Checkpoints are written all the time, so most kills hit one that is half written."""
-    moments = random.Random(7)
-    kills = SOAK_KILLS if pytestconfig.getoption("--soak") else 1
-    epochs = EPOCHS if kills == 1 else 3 * kills
-    out, whole = tmp_path / "run", tmp_path / "whole"
-    for _ in range(kills):
-        end_at_random(train(out, "torchrun", epochs=epochs), signal.SIGKILL, moments)
-    finish(train(out, "torchrun", epochs=epochs))
-    if epochs > EPOCHS:
-        finish(train(whole, "torchrun", epochs=epochs, save_every_steps=None))
-    check_same_end(result_of(out), result_of(whole) if epochs > EPOCHS else small_run("fsdp2"))
-    assert not list((out / "checkpoints").glob(".epoch*"))
-
-
-@pytest.mark.parametrize(("launcher", "number"), [("torchrun", signal.SIGUSR1), ("ray", signal.SIGTERM)])
-def test_a_run_that_is_asked_to_stop_saves_first(
-    launcher: LauncherName, number: signal.Signals, tmp_path: Path
-) -> None:
-    config = train(tmp_path, launcher, epochs=500, save_every=500, save_every_steps=None)
-    run = Watched.start(tmp_path, "-m", "training", *config.to_args())
-    try:
-        run.wait_until(lambda: "epoch" in read(tmp_path / "metrics.jsonl"))
-        run.process.send_signal(number)
-        _, said = run.process.communicate(timeout=30)
-        [saved] = saved_checkpoints(tmp_path)
-        assert (run.process.returncode, said) == (
-            75,
-            f"stopped as asked: {saved.name} is saved; go on with --resume latest\n",
-        )
-        assert run.left() == []
-    finally:
-        run.destroy()
-    assert ckpt_tools.ls(tmp_path).checkpoints[0].is_complete
-
-
-def read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
 @pytest.fixture
 def filled(tmp_path: Path, small_run: SmallRun) -> Callable[..., TrainConfig]:
     """A run's folder with complete checkpoints of these names, and the accuracy of its epochs."""
@@ -275,51 +202,6 @@ def test_the_samples_of_an_epoch_that_has_begun_cannot_change(runs: Path) -> Non
         check_settings(small_config(runs / "new", engine="fsdp2", resume=str(resume), **changed), resume)
     at_the_end = resume.with_name("epoch_0001")
     assert check_settings(small_config(runs / "new", engine="fsdp2", resume=str(at_the_end), **changed), at_the_end)
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_run_goes_on_by_itself_when_a_worker_is_killed(
-    launcher: LauncherName, tmp_path: Path, small_run: SmallRun
-) -> None:
-    config = train(tmp_path, launcher, epochs=EPOCHS, max_restarts=1, resume=None)
-    command = [sys.executable, "-m", "training", *config.to_args()]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not saved_checkpoints(tmp_path):
-            assert time.monotonic() < deadline and run.poll() is None
-            time.sleep(0.02)
-        os.kill(a_rank(run.pid, launcher), signal.SIGKILL)
-        said, errors = run.communicate(timeout=START_SECONDS)
-    finally:
-        run.kill()
-        run.communicate()
-    assert (run.returncode, errors) == (0, ""), errors
-    assert "restart 1 of 1: rank " in said, said
-    check_same_end(result_of(tmp_path), small_run("fsdp2"))
-
-
-def a_rank(run: int, launcher: LauncherName) -> int:
-    """A process that trains, among those that the run has started."""
-    mark, file = {"torchrun": (b"\0RANK=1\0", "environ"), "ray": (b"RayTrainWorker", "cmdline")}[launcher]
-    started = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
-    return next(each for each in started if has(each, file, mark) and is_descendant(each, run))
-
-
-def has(process: int, file: str, mark: bytes) -> bool:
-    try:
-        return mark in Path(f"/proc/{process}/{file}").read_bytes()
-    except OSError:
-        return False
-
-
-def is_descendant(process: int, ancestor: int) -> bool:
-    while process not in (0, ancestor):
-        try:
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return process == ancestor
 
 
 PAGE = Path(training.__file__).parent.parent / "docs/training.md"

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
+from fixtures.launch import pool
 from tests.support.s3_server import BUCKET, S3Server
-from tests.training.jobs import NUM_SAMPLES
-from tests.training.s3_jobs import EPOCHS
+from tests.training.jobs import NUM_SAMPLES, NUM_WORKERS, SECONDS
+from tests.training.s3_jobs import EPOCHS, train_all
 from training.__main__ import main
 from training.result import RunResult
 
@@ -50,13 +51,10 @@ def result(s3_server: S3Server, storage: str, tmp_path_factory: pytest.TempPathF
     out = tmp_path_factory.mktemp("s3")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     environment = clean | s3_server.environment | {"OMP_NUM_THREADS": "1"}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.training.s3_jobs")
-    for args in (
-        ("-c", SCRIPT, str(out), f"{storage}/fsdp2", str(NUM_SAMPLES), str(EPOCHS)),
-        (*torchrun, str(out), storage),
-    ):
-        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", SCRIPT, str(out), f"{storage}/fsdp2", str(NUM_SAMPLES), str(EPOCHS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    pool(NUM_WORKERS).run(train_all, out, storage, s3_server.environment, seconds=SECONDS)
     return lambda name: RunResult.read(out / name / "result.json")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from tensorboardX.record_writer import masked_crc32c
 
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH
+from training.__main__ import main as command
 from training.config import TrainConfig
-from training.journal import Journal, scalars
+from training.journal import TENSORBOARD_NAME, Journal, scalars
 from training.measuring import Meter, peak_rss
 from training.profiling import PROFILED, SKIPPED, WARMUP, profiled
 from training.screen import (
@@ -105,6 +107,15 @@ def test_event_files_hold_what_the_record_holds(small_run: SmallRun) -> None:
     assert [step for step, _ in events["train/loss"]] == [step for step, _ in losses]
     assert [value for _, value in events["train/loss"]] == pytest.approx([loss for _, loss in losses], rel=1e-6)
     assert [step for step, _ in events["epoch/accuracy"]] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
+
+
+def test_the_documented_tensorboard_looks_where_the_documented_run_writes() -> None:
+    """TensorBoard itself is not installed here: its option is of its own command line."""
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    [shown] = re.findall(r"(?m)^\$ tensorboard --logdir (\S+)$", page)
+    [run] = re.findall(r"(?m)^\$ ckpt-tools train (.* --tensorboard)$", page)
+    config = TrainConfig(**command.make_context("training", run.split()).params)
+    assert config.tensorboard and Path(shown) == config.out / TENSORBOARD_NAME
 
 
 def test_a_resumed_run_records_how_long_that_took(small_run: SmallRun) -> None:

@@ -89,3 +89,17 @@ def test_ranks_that_any_launcher_starts_know_that_they_are_ranks(monkeypatch: py
         assert not command._is_a_rank()
         monkeypatch.setenv(name, "0")
     assert command._is_a_rank()
+
+
+PAGE = (Path(__file__).parents[2] / "docs/training.md").read_text()
+
+
+def test_the_documented_commands_for_slurm_make_a_job() -> None:
+    """What the second one submits is what the first one wrote."""
+    [generate, submit] = re.findall(r"(?m)^\$ (python -m ckpt_tools_training\.slurm .*|sbatch .*)$", PAGE)
+    words = shlex.split(generate.partition("ckpt_tools_training.slurm ")[2])
+    assert words[-2:] == [">", submit.removeprefix("sbatch ")]
+    done = CliRunner().invoke(main, words[:-2])
+    assert done.exit_code == 0, done.output
+    assert {"nodes=2", "ntasks-per-node=8", "time=24:00:00"} <= set(re.findall(r"(?m)^#SBATCH --(.*)$", done.stdout))
+    assert subprocess.run(["/bin/bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -19,8 +19,10 @@ import pytest
 from click.testing import CliRunner
 
 import ckpt_tools
+from fixtures.launch import pool
 from tests.support.s3_server import BUCKET, S3Server
-from tests.training.conftest import in_process
+from tests.training.jobs import NUM_WORKERS, SECONDS
+from tests.training.strategy_jobs import train_each
 from tests.training.watched import OVERDUE_SECONDS, Watched
 from training.__main__ import main
 from training.checkpoints import saved_checkpoints
@@ -29,7 +31,6 @@ from training.locking import LOCK_NAME, only_run
 from training.result import RunResult
 
 EPOCHS = 400
-SOAK_KILLS = 20
 SOAK_SECONDS = 20.0
 """The longest life of a run in the soak: some epochs beyond its start."""
 
@@ -70,15 +71,15 @@ def end(run: Watched, number: signal.Signals) -> None:
 def check_goes_on_exactly(out: Path, launcher: LauncherName, whole: Path) -> None:
     """What is left is resumed for two epochs, and does in them what a run does that nobody stopped."""
     last = int(saved_checkpoints(out)[-1].name[6:10]) + 2
-    for run in (config(out, launcher, until=last), config(whole, "torchrun", until=last, save_every=EPOCHS)):
-        done = in_process("-m", "training", *run.to_args())
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    rest = config(out, launcher, until=last)
+    with only_run(rest):
+        assert not list((out / "checkpoints").glob(".epoch*"))
+    pool(NUM_WORKERS).run(train_each, rest, config(whole, "torchrun", until=last, save_every=EPOCHS), seconds=SECONDS)
     resumed, uninterrupted = (RunResult.read(folder / "result.json") for folder in (out, whole))
     assert [epoch.epoch for epoch in resumed.history] == [last - 1, last]
     assert [epoch.losses for epoch in resumed.history] == [epoch.losses for epoch in uninterrupted.history[-2:]]
     assert resumed.predicted == uninterrupted.predicted
     assert ckpt_tools.diff(resumed.checkpoint, uninterrupted.checkpoint).equal
-    assert not list((out / "checkpoints").glob(".epoch*"))
 
 
 def end_after_a_checkpoint(out: Path, launcher: LauncherName, number: signal.Signals, moments: random.Random) -> None:
@@ -90,9 +91,9 @@ def end_after_a_checkpoint(out: Path, launcher: LauncherName, number: signal.Sig
         end(run, number)
 
 
-def end_many_times(out: Path, launcher: LauncherName, moments: random.Random) -> None:
+def end_many_times(out: Path, launcher: LauncherName, moments: random.Random, kills: int) -> None:
     """From before the imports of a run to some epochs beyond its start."""
-    for number in islice(cycle((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)), SOAK_KILLS):
+    for number in islice(cycle((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)), kills):
         with running(config(out, launcher)) as run:
             if number != signal.SIGKILL:
                 run.wait_until(run.holds_the_lock)
@@ -105,21 +106,26 @@ def end_many_times(out: Path, launcher: LauncherName, moments: random.Random) ->
     ("launcher", "at_once"), [("torchrun", signal.SIGHUP), ("ray", signal.SIGINT)], ids=["torchrun", "ray"]
 )
 def test_a_stopped_run_leaves_no_process_and_goes_on_exactly(
-    launcher: LauncherName, at_once: signal.Signals, tmp_path: Path, pytestconfig: pytest.Config
+    launcher: LauncherName,
+    at_once: signal.Signals,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Killed after its first checkpoint; in the soak, also stopped before there is a worker, after some checkpoints
-    more, and at twenty random moments. Then it goes on."""
-    moments = random.Random(launcher)
+    more, and at random moments. Then it goes on."""
+    moments = random.Random(f"{pytestconfig.getoption('--kill-seed')} {launcher}")
     out = tmp_path / "run"
     end_after_a_checkpoint(out, launcher, signal.SIGKILL, moments)
-    if not pytestconfig.getoption("--soak"):
-        return
-    with running(config(out, launcher)) as run:
-        run.wait_until(run.holds_the_lock)
-        time.sleep(moments.uniform(0, 2))
-        end(run, at_once)
-    end_after_a_checkpoint(out, launcher, signal.SIGTERM, moments)
-    end_many_times(out, launcher, moments)
+    if pytestconfig.getoption("--soak"):
+        with running(config(out, launcher)) as run:
+            run.wait_until(run.holds_the_lock)
+            time.sleep(moments.uniform(0, 2))
+            end(run, at_once)
+        end_after_a_checkpoint(out, launcher, signal.SIGTERM, moments)
+        kills = pytestconfig.getoption("--kills")
+        end_many_times(out, launcher, moments, kills)
+        record_property("kills", f"{3 + kills} runs ended by SIGKILL, SIGTERM, SIGINT and SIGHUP")
     check_goes_on_exactly(out, launcher, tmp_path / "whole")
 
 

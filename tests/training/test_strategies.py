@@ -23,6 +23,7 @@ from training.config import TrainConfig
 from training.data import load_dataset
 from training.model_names import MODELS
 from training.result import RunResult
+from training.starting import export
 from training.strategies import BY_NAME, STRATEGIES
 
 WIDE, NARROW = 4, 2
@@ -213,7 +214,20 @@ def test_a_configuration_of_transformers_trains(gpt2: str, tmp_path: Path) -> No
     assert losses(expected)[-1] < losses(expected)[0]
     assert result_of(other.out).history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
     assert ckpt_tools.diff(expected.checkpoint, result_of(started.out).checkpoint, state="model").equal
-    assert not (Path(expected.checkpoint) / "config.json").exists()
+    for run in (expected, result_of(other.out)):
+        check_transformers_loads_the_export(run, tmp_path / f"exported-{run.strategy}")
+
+
+def check_transformers_loads_the_export(run: RunResult, folder: Path) -> None:
+    """With every weight, and its predictions are those of the run."""
+    from transformers import AutoModelForCausalLM
+
+    export(tiny_config(folder, strategy="ddp", model="lm", export=str(folder)), run.checkpoint)
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), loading
+    pieces = load_dataset("text", "held-out", None).pixels
+    predicted = evaluation.all_logits(lambda texts: evaluation.plain_logits(model)(texts).logits, pieces).argmax(-1)
+    assert tuple(predicted.flatten().tolist()) == run.predicted
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TRACE = "WATCHED_RUN"
-START_SECONDS = 180.0
+START_SECONDS = 600.0
+"""For a run to begin, on a machine that others use too."""
+
 OVERDUE_SECONDS = 15.0
 """For a whole command to end; it takes 1 to 2 seconds on a machine that has nothing else to do."""
 
@@ -26,20 +28,23 @@ class Watched:
     process: subprocess.Popen[str]
     out: Path
     trace: bytes
+    printed: int
+    """A file that no other process can find open in ``out``."""
 
     @classmethod
     def start(cls, out: Path, *args: str) -> Watched:
         name = f"{TRACE}={os.getpid()}-{time.monotonic_ns()}"
         environment = os.environ | dict([name.split("=")])
+        printed = os.memfd_create("printed")
         process = subprocess.Popen(
             [sys.executable, *args],
             env=environment,
-            stdout=subprocess.DEVNULL,
+            stdout=printed,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        return cls(process, out, name.encode())
+        return cls(process, out, name.encode(), printed)
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -58,6 +63,11 @@ class Watched:
         self.process.send_signal(number)
         _, stderr = self.process.communicate(timeout=OVERDUE_SECONDS)
         return self.process.returncode, stderr
+
+    @property
+    def said(self) -> str:
+        """What it has printed so far."""
+        return os.pread(self.printed, os.fstat(self.printed).st_size, 0).decode()
 
     def left(self) -> list[str]:
         """What is still there of it: by session, by process group, by environment, or with a file of ``out`` open."""
@@ -92,6 +102,7 @@ class Watched:
             with suppress(ProcessLookupError):
                 os.kill(int(text.split()[0]), signal.SIGKILL)
         self.process.communicate()
+        os.close(self.printed)
 
 
 def _places(folder: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageErr
 
 from ..checkpoints import resume_folder, way_on
 from ..config import TrainConfig
-from ..data import load_dataset
+from ..data import PARTS, load_dataset
 from ..frameworks import check_frameworks
 from ..locking import RunLock, check_no_other_run, only_run
 from ..result import RunResult, check_result_file
@@ -72,7 +72,7 @@ def check_before_start(config: TrainConfig) -> None:
 
 
 def _check_samples(config: TrainConfig) -> None:
-    samples = load_dataset(config.dataset, "train", config.data_root)
+    samples, _ = (load_dataset(config.dataset, part, config.data_root) for part in PARTS)
     if config.num_samples is not None and config.num_samples > len(samples):
         raise UsageError(f"--num-samples is {config.num_samples} and {config.dataset} has {len(samples)} to train on")
     config.steps_per_epoch(len(samples.first(config.num_samples)))
