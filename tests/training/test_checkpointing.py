@@ -22,7 +22,7 @@ import ckpt_tools
 import training
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from fixtures.launch import pool
-from tests.training import checkpoint_jobs
+from tests.training import checkpoint_jobs, upload_jobs
 from tests.training.checkpoint_jobs import ENGINES, STOPPED_AFTER
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import EPOCHS, NUM_WORKERS, SECONDS, STEPS_PER_EPOCH, small_config
@@ -115,6 +115,15 @@ def test_the_stall_of_each_save_is_recorded(name: str, runs: Path) -> None:
     assert [line["epoch"] for line in lines if "accuracy" in line] == [1, 2]
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "zero1"])
+def test_a_checkpoint_is_sent_away_while_training_goes_on(engine: str, tmp_path: Path) -> None:
+    pool(NUM_WORKERS).run(upload_jobs.trains_beside_an_upload, tmp_path, engine, seconds=SECONDS)
+
+
+def test_a_checkpoint_that_cannot_be_sent_ends_the_run(tmp_path: Path) -> None:
+    pool(NUM_WORKERS).run(upload_jobs.ends_when_an_upload_fails, tmp_path, seconds=SECONDS)
+
+
 def test_a_run_keeps_its_last_and_its_best_checkpoints(runs: Path) -> None:
     losses = {f"epoch_{epoch.epoch:04d}": epoch.mean_loss for epoch in result_of(runs / "kept").history}
     kept = {path.name for path in saved_checkpoints(runs / "kept")}
@@ -185,11 +194,12 @@ def test_a_run_that_is_killed_at_any_step_goes_on_bit_for_bit(
 def test_a_run_that_is_asked_to_stop_saves_first(
     launcher: LauncherName, number: signal.Signals, tmp_path: Path
 ) -> None:
+    """Under Ray, a signal to the whole process group: Ray's own processes are not in it."""
     config = train(tmp_path, launcher, epochs=500, save_every=500, save_every_steps=None)
     run = Watched.start(tmp_path, "-m", "training", *config.to_args())
     try:
         run.wait_until(lambda: "epoch" in read(tmp_path / "metrics.jsonl"))
-        run.process.send_signal(number)
+        (os.killpg if launcher == "ray" else os.kill)(run.process.pid, number)
         _, said = run.process.communicate(timeout=30)
         [saved] = saved_checkpoints(tmp_path)
         assert (run.process.returncode, said) == (
