@@ -37,14 +37,14 @@ test: check browser
 
 # The full matrix of formats and world sizes, with its table, every damage to every layout of the corpus, the casts of
 # all 2**32 float32 patterns, a kill at every system call that writes, 3,000 calls that fail, 20,000 random trees around
-# a destination, kills of conversions on Ray and of training runs, every strategy of training, a minute of 64 clients of
-# the service, 20,000 hostile files under real loaders, a million pickles beside both of CPython's unpicklers, and every
+# a destination, kills of conversions on Ray and of training runs, every strategy of training, both notebooks, a minute
+# of 64 clients of the service, 20,000 hostile files under real loaders, a million pickles beside both of CPython's unpicklers, and every
 # extra installed from the package index.
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
 		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py \
 		tests/training/test_kills.py tests/training/test_checkpointing.py tests/training/test_strategies.py \
-		tests/training/test_pipeline.py tests/training/test_experts.py tests/training/test_compile.py tests/inference/test_storm.py \
+		tests/training/test_pipeline.py tests/training/test_experts.py tests/training/test_compile.py tests/inference/test_storm.py tests/training/test_notebooks.py \
 		tests/serialization/test_differential.py tests/verification/scan tests/layouts \
 		tests/formats/test_megatron.py tests/formats/test_megatron_resumed.py --soak -q --timeout=3600
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600

@@ -137,7 +137,8 @@ def starting_processes() -> Iterator[None]:
 
     For a library that starts processes and installs handlers of its own, in Python or below it, as Ray does: it would
     exit at SIGTERM, and an exception in the middle of starting would leave processes that nobody knows. Its children
-    take signals again.
+    take signals again, and each has a session of its own: a signal to the command's process group is the command's
+    alone, which needs them until it has ended.
 
     The mask of this thread does not keep a signal from another thread of the process. The library's own handler then
     exits in this one, and that exit is told as the signal that it was. ``guard`` ends what was half started.
@@ -146,7 +147,7 @@ def starting_processes() -> Iterator[None]:
         yield
         return
     handlers = {number: signal.getsignal(number) for number in STOPPING}
-    _take_signals_in_children()
+    _set_children_apart()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     _is_starting.set()
     try:
@@ -166,12 +167,13 @@ def starting_processes() -> Iterator[None]:
 
 
 @cache
-def _take_signals_in_children() -> None:
-    def take() -> None:
+def _set_children_apart() -> None:
+    def set_apart() -> None:
         if _is_starting.is_set():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+            os.setsid()
 
-    os.register_at_fork(after_in_child=take)
+    os.register_at_fork(after_in_child=set_apart)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -84,6 +84,7 @@ with killed_by_interrupts():
 @click.option("--tensorboard", is_flag=True, help="Write event files to OUT/tensorboard too.")
 @click.option("--profile", is_flag=True, help="Trace a few steps of each rank into OUT/profile.")
 @click.option("--max-restarts", type=int, default=0, help="How often the run is started again after a failure.")
+@click.option("--min-workers", type=int, help="Ray: go on with so many if machines are lost.  [default: all]")
 @click.option("--storage", metavar="URL", help="Where checkpoints go, such as s3://bucket/run; else to --out.")
 @click.option(
     "--resume",

@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import ckpt_tools
@@ -19,7 +20,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundE
 
 from .config import RESUME_AUTO, RESUME_LATEST, TrainConfig, is_url
 from .progress import Progress
-from .storage import check_bucket, names_below, recorded_latest
+from .storage import asked, check_bucket, file_system, names_below, recorded_latest
 
 CHECKPOINTS = "checkpoints"
 MAX_NAMED = 5
@@ -75,6 +76,15 @@ def empty_partial(partial: Path) -> None:
         )
     for path in sorted(partial.rglob("*"), key=lambda path: -len(path.parts)):
         path.rmdir() if path.is_dir() else path.unlink()
+
+
+def remove_shards(config: TrainConfig, name: str) -> None:
+    """Remove what a killed run has uploaded of a checkpoint that is to be written again, perhaps by fewer ranks: files
+    of ranks that are no more would stay among the new ones. Raises StoreError."""
+    fs, folder = file_system(str(checkpoint_of(config, name)))
+    for path in asked(config.storage or "", lambda: fs.find(folder)):
+        if _SHARD.fullmatch(path.removeprefix(f"{folder}/")):
+            asked(path, partial(fs.rm_file, path))
 
 
 def strangers_in(folder: Path) -> list[Path]:

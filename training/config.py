@@ -6,7 +6,7 @@ Nothing here imports torch, so a mistake on the command line is answered at once
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -67,6 +67,7 @@ COUNTS = (
     "ep",
     "reshard_after_forward",
     "log_every",
+    "min_workers",
 )
 """The fields that count something there must be one of."""
 
@@ -143,6 +144,7 @@ class TrainConfig:
     keep_last: int | None = None
     keep_best: str | None = None
     max_restarts: int = 0
+    min_workers: int | None = None
     init_from: str | None = None
     rename: tuple[str, ...] = ()
     export: str | None = None
@@ -159,6 +161,7 @@ class TrainConfig:
         self._check_together()
         self._check_storage()
         self._check_saving()
+        self._check_min_workers()
         self._check_first_weights()
         self._check_override()
 
@@ -271,6 +274,17 @@ class TrainConfig:
             raise UsageError("--keep-best is for --keep-last: without it every checkpoint is kept")
         if self.keep_last is not None and self.storage is not None:
             raise UsageError("--keep-last removes checkpoints in --out alone; for --storage use ckpt-tools prune")
+
+    def _check_min_workers(self) -> None:
+        if self.min_workers is None:
+            return
+        if self.launcher != "ray":
+            raise UsageError("--min-workers is for --launcher ray")
+        if self.max_restarts == 0:
+            raise UsageError("--min-workers is for --max-restarts: without restarts a run ends with its first worker")
+        if self.min_workers > self.num_workers:
+            raise UsageError(f"--min-workers {self.min_workers} is more than --num-workers {self.num_workers}")
+        replace(self, num_workers=self.min_workers, min_workers=None)
 
     def _check_first_weights(self) -> None:
         if self.init_from is not None and self.resume not in (None, RESUME_AUTO):

@@ -251,13 +251,13 @@ class _Run:
     def agreed(self) -> tuple[bool, bool]:
         """Whether the run is asked to stop, and whether it is time to save, on any rank."""
         leads = self.rank == 0
-        is_asked, is_time, is_ready, has_failed = self.agreement.any(
+        is_asked, is_time, is_busy, has_failed = self.agreement.any(
             self.is_asked_to_stop(),
             leads and self.policy.after_seconds(self.saver.seconds_since),
-            leads and self.saver.is_ready,
+            self.saver.is_busy,
             self.saver.has_failed,
         )
-        if is_ready or has_failed:
+        if has_failed or not is_busy:
             self.saver.collect(has_failed=has_failed)
         return is_asked, is_time
 

@@ -25,6 +25,8 @@ class FolderOutlet:
         self._screen = rank_screen()
         self._folder = out / CHECKPOINTS
 
+    uploads = False
+
     def begin(self, name: str) -> Path:
         if torch.distributed.get_rank() == 0:
             make_partial(self._folder, name)
@@ -32,7 +34,8 @@ class FolderOutlet:
         return partial_folder(self._folder, name)
 
     def finish(self, name: str) -> None:
-        partial_folder(self._folder, name).rename(self._folder / name)
+        if torch.distributed.get_rank() == 0:
+            partial_folder(self._folder, name).rename(self._folder / name)
 
     def announce(self, name: str, values: Values) -> None:
         """Its name has announced it."""

@@ -1,8 +1,9 @@
 """When a checkpoint is saved, and how: at once, or from a copy while training goes on.
 
 A :class:`Saver` gives each checkpoint to an :class:`Outlet`, which is the launcher's. The outlet says where the ranks
-write, and shows the checkpoint under its name when all of them have written. A background save is collective too, in a
-process group of its own, because its messages must not meet those of the training.
+write, and shows the checkpoint under its name when all of them have written. If it sends files to a store, that is
+always done while training goes on. A background save is collective too, in a process group of its own, because its
+messages must not meet those of the training.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,15 +33,20 @@ Values = Mapping[str, float]
 
 
 class Outlet(Protocol):
-    """Where the checkpoints and the figures of a run go. Every rank calls ``begin``, ``announce`` and ``report``, all
-    ranks in the same order; the first rank alone calls the others."""
+    """Where the checkpoints and the figures of a run go. Every rank calls ``begin``, ``finish``, ``announce`` and
+    ``report``, all ranks in the same order; the first rank alone calls the others."""
+
+    @property
+    def uploads(self) -> bool:
+        """Whether ``finish`` sends files away, beside which training goes on."""
+        ...
 
     def begin(self, name: str) -> Path:
         """An empty folder for this rank's shards of a checkpoint that nobody takes for one yet."""
         ...
 
     def finish(self, name: str) -> None:
-        """All ranks have written; may be called in another thread."""
+        """This rank has written, and on the first one all have; may be called in another thread."""
         ...
 
     def announce(self, name: str, values: Values) -> None:
@@ -121,6 +128,7 @@ class Saver:
         self._outlet = outlet
         self._after_save = after_save
         self._group = _own_group() if config.async_save else None
+        self._is_beside = config.async_save or outlet.uploads
         self._pending: tuple[_Begun, Future[float]] | None = None
         self._saved_at = time.monotonic()
         self.records: list[SaveRecord] = []
@@ -130,13 +138,13 @@ class Saver:
         return time.monotonic() - self._saved_at
 
     @property
-    def is_ready(self) -> bool:
-        """Whether a background save has ended, well or not, and waits to be collected."""
-        return self._pending is not None and self._pending[1].done()
+    def is_busy(self) -> bool:
+        """Whether this rank writes or sends a checkpoint beside the training."""
+        return self._pending is not None and not self._pending[1].done()
 
     @property
     def has_failed(self) -> bool:
-        return self._pending is not None and self.is_ready and self._pending[1].exception() is not None
+        return self._pending is not None and not self.is_busy and self._pending[1].exception() is not None
 
     def save(self, progress: Progress, values: Values) -> None:
         """Save a checkpoint, or begin to; collective. The next one waits until it is complete."""
@@ -148,17 +156,14 @@ class Saver:
         stalled = time.perf_counter() - started
         self._pending = _Begun(progress.name, progress.step, values, started, waited, stalled), done
         self._saved_at = time.monotonic()
-        if self._group is None:
+        if not self._is_beside:
             self.collect()
 
     def _write_now(self, progress: Progress, folder: Path) -> Future[float]:
         self._engine.save(folder, progress)
         self._describe(folder)
         torch.distributed.barrier()
-        self._finish(progress.name)
-        done: Future[float] = Future()
-        done.set_result(time.perf_counter())
-        return done
+        return (_in_background if self._is_beside else _at_once)(partial(self._finish, progress.name))
 
     def _write_later(self, progress: Progress, folder: Path) -> Future[float]:
         assert self._group is not None and isinstance(self._engine, StagingEngine)
@@ -166,37 +171,37 @@ class Saver:
         return _in_background(lambda: self._write(write, folder, progress.name))
 
     def collect(self, *, has_failed: bool = False) -> None:
-        """Wait for the save in the background and announce its checkpoint; collective.
+        """Wait for the save in the background and announce its checkpoint; collective. ``has_failed`` says that one
+        rank's has, and the others need not be waited for.
 
         Raises:
-            Exception: what the save failed with. StoreError: it failed on another rank.
+            StoreError: it failed on some rank.
         """
         if self._pending is None:
             return
         (begun, done), self._pending = self._pending, None
-        ended = done.result()
-        if has_failed:
-            raise StoreError(f"{begun.name} could not be saved: another rank failed")
-        self._announce(begun, ended)
+        if self._is_beside:
+            if not has_failed:
+                wait([done])
+            _check_all(begun.name, done)
+        self._announce(begun, done.result())
 
     def _write(self, write: Save, folder: Path, name: str) -> float:
         """DCP's own collectives make sure that the first rank ends only when all have written."""
         self._describe(folder)
         write(folder)
-        self._finish(name)
-        return time.perf_counter()
+        return self._finish(name)
 
     def _describe(self, folder: Path) -> None:
         """The first rank also says what model the shards are of."""
         if _leads():
             write_model_config(folder, self._config)
 
-    def _finish(self, name: str) -> None:
-        if _leads():
-            self._outlet.finish(name)
+    def _finish(self, name: str) -> float:
+        self._outlet.finish(name)
+        return time.perf_counter()
 
     def _announce(self, begun: _Begun, ended: float) -> None:
-        """An upload, if there is one, keeps the training too."""
         before = time.perf_counter()
         self._outlet.announce(begun.name, begun.values)
         took = time.perf_counter() - before
@@ -221,6 +226,23 @@ def _in_background(call: Callable[[], float]) -> Future[float]:
 
     threading.Thread(target=work, name="save", daemon=True).start()
     return done
+
+
+def _at_once(call: Callable[[], float]) -> Future[float]:
+    done: Future[float] = Future()
+    done.set_result(call())
+    return done
+
+
+def _check_all(name: str, done: Future[float]) -> None:
+    """Raise StoreError on every rank with the reason of the first one that failed; collective."""
+    error = done.exception() if done.done() else None
+    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    torch.distributed.all_gather_object(reasons, mine)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error
 
 
 def _own_group() -> ProcessGroup:

@@ -44,7 +44,7 @@ def check_bucket(url: str) -> None:
     fs, path = file_system(url)
     bucket = path.partition("/")[0]
     try:
-        _asked(url, lambda: fs.call_s3("head_bucket", Bucket=bucket))
+        asked(url, lambda: fs.call_s3("head_bucket", Bucket=bucket))
     except FileNotFoundError as error:
         raise SourceNotFoundError(f"there is no bucket {bucket}", path=url) from error
 
@@ -53,7 +53,7 @@ def names_below(url: str) -> list[str]:
     """What lies directly below ``url``, by name. Raises StoreError."""
     fs, path = file_system(url)
     try:
-        found = _asked(url, lambda: fs.ls(path, detail=False))
+        found = asked(url, lambda: fs.ls(path, detail=False))
     except FileNotFoundError:
         return []
     return [entry.rstrip("/").rpartition("/")[2] for entry in found]
@@ -67,7 +67,7 @@ def recorded_latest(url: str) -> str | None:
     """
     fs, path = file_system(f"{url}/{RECORD_NAME}")
     try:
-        record = json.loads(_asked(url, lambda: fs.cat_file(path)))
+        record = json.loads(asked(url, lambda: fs.cat_file(path)))
         latest = record["latest_checkpoint_result"]
         return latest["checkpoint_dir_name"] if latest else None
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def drop_missing(folder: Path) -> None:
         path.write_text(json.dumps(record))
 
 
-def _asked(url: str, call: Callable[[], Result]) -> Result:
+def asked(url: str, call: Callable[[], Result]) -> Result:
     """What ``call`` gives. Raises StoreError where the service fails; FileNotFoundError is the caller's."""
     try:
         return call()

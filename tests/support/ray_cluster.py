@@ -17,6 +17,9 @@ from ray.cluster_utils import Cluster
 _STARTED: list[Cluster] = []
 """Every module that imports the fixture has one of its own; the cluster is the first one's."""
 
+HEALTH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+"""A lost node is noticed by the messages that it no longer answers: after 2 seconds here, 15 and more by default."""
+
 NODE = {"include_dashboard": False, "object_store_memory": 80 << 20}
 
 
@@ -26,9 +29,7 @@ def cluster() -> Iterator[Cluster]:
     if _STARTED:
         yield _STARTED[0]
         return
-    # A lost node is noticed by the messages that it no longer answers: after 2 seconds here, 15 and more by default.
-    health = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 16, "_system_config": health, **NODE})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 16, "_system_config": HEALTH, **NODE})
     ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
     _STARTED.append(made)
     yield made

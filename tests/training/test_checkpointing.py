@@ -20,7 +20,7 @@ import ckpt_tools
 import training
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from fixtures.launch import pool
-from tests.training import checkpoint_jobs
+from tests.training import checkpoint_jobs, upload_jobs
 from tests.training.checkpoint_jobs import ENGINES, STOPPED_AFTER
 from tests.training.conftest import SmallRun
 from tests.training.jobs import EPOCHS, NUM_WORKERS, SECONDS, STEPS_PER_EPOCH, small_config
@@ -109,6 +109,15 @@ def test_the_stall_of_each_save_is_recorded(name: str, runs: Path) -> None:
     lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["checkpoint"] for line in lines if "checkpoint" in line] == [save.checkpoint for save in saves]
     assert [line["epoch"] for line in lines if "accuracy" in line] == [1, 2]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero1"])
+def test_a_checkpoint_is_sent_away_while_training_goes_on(engine: str, tmp_path: Path) -> None:
+    pool(NUM_WORKERS).run(upload_jobs.trains_beside_an_upload, tmp_path, engine, seconds=SECONDS)
+
+
+def test_a_checkpoint_that_cannot_be_sent_ends_the_run(tmp_path: Path) -> None:
+    pool(NUM_WORKERS).run(upload_jobs.ends_when_an_upload_fails, tmp_path, seconds=SECONDS)
 
 
 def test_a_run_keeps_its_last_and_its_best_checkpoints(runs: Path) -> None:

@@ -170,13 +170,14 @@ def kill_a_rank(start: Start, run: Watched, plan: Plan, known: frozenset[int] = 
 def stop(start: Start, run: Watched, plan: Plan, number: signal.Signals = signal.SIGTERM) -> None:
     """It ends between two steps with the last one saved, or before the first; and nothing of it is left.
 
-    DeepSpeed's runner does not pass SIGTERM on, so all of its processes are told, as schedulers do.
+    DeepSpeed's runner does not pass SIGTERM on, so all of its processes are told, as schedulers do. So they are under
+    Ray, whose own processes are not of the command's group.
     """
     plan.wait_for_a_moment(run, RUNS)
-    if start.name == "deepspeed":
-        os.killpg(run.process.pid, number)
-    else:
+    if start.name == "torchrun":
         run.process.send_signal(number)
+    else:
+        os.killpg(run.process.pid, number)
     _, said = run.process.communicate(timeout=END_SECONDS)
     if start.name == "deepspeed":
         assert run.process.returncode == -number

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fsspec.core import url_to_fs
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
@@ -18,13 +21,16 @@ from tests.support.s3_server import BUCKET, S3Server
 from tests.training.jobs import NUM_SAMPLES, NUM_WORKERS, SECONDS
 from tests.training.s3_jobs import EPOCHS, train_all
 from training.__main__ import main
+from training.checkpoints import remove_shards
+from training.config import TrainConfig
 from training.result import RunResult
 
 # One process and one local Ray for both: starting Ray and its workers is most of the time.
 SCRIPT = """
-import sys
+import json, sys
 from dataclasses import replace
 from pathlib import Path
+from ckpt_tools.errors import CkptError
 from training.config import TrainConfig
 from training.launchers import launch
 from training.launchers.ray_train import cluster
@@ -34,6 +40,10 @@ first = TrainConfig(out=out / "stored", engine="fsdp2", num_samples=num_samples,
 with cluster(2):
     launch(first)
     launch(replace(first, until=2, resume="latest"))
+    try:
+        launch(replace(first, out=out / "lost", storage="memory://lost"))
+    except CkptError as error:
+        (out / "lost/error.json").write_text(json.dumps([type(error).__name__, str(error)]))
 """
 
 Result = Callable[[str], RunResult]
@@ -46,9 +56,14 @@ def storage(s3_server: S3Server) -> str:
 
 
 @pytest.fixture(scope="module")
-def result(s3_server: S3Server, storage: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def s3_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s3")
+
+
+@pytest.fixture(scope="module")
+def result(s3_server: S3Server, storage: str, s3_out: Path) -> Result:
     """The result of a run by its folder: ``stored``, by Ray on S3 and interrupted, and those of the jobs."""
-    out = tmp_path_factory.mktemp("s3")
+    out = s3_out
     clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     environment = clean | s3_server.environment | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(out), f"{storage}/fsdp2", str(NUM_SAMPLES), str(EPOCHS)]
@@ -76,6 +91,36 @@ def test_all_workers_upload_into_one_checkpoint(result: Result, s3: S3Server, st
     record = {"checkpoints/checkpoint_manager_snapshot.json", "checkpoints/.validate_storage_marker"}
     assert {*s3.keys(below)} == shards | record
     assert not s3.open_uploads(below)
+
+
+def test_training_does_not_stand_still_during_an_upload(result: Result) -> None:
+    """The only save of that run is the last, whose upload is waited for at the end."""
+    [save] = result("stored").saves
+    assert 0 < save.stall_seconds < save.seconds
+
+
+def test_an_upload_that_fails_ends_the_run_with_its_reason(result: Result, s3_out: Path) -> None:
+    """The workers do not share this store with the command."""
+    kind, message = json.loads((s3_out / "lost/error.json").read_text())
+    assert kind == "StoreError"
+    assert re.match(r"epoch_0001 could not be saved: rank \d: RuntimeError: Unable to set up cluster storage", message)
+
+
+def test_what_a_killed_run_has_uploaded_is_removed_before_it_is_written_again(
+    s3: S3Server, storage: str, tmp_path: Path
+) -> None:
+    """Shards of ranks that are no more would stay. What is not the run's own stays."""
+    config = TrainConfig(out=tmp_path, engine="fsdp2", storage=f"{storage}/killed")
+    fs, folder = url_to_fs(f"{storage}/killed/checkpoints")
+    ours = ["__3_0.distcp", "config.json", "global_step4/zero_pp_rank_3_mp_rank_00_optim_states.pt"]
+    for name in [f"epoch_0001/{each}" for each in [*ours, "notes.txt"]] + ["epoch_0002/__0_0.distcp"]:
+        fs.pipe_file(f"{folder}/{name}", b"x")
+    remove_shards(config, "epoch_0001")
+    fs.invalidate_cache()
+    assert [path.removeprefix(f"{folder}/") for path in fs.find(folder)] == [
+        "epoch_0001/notes.txt",
+        "epoch_0002/__0_0.distcp",
+    ]
 
 
 def test_inspect_sees_the_checkpoint(result: Result, s3: S3Server) -> None:

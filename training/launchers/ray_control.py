@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 
+from .ray_restarts import on_this_node
+
 Control = Any
 """The handle of a :class:`RunControl`; Ray's handles have no useful type."""
 
@@ -33,7 +35,7 @@ class RunControl:
 
 
 def new_control() -> Control:
-    return ray.remote(num_cpus=0)(RunControl).remote()
+    return ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(RunControl).remote()
 
 
 def is_asked(control: Control) -> Callable[[], bool]:

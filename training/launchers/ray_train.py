@@ -1,8 +1,8 @@
 """The loop under Ray Train: one ``TorchTrainer``, metrics and sharded checkpoints through ``ray.train.report``.
 
 In ``OUT`` all workers write a checkpoint into one folder, as under torchrun. For a store every worker saves its own
-shards into a folder of its own; Ray uploads them all into the same checkpoint, and resuming ``latest`` asks Ray's
-record of the run, which lies there too.
+shards into a folder of its own, and uploads them into the same checkpoint while training goes on. Ray records it when
+all have uploaded. Resuming ``latest`` asks that record, which lies there too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.train
@@ -31,7 +31,7 @@ from ray.util.queue import Queue
 from ckpt_tools.guard import guarded
 from ckpt_tools.signals import starting_processes
 
-from ..checkpoints import CHECKPOINTS, resume_folder
+from ..checkpoints import CHECKPOINTS, remove_shards, resume_folder
 from ..config import RESUME_AUTO, TrainConfig
 from ..journal import Journal
 from ..launchers.failures import Failure
@@ -44,12 +44,14 @@ from ..screen import Screen, Status, command_screen
 from ..stopping import RunStoppedError, passed_on
 from ..storage import drop_missing, file_system
 from .ray_control import Control, is_asked, new_control
+from .ray_restarts import AttemptFailedError, on_this_node, with_restarts
 
 # Ray's own default is 30 % of the memory; nothing but a few lines of progress goes through the object store here.
 OBJECT_STORE_BYTES = 100 * 2**20
 CHECK_SECONDS = 1.0
 
 Outcome = Trained | Interrupted
+Result = TypeVar("Result")
 
 AT_ONCE = (KeyboardInterrupt, LostStorageError)
 """What ends a run while a thread waits for Ray: nothing is asked of Ray then, and the process ends without teardown."""
@@ -59,15 +61,16 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run on ``config.num_workers`` Ray workers, write ``result.json``; raises what the first failing rank raised."""
     started = time.perf_counter()
     resume_from = resume_folder(config)
-    if config.storage is None:
-        drop_missing(config.out / CHECKPOINTS)
     with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as lines:
         control, asked = new_control(), threading.Event()
+        fit = partial(_fit, resume_from=resume_from, lines=lines, control=control)
         with passed_on(asked.set):
-            trained = _beside(partial(_fit, config, resume_from, lines, control), partial(_check, lock, asked, control))
+            last, trained = _beside(
+                partial(with_restarts, config, fit, lines.put), partial(_check, lock, asked, control)
+            )
     if isinstance(trained, Interrupted):
         raise RunStoppedError.at(trained.checkpoint)
-    result = RunResult.of(config, trained, time.perf_counter() - started)
+    result = RunResult.of(last, trained, time.perf_counter() - started)
     result.write(config.out)
     return result
 
@@ -114,7 +117,7 @@ def _init_options(num_workers: int) -> dict[str, Any]:
 @contextmanager
 def printed_lines(config: TrainConfig) -> Iterator[Queue]:
     """A queue whose lines, put there by any worker on any machine, are shown or recorded here as they come."""
-    lines = Queue(actor_options={"num_cpus": 0})
+    lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_node()})
     with command_screen() as screen:
         journal = Journal(config.out, tensorboard=config.tensorboard)
         printer = threading.Thread(target=_print_until_none, args=(lines, screen, journal), daemon=True)
@@ -159,17 +162,17 @@ def _check(lock: RunLock, asked: threading.Event, control: Control) -> None:
         control.ask.remote()
 
 
-def _beside(call: Callable[[], Outcome], check: Callable[[], None]) -> Outcome:
+def _beside(call: Callable[[], Result], check: Callable[[], None]) -> Result:
     """What ``call`` gives, run in a thread, so that this one hears signals at once: in the main thread Ray Train would
     answer SIGINT itself. ``check`` is called every second and may raise."""
-    done: Future[Outcome] = Future()
+    done: Future[Result] = Future()
     threading.Thread(target=_complete, args=(done, call), daemon=True).start()
     while not wait([done], timeout=CHECK_SECONDS).done:
         check()
     return done.result()
 
 
-def _complete(done: Future[Outcome], call: Callable[[], Outcome]) -> None:
+def _complete(done: Future[Result], call: Callable[[], Result]) -> None:
     try:
         done.set_result(call())
     except BaseException as error:
@@ -177,6 +180,9 @@ def _complete(done: Future[Outcome], call: Callable[[], Outcome]) -> None:
 
 
 def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, control: Control) -> Outcome:
+    """One attempt. Raises AttemptFailedError."""
+    if config.storage is None:
+        drop_missing(config.out / CHECKPOINTS)
     trainer = ray.train.torch.TorchTrainer(
         _work,
         train_loop_config={"config": config, "resume_from": resume_from, "lines": lines, "control": control},
@@ -185,8 +191,7 @@ def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, cont
             name=CHECKPOINTS,
             **_ray_storage(config),
             worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
-            failure_config=ray.train.FailureConfig(max_failures=config.max_restarts),
-            callbacks=[Restarts(config, lines)],
+            failure_config=_failure_config(config),
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
     )
@@ -194,9 +199,17 @@ def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, cont
         outcome: Outcome = trainer.fit().return_value
         return outcome
     except ray.train.WorkerGroupError as error:
-        raise _first_failure(error).to_error(config.out) from error
+        raise AttemptFailedError(_first_failure(error)) from error
+    except ray.train.ControllerError as error:
+        raise AttemptFailedError(Failure.of(0, error.controller_failure)) from error
     except ray.train.TrainingFailedError as error:
-        raise Failure.of(0, error).to_error(config.out) from error
+        raise AttemptFailedError(Failure.of(0, error)) from error
+
+
+def _failure_config(config: TrainConfig) -> ray.train.FailureConfig:
+    """Restarts are ours (:mod:`.ray_restarts`). Ray waits for machines alone, if the number of workers is fixed."""
+    waits = config.min_workers is None
+    return ray.train.FailureConfig(max_failures=0, controller_failure_limit=-1 if waits else 0)
 
 
 def _ray_storage(config: TrainConfig) -> dict[str, Any]:
@@ -243,24 +256,8 @@ def _found_by_first_rank(config: TrainConfig) -> Path | str | None:
     return found[0]
 
 
-class Restarts(ray.train.UserCallback):
-    """Says why the workers are started again. In Ray's controller."""
-
-    def __init__(self, config: TrainConfig, lines: Queue) -> None:
-        self._config = config
-        self._lines = lines
-        self._count = 0
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        self._count += 1
-        if self._count <= self._config.max_restarts:
-            rank, error = min(worker_exceptions.items(), key=lambda item: item[0])
-            reason = Failure.of(rank, error).sentence
-            self._lines.put(f"restart {self._count} of {self._config.max_restarts}: {reason}")
-
-
 def _outlet(config: TrainConfig, lines: Queue) -> Outlet:
-    return RayFolderOutlet(config, lines) if config.storage is None else RayStorageOutlet(lines)
+    return RayFolderOutlet(config, lines) if config.storage is None else RayStorageOutlet(config, lines)
 
 
 class RayFolderOutlet(FolderOutlet):
@@ -288,26 +285,36 @@ class RayFolderOutlet(FolderOutlet):
 
 
 class RayStorageOutlet:
-    """Each rank writes into a temporary folder of its own, and Ray uploads them all into one checkpoint. Ray keeps the
-    figures of the run beside it."""
+    """Each rank writes into a temporary folder of its own, and uploads it into the same folder of the storage. Ray
+    keeps the figures of the run beside it."""
 
-    def __init__(self, lines: Queue) -> None:
+    uploads = True
+
+    def __init__(self, config: TrainConfig, lines: Queue) -> None:
+        self._config = config
         self._lines = lines
+        self._storage = ray.train.get_context().get_storage()
         self._folders: dict[str, Path] = {}
+        self._uploaded: dict[str, ray.train.Checkpoint] = {}
 
     def begin(self, name: str) -> Path:
+        if torch.distributed.get_rank() == 0:
+            remove_shards(self._config, name)
         self._folders[name] = Path(tempfile.mkdtemp())
         return self._folders[name]
 
     def finish(self, name: str) -> None:
         """It is complete when Ray has recorded it."""
-
-    def announce(self, name: str, values: Values) -> None:
         folder = self._folders.pop(name)
         try:
-            ray.train.report(dict(values), ray.train.Checkpoint.from_directory(folder), checkpoint_dir_name=name)
+            local = ray.train.Checkpoint.from_directory(folder)
+            self._uploaded[name] = self._storage.persist_current_checkpoint(local, name)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def announce(self, name: str, values: Values) -> None:
+        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
+        ray.train.report(dict(values), self._uploaded.pop(name), checkpoint_upload_mode=mode)
 
     def report(self, values: Values) -> None:
         ray.train.report(dict(values))
