@@ -13,7 +13,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from training import config, data, evaluation, interruption, launchers, locking, model_names, models, result, zoo
+    from training import (
+        config,
+        data,
+        evaluation,
+        interruption,
+        launchers,
+        locking,
+        model_config,
+        model_names,
+        models,
+        result,
+        zoo,
+    )
 
 __all__ = [
     "config",
@@ -22,6 +34,7 @@ __all__ = [
     "interruption",
     "launchers",
     "locking",
+    "model_config",
     "model_names",
     "models",
     "result",
