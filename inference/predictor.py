@@ -163,10 +163,7 @@ def task_of(model: nn.Module, asked: Asked) -> Task:
 
     library, labels = asked.architecture.library, asked.labels
     if library == OURS:
-        from .our_images import OurImages
-
-        _check_our_preparation(asked.folder)
-        return OurImages(model, labels or _our_labels(asked.folder), asked.is_exact)
+        return _task_of_training(model, asked)
     if library == HUGGING_FACE:
         return _task_of_transformers(model, asked)
     if library == "torchvision":
@@ -177,6 +174,21 @@ def task_of(model: nn.Module, asked: Asked) -> Task:
         f"{library}:{asked.architecture.name} builds a model, but does not say how an input is prepared for it; "
         "load it with inference.load_model"
     )
+
+
+def _task_of_training(model: nn.Module, asked: Asked) -> Task:
+    from .training_package import model_names
+
+    facts = model_names.MODELS[asked.architecture.our_name]
+    if facts.task == "text":
+        from .our_texts import OurTexts
+        from .texts import NEW_TOKENS
+
+        return OurTexts(model, facts.experts > 0, asked.max_new_tokens or NEW_TOKENS, asked.is_exact)
+    from .our_images import OurImages
+
+    _check_our_preparation(asked.folder)
+    return OurImages(model, asked.labels or _our_labels(asked.folder), asked.is_exact)
 
 
 def _task_of_transformers(model: nn.Module, asked: Asked) -> Task:

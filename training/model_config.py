@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import DatasetName, TrainConfig
-from .model_names import facts_of
+from .model_names import MODELS
 
 NAME = "config.json"
 
@@ -29,12 +29,13 @@ LABELS: dict[DatasetName, tuple[str, ...]] = {
 
 
 def model_config(config: TrainConfig) -> dict[str, Any] | None:
-    """The module by the name that inference gives it, its classes in order, and how an image is prepared for it. None
-    for models of text, which inference does not know."""
-    facts = facts_of(config.model)
-    if facts is None or facts.task != "images":
+    """The module by the name that inference gives it; of a model of images also its classes in order, and how an image
+    is prepared for it. None for models of transformers, whose own ``config.json`` says what they are."""
+    if config.model not in MODELS:
         return None
     architecture = "ours" if config.model == "vit" else f"ours:{config.model}"
+    if MODELS[config.model].task == "text":
+        return {"architecture": architecture, "dataset": config.dataset}
     return {
         "architecture": architecture,
         "labels": list(labels_of(config)),

@@ -107,6 +107,12 @@ def test_another_preparation_than_ours_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["lm", "lm-moe"])
-def test_a_model_of_text_has_none(model: str, tmp_path: Path) -> None:
-    write_model_config(tmp_path, TrainConfig(out=tmp_path / "run", engine="fsdp2", model=model, dataset="text"))
+def test_a_language_model_is_loaded_by_its_name(model: str, tmp_path: Path) -> None:
+    assert written(tmp_path, model, "text") == {"architecture": f"ours:{model}", "dataset": "text"}
+    assert load_predictor(with_weights(tmp_path, model)).inputs[0].datatype == "BYTES"
+
+
+def test_a_model_of_transformers_has_its_own(tmp_path: Path) -> None:
+    config = TrainConfig(out=tmp_path / "run", engine="fsdp2", model=f"hf:{tmp_path}", dataset="text")
+    write_model_config(tmp_path, config)
     assert list(tmp_path.iterdir()) == []
