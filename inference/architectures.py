@@ -3,7 +3,7 @@
 A checkpoint has names and numbers, and no code. The architecture comes from the ``config.json`` beside the weights if
 transformers or a training run of ours wrote one, or from the user:
 
-- ``ours``: the Vision Transformer of the training package, and ``ours:NAME`` another of its models of images
+- ``ours``: the Vision Transformer of the training package, and ``ours:NAME`` another of its models
 - ``hf``: the class that ``config.json`` names, of transformers, without any code of the folder (``trust_remote_code``)
 - ``torchvision:NAME`` and ``timm:NAME``, with arguments as in ``torchvision:resnet18?num_classes=10``
 - ``module:function``: a function of the user's own that is called without arguments and returns the module
@@ -85,11 +85,14 @@ class Architecture:
     def _of_training(self) -> nn.Module:
         from .training_package import model_names, zoo
 
-        name = self.name or "vit"
-        facts = model_names.MODELS.get(name)
-        if facts is None or facts.task != "images":
-            raise UsageError(f"--architecture {OURS}:{name}: training has no model of images of this name")
-        return zoo.spec_of(name).build()
+        if self.our_name not in model_names.MODELS:
+            raise UsageError(f"--architecture {OURS}:{self.name}: training has no model of its own of this name")
+        return zoo.spec_of(self.our_name).build()
+
+    @property
+    def our_name(self) -> str:
+        """What training calls the model, if it is ours."""
+        return self.name or "vit"
 
     def _of_library(self) -> nn.Module:
         library = _imported("torchvision.models" if self.library == "torchvision" else "timm", self.library)

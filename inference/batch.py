@@ -91,7 +91,7 @@ class Asked:
 @click.option("--truth", metavar="NAME", help="The column with the true labels; for images, 'folder'.")
 @click.option("--data-root", metavar="FOLDER", help="The folder that fashion-mnist is kept in or downloaded to.")
 @click.option("--top", type=int, default=5, help="How many of the most probable classes to write.")
-@click.option("--embeddings", is_flag=True, help="Write what the model's last layer gets, not the classes.")
+@click.option("--embeddings", is_flag=True, help="Write embeddings: what the last layer gets, or an encoder gives.")
 @click.option("--max-new-tokens", type=int, help="What a model that continues texts writes at most.")
 @click.option("--report", metavar="FOLDER", help="Write accuracy, confusions and calibration there.")
 @click.option("--resume", is_flag=True, help="Go on with the rows that an earlier run left.")

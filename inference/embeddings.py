@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def as_embeddings(task: Task) -> Task:
-    """The same task without the last layer of its model, which is taken out.
+    """The same task without the last layer of its model, which is taken out. A task that gives embeddings stays.
 
     Raises:
         UsageError: the model has no linear layer that gives its classes.
@@ -24,7 +24,9 @@ def as_embeddings(task: Task) -> Task:
     from .texts import TextLabels
 
     if not isinstance(task, ImageLabels | OurImages | TextLabels):
-        raise UsageError("--embeddings is for a model that tells classes apart")
+        raise UsageError("--embeddings is for a model that tells classes apart, and for an encoder without a head")
+    if task.num_features is not None:
+        return task
     num_classes = next(spec.shape[1] for spec in task.outputs if spec.name == "probabilities")
     return replace(task, num_features=_take_head(task.model, num_classes), labels=None)
 

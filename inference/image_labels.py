@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,35 @@ def _classifier(
 
 
 def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
-    """An image classifier of transformers, prepared by the processor whose settings lie beside the weights.
+    """An image classifier of transformers.
 
     Raises:
-        FormatError: there are no such settings, or the model has no classes.
+        FormatError: as ``image_task``; or the model has no classes.
+    """
+    found = image_task(
+        model,
+        lambda images: model(pixel_values=images).logits,
+        folder,
+        num_classes=model.config.num_labels,
+        labels=labels or labels_of_config(model.config),
+        is_exact=is_exact,
+    )
+    return replace(found, activation=activation_of(model.config))
+
+
+def image_task(
+    model: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    folder: Path,
+    *,
+    num_classes: int,
+    labels: tuple[str, ...] | None,
+    is_exact: bool,
+) -> ImageLabels:
+    """Of a model of transformers, prepared by the processor whose settings lie beside the weights.
+
+    Raises:
+        FormatError: there are no such settings.
     """
     import transformers
 
@@ -133,13 +158,5 @@ def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *,
         upright = ImageOps.exif_transpose(image).convert("RGB")
         return processor(images=upright, return_tensors="pt")["pixel_values"][0]
 
-    return ImageLabels(
-        model,
-        lambda images: model(pixel_values=images).logits,
-        prepare,
-        tuple(prepare(Image.new("RGB", (64, 64))).shape),
-        model.config.num_labels,
-        labels or labels_of_config(model.config),
-        activation_of(model.config),
-        is_exact,
-    )
+    shape = tuple(prepare(Image.new("RGB", (64, 64))).shape)
+    return ImageLabels(model, forward, prepare, shape, num_classes, labels, is_exact=is_exact)

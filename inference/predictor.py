@@ -7,16 +7,17 @@ continued.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ckpt_tools
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import FormatError, UsageError
 
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
-from .beside import folder_beside, read_config
+from .beside import CONFIG, folder_beside, read_config
 from .loading import filled
 from .results import Prediction as Prediction
 from .task import Task as Task
@@ -114,7 +115,8 @@ def load_predictor(
         device: Where the model is to be.
         fast: Forward passes have as many inputs as there are. Answers may then differ in the last bits with the
             company that an input is predicted in.
-        embeddings: Of a model that tells classes apart, answer with what its last layer gets.
+        embeddings: Of a model that tells classes apart, answer with what its last layer gets; of an encoder of
+            transformers without a head, with what it pools, or with the mean over its tokens.
         max_new_tokens: That a model which continues texts writes at most. Default: what ``generation_config.json``
             says, else 64.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
@@ -131,7 +133,7 @@ def load_predictor(
     with folder_beside(summary.source, storage_options) as folder:
         chosen = architecture_of(architecture, folder)
         model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options)
-        asked = Asked(chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens)
+        asked = Asked(chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens, embeddings)
         digest, task = digest_of(model), task_of(model, asked)
         task = as_embeddings(task) if embeddings else task
     identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
@@ -147,6 +149,7 @@ class Asked:
     labels: tuple[str, ...] | None
     is_exact: bool
     max_new_tokens: int | None
+    embeddings: bool = False
 
 
 def task_of(model: nn.Module, asked: Asked) -> Task:
@@ -160,9 +163,7 @@ def task_of(model: nn.Module, asked: Asked) -> Task:
 
     library, labels = asked.architecture.library, asked.labels
     if library == OURS:
-        from .our_images import OurImages
-
-        return OurImages(model, labels or _our_labels(asked.folder), asked.is_exact)
+        return _task_of_training(model, asked)
     if library == HUGGING_FACE:
         return _task_of_transformers(model, asked)
     if library == "torchvision":
@@ -175,8 +176,23 @@ def task_of(model: nn.Module, asked: Asked) -> Task:
     )
 
 
+def _task_of_training(model: nn.Module, asked: Asked) -> Task:
+    from .training_package import model_names
+
+    facts = model_names.MODELS[asked.architecture.our_name]
+    if facts.task == "text":
+        from .our_texts import OurTexts
+        from .texts import NEW_TOKENS
+
+        return OurTexts(model, facts.experts > 0, asked.max_new_tokens or NEW_TOKENS, asked.is_exact)
+    from .our_images import OurImages
+
+    _check_our_preparation(asked.folder)
+    return OurImages(model, asked.labels or _our_labels(asked.folder), asked.is_exact)
+
+
 def _task_of_transformers(model: nn.Module, asked: Asked) -> Task:
-    from . import image_labels, texts
+    from . import encoders, image_labels, texts
 
     kind, folder = type(model).__name__, asked.folder
     assert folder is not None
@@ -186,12 +202,30 @@ def _task_of_transformers(model: nn.Module, asked: Asked) -> Task:
         return texts.TextLabels.beside(model, folder, asked.labels, is_exact=asked.is_exact)
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
         return texts.TextWriter.beside(model, folder, max_new_tokens=asked.max_new_tokens, is_exact=asked.is_exact)
-    raise UsageError(f"a {kind} does not label images or texts, and does not continue texts")
+    if not kind.endswith("Model"):
+        raise UsageError(
+            f"a {kind} does not label images or texts, and does not continue texts; load it with inference.load_model"
+        )
+    if not asked.embeddings:
+        raise UsageError(f"a {kind} has no head, so it gives embeddings alone: ckpt-tools predict --embeddings")
+    return encoders.encoder_of(model, folder, is_exact=asked.is_exact)
 
 
 def _our_labels(folder: Path | None) -> tuple[str, ...] | None:
     found = read_config(folder).get("labels")
     return tuple(map(str, found)) if isinstance(found, list) else None
+
+
+def _check_our_preparation(folder: Path | None) -> None:
+    """Raises FormatError if ``config.json`` says another preparation of images than the one that is done here."""
+    from .training_package import model_config
+
+    stated, ours = read_config(folder).get("image"), model_config.preparation()
+    if stated is not None and stated != ours:
+        raise FormatError(
+            f"{folder}/{CONFIG} says that images are prepared by {json.dumps(stated)}; this version prepares them by "
+            f"{json.dumps(ours)}"
+        )
 
 
 def digest_of(model: nn.Module) -> str:

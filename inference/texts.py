@@ -96,8 +96,8 @@ class TextLabels:
     model: Any
     tokens: Tokens
     labels: tuple[str, ...] | None
-    activation: Activation
     is_exact: bool = True
+    activation: Activation = "softmax"
     num_features: int | None = None
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", "BYTES", (BATCH,)),)
@@ -108,7 +108,7 @@ class TextLabels:
     @classmethod
     def beside(cls, model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> TextLabels:
         tokens = Tokens.beside(model, folder)
-        return cls(model, tokens, labels or labels_of_config(model.config), activation_of(model.config), is_exact)
+        return cls(model, tokens, labels or labels_of_config(model.config), is_exact, activation_of(model.config))
 
     @property
     def max_batch(self) -> int:

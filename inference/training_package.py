@@ -13,15 +13,30 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from training import config, data, evaluation, interruption, launchers, locking, model_names, models, result, zoo
+    from training import (
+        config,
+        data,
+        evaluation,
+        interruption,
+        language_model,
+        launchers,
+        locking,
+        model_config,
+        model_names,
+        models,
+        result,
+        zoo,
+    )
 
 __all__ = [
     "config",
     "data",
     "evaluation",
     "interruption",
+    "language_model",
     "launchers",
     "locking",
+    "model_config",
     "model_names",
     "models",
     "result",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import DatasetName, TrainConfig
-from .model_names import HUGGING_FACE, facts_of
+from .model_names import HUGGING_FACE, MODELS
 
 NAME = "config.json"
 
@@ -30,21 +30,26 @@ LABELS: dict[DatasetName, tuple[str, ...]] = {
 
 
 def model_config(config: TrainConfig) -> dict[str, Any] | None:
-    """The module by the name that inference gives it, its classes in order, and how an image is prepared for it. None
-    for models of text, which inference does not know by such a name."""
-    from .models import IMAGE_SIZE
-
-    facts = facts_of(config.model)
-    if facts is None or facts.task != "images":
+    """The module by the name that inference gives it; of a model of images also its classes in order, and how an image
+    is prepared for it. None for models of transformers, whose own ``config.json`` says what they are."""
+    if config.model not in MODELS:
         return None
     architecture = "ours" if config.model == "vit" else f"ours:{config.model}"
-    prepared = {"mode": "L", "height": IMAGE_SIZE, "width": IMAGE_SIZE, "resample": "bilinear", "mean": 0.5, "std": 0.5}
+    if MODELS[config.model].task == "text":
+        return {"architecture": architecture, "dataset": config.dataset}
     return {
         "architecture": architecture,
         "labels": list(labels_of(config)),
-        "image": prepared,
+        "image": preparation(),
         "dataset": config.dataset,
     }
+
+
+def preparation() -> dict[str, Any]:
+    """From an image of any size and colours to the input of each model of images."""
+    from .models import IMAGE_SIZE
+
+    return {"mode": "L", "height": IMAGE_SIZE, "width": IMAGE_SIZE, "resample": "bilinear", "mean": 0.5, "std": 0.5}
 
 
 def labels_of(config: TrainConfig) -> tuple[str, ...]:

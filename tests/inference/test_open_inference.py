@@ -13,10 +13,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference.predictor import load_predictor
+from inference.serve import create_app
 from tests.inference.conftest import Service, running_service
+from tests.inference.tiny_models import save_image_model
 from training.data import LabelledImages
 
 LENGTH = "Inference-Header-Content-Length"
@@ -195,7 +198,8 @@ NAN = '{"inputs":[{"name":"image","shape":[1,28,28],"datatype":"UINT8","data":[N
         ({"inputs": {}}, "the request needs inputs"),
         ({"inputs": []}, "has 0 inputs; the model takes image"),
         ({"inputs": [an_input(ONE)] * 2}, "has 2 inputs"),
-        ({"inputs": [{"name": "image"}] * 500_000}, "has 500000 inputs"),
+        ({"inputs": [{}] * 10**6}, "has 1000000 inputs"),
+        ({**a_request(ONE), "outputs": [{}] * 10**6}, "there is no output None"),
         ({"inputs": [3]}, "an input has to be a JSON object"),
         (a_request(ONE, name="pixels"), "is called 'pixels'; the model takes image"),
         (a_request(ONE, datatype="FP32"), "has the datatype 'FP32'; it must be UINT8"),
@@ -261,6 +265,24 @@ def test_binary_data_that_does_not_fit_is_refused(
     answer = client.post(INFER, content=content, headers={LENGTH: (length or headers[LENGTH]).encode()})
     assert answer.status_code == 400
     assert words in answer.json()["error"]
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """By a model that takes fractions: in JSON, whose 1e999 is infinite, and in binary data."""
+    array = np.zeros((1, 3, 32, 32), np.float32)
+    array[0, 1, 2, 3] = np.nan
+    given = {"name": "image", "shape": list(array.shape), "datatype": "FP32"}
+    in_json = json.dumps({"inputs": [{**given, "data": [0] * (array.size - 1) + [7]}]}).replace("7]", "1e999]")
+    size = {"binary_data_size": array.nbytes}
+    content, headers = binary({"inputs": [{**given, "parameters": size}]}, array.tobytes())
+    with TestClient(create_app(save_image_model(tmp_path / "vit")), base_url="http://127.0.0.1") as client:
+        answers = [client.post("/v2/models/model/infer", content=in_json)]
+        answers.append(client.post("/v2/models/model/infer", content=content, headers=headers))
+        for answer in answers:
+            assert answer.status_code == 400, answer.text
+            assert answer.json() == {"error": "the input image has elements that are NaN or infinite in FP32"}
+        content, headers = binary({"inputs": [{**given, "parameters": size}]}, np.zeros_like(array).tobytes())
+        assert client.post("/v2/models/model/infer", content=content, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,19 @@ import pytest
 from inference.app import PAGE
 from tests.inference.browser import Browser, chromium
 from tests.inference.conftest import Service, running_service
+from tests.inference.tiny_models import save_text_model
 
 ANSWERED = "document.querySelector('#answered-by').textContent.includes(' ms')"
 ANSWER = "document.querySelector('#answer').textContent"
+NAMES = ("NEGATIVE", "NEUTRAL", "POSITIVE")
 
 
 @pytest.fixture(scope="module")
 def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = [f"--model=one={forms / 'model.pt'}", f"--model=two={forms / 'sharded'}"]
-    with running_service(tmp_path_factory.mktemp("page"), None, *options) as service:
+    folder = tmp_path_factory.mktemp("page")
+    texts = save_text_model(folder / "texts")
+    options = [f"--model=one={forms / 'model.pt'}", f"--model=texts={texts}", f"--model=two={forms / 'sharded'}"]
+    with running_service(folder / "run", None, *options) as service:
         yield service
 
 
@@ -48,6 +52,20 @@ def answered(browser: Browser) -> str:
     return str(browser.evaluate(ANSWER))
 
 
+def choose(browser: Browser, model: str) -> None:
+    browser.evaluate(
+        f"document.querySelector('#model').value = '{model}';"
+        "document.querySelector('#model').dispatchEvent(new Event('change'))"
+    )
+
+
+def drop(browser: Browser) -> None:
+    """What ``given`` holds."""
+    browser.evaluate(
+        "document.dispatchEvent(new DragEvent('drop', {dataTransfer: given, bubbles: true, cancelable: true}))"
+    )
+
+
 def file_of(browser: Browser, image: Path) -> None:
     """``given``: a list of files with the image, as a person's choice or a drop makes one."""
     data = base64.b64encode(image.read_bytes()).decode()
@@ -70,7 +88,8 @@ def test_it_says_which_checkpoint_answers(browser: Browser, service: Service) ->
     shown = browser.evaluate("document.querySelector('#identity').innerText")
     assert known["digest"] in shown
     assert known["source"] in shown
-    assert browser.evaluate("[...document.querySelector('#model').options].map((each) => each.value)") == ["one", "two"]
+    offered = browser.evaluate("[...document.querySelector('#model').options].map((each) => each.value)")
+    assert offered == ["one", "texts", "two"]
 
 
 def test_a_drawing_is_answered(browser: Browser) -> None:
@@ -98,11 +117,31 @@ def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(
     assert answered(browser) == truth(service, image)
     nothing = image_folder / "notes.txt"
     file_of(browser, nothing)
-    browser.evaluate(
-        "document.dispatchEvent(new DragEvent('drop', {dataTransfer: given, bubbles: true, cancelable: true}))"
-    )
+    drop(browser)
     browser.wait_for("document.querySelector('#answered-by').textContent.includes('not an image file')")
     assert browser.evaluate(ANSWER) == "No answer"
+    image = next(each for each in sorted(image_folder.glob("*.png")) if truth(service, each) != truth(service, image))
+    file_of(browser, image)
+    drop(browser)
+    assert answered(browser) == truth(service, image)
+
+
+def test_a_typed_text_is_answered_as_by_the_service(browser: Browser, service: Service) -> None:
+    text = "a very good film"
+    expected = httpx.post(f"{service.url}/predict?model=texts", files={"text": (None, text)}, timeout=60).json()
+    choose(browser, "texts")
+    browser.wait_for("!document.querySelector('#text-input').hidden && document.querySelector('#image-input').hidden")
+    browser.evaluate("document.querySelector('#text').focus()")
+    browser.send("Input.insertText", text=text)
+    browser.evaluate("document.querySelector('#ask-text').click()")
+    assert answered(browser) == expected["name"]
+    rows = browser.evaluate("[...document.querySelectorAll('#probabilities tbody tr')].map((each) => each.innerText)")
+    shown = [
+        f"{name}\t{probability * 100:.1f} %" for name, probability in zip(NAMES, expected["probabilities"], strict=True)
+    ]
+    assert [row.strip() for row in rows] == shown
+    choose(browser, "one")
+    browser.wait_for("document.querySelector('#text-input').hidden")
 
 
 def test_it_works_with_the_keyboard_alone(browser: Browser) -> None:
@@ -119,13 +158,18 @@ def test_it_works_with_the_keyboard_alone(browser: Browser) -> None:
 
 
 def test_another_model_can_be_chosen_and_a_reload_is_seen(browser: Browser, service: Service) -> None:
-    browser.evaluate(
-        "document.querySelector('#model').value = 'two';"
-        "document.querySelector('#model').dispatchEvent(new Event('change'))"
-    )
+    choose(browser, "two")
     browser.wait_for("document.querySelector('#identity').innerText.includes('sharded')")
     httpx.post(f"{service.url}/v2/repository/models/two/load", timeout=120)
     browser.wait_for("[...document.querySelectorAll('#identity dd')].at(-1).textContent === '2'")
+
+
+def test_it_can_be_loaded_again_in_the_browser(browser: Browser) -> None:
+    browser.send("Page.reload")
+    browser.wait_for("document.querySelector('#answer')?.textContent === '–'")
+    browser.wait_for("document.querySelector('#identity dd') !== null")
+    browser.evaluate("document.querySelector('#ask-drawing').click()")
+    assert answered(browser).isdigit()
 
 
 def test_the_load_is_live(browser: Browser, service: Service) -> None:

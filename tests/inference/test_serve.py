@@ -216,6 +216,17 @@ def test_a_large_body_is_refused_while_it_arrives(service: Service, is_chunked: 
     assert list(service.temporary.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["/predict", "/v2/models/model.safetensors/infer", "/v2/repository/index"])
+def test_a_gigabyte_is_refused_before_it_is_sent(service: Service, client: httpx.Client, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {2**30}\r\n\r\n".encode())
+        received = read_to_end(connection)
+    assert received.startswith(b"HTTP/1.1 413 ")
+    body = json.loads(received.partition(b"\r\n\r\n")[2])
+    assert list(body) == ["detail" if path == "/predict" else "error"]
+    assert client.get("/healthz").status_code == 200
+
+
 def test_a_large_body_of_declared_length_is_refused_before_it_is_sent(service: Service) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
         connection.sendall(request_head(f"Content-Length: {200 * 2**20}", "Expect: 100-continue"))

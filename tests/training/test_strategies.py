@@ -16,6 +16,7 @@ import pytest
 import ckpt_tools
 from fixtures.launch import pool
 from inference.loading import load_model
+from inference.predictor import load_predictor
 from tests.training.jobs import STILL
 from tests.training.strategy_jobs import tiny_config, train_each
 from training import evaluation
@@ -160,6 +161,8 @@ def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path: 
     ours, theirs = (losses(result_of(one.out)) for one in pair)
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert abs(ours[-1] - losses(result_of(plain.out))[-1]) > 1e-2
+    for one in pair:
+        check_continues_as_evaluated(result_of(one.out))
     for half in halves:
         found = losses(result_of(half.out))
         assert found != ours
@@ -252,6 +255,16 @@ def test_models_train_with_strategies(models: dict[str, list[str]], tmp_path: Pa
         assert all(one[-1] < one[0] for one in found.values()), model
         for name in names if MODELS[model].task == "images" else ():
             check_predicts_without_an_option(result_of(configs[model, name].out))
+
+
+def check_continues_as_evaluated(run: RunResult) -> None:
+    """After each of the first held-out texts, the byte that the run itself predicted there."""
+    texts = load_dataset("text", "held-out", None).pixels[:10]
+    ours = load_predictor(run.checkpoint, max_new_tokens=1)
+    found = ours.predict([ours.decode(bytes(text.tolist()), "a text") for text in texts])
+    each = texts.shape[1]
+    evaluated = [run.predicted[each * (number + 1) - 1] for number in range(len(texts))]
+    assert [answer.text for answer in found] == [bytes([byte]).decode(errors="replace") for byte in evaluated]
 
 
 def check_predicts_without_an_option(run: RunResult) -> None:
