@@ -136,6 +136,12 @@ def _check_epochs_left(config: TrainConfig, progress: Progress) -> None:
         )
 
 
+def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> int:
+    """The step at which a run ends that begins at ``progress``. The epochs before may have had another length: with
+    ``--override num-samples`` or ``batch-size`` those that are left have ``steps_per_epoch``."""
+    return progress.step - progress.batch + (config.last_epoch - progress.epoch) * steps_per_epoch
+
+
 class _StopAskedError(Exception):
     """The ranks have agreed to stop, and saved."""
 
@@ -164,7 +170,7 @@ class _Run:
         self.data_world_size = self.world_size // (config.tp * config.pp)
         """Ranks, or groups of ranks under tensor and pipeline parallelism, that see samples of their own."""
         self.steps = config.steps_per_epoch(len(samples))
-        self.log = StepLog(config, schedule, outlet, self.agreement, config.last_epoch * self.steps)
+        self.log = StepLog(config, schedule, outlet, self.agreement, last_step(config, progress, self.steps))
         self.end_step = end_step
         self.accuracy: float | None = None
         """Of the last evaluation."""
