@@ -55,6 +55,7 @@ COUNTS = (
     "num_workers",
     "epochs",
     "until",
+    "max_steps",
     "batch_size",
     "num_samples",
     "save_every",
@@ -99,7 +100,8 @@ class TrainConfig:
     """A training run. Raises ``UsageError`` for values that do not fit together, naming options as a user types them.
 
     ``batch_size`` is global: each step uses that many samples over all workers. ``epochs`` is the length of the
-    learning rate schedule; a run that ends earlier, after epoch ``until``, can be resumed on the same schedule.
+    learning rate schedule; a run that ends earlier, after epoch ``until`` or step ``max_steps``, can be resumed on the
+    same schedule.
     ``storage`` is the URL of a store that takes the checkpoints in the place of ``out``. ``override`` names settings,
     spelt as options, that may differ from those of the run whose checkpoint is resumed.
     """
@@ -112,6 +114,7 @@ class TrainConfig:
     num_workers: int = 2
     epochs: int = 12
     until: int | None = None
+    max_steps: int | None = None
     batch_size: int = 64
     learning_rate: float = 1e-3
     weight_decay: float = 0.05

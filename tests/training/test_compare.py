@@ -122,6 +122,7 @@ def test_default_cases_fit_and_have_folders_of_their_own(tmp_path: Path) -> None
         (["--case=ddp", "--case=zero2 --seed 1"], 2, '--case "zero2 --seed 1": --seed is the same for all cases'),
         (["--case=ddp", "--case=ddp"], 2, '--case "ddp" is given twice'),
         (["--case=ddp", "--", "--resume=latest"], 2, "--resume is not for a comparison"),
+        (["--case=ddp", "--", "--max-steps=3"], 2, "--max-steps is not for a comparison"),
         (["--case=ddp", "--", "--launcher=ray"], 2, "--launcher is torchrun in a comparison"),
         (["--case=ddp", "--", "--out=elsewhere"], 2, "--out is the comparison's own"),
     ],

@@ -223,6 +223,8 @@ def test_the_last_step_follows_from_where_a_run_begins() -> None:
     assert last_step(config, Progress(), 4) == 12
     assert last_step(config, Progress(epoch=1, step=6, batch=2), 4) == 12
     assert last_step(config, Progress(epoch=2, step=16), 1) == 17
+    assert last_step(replace(config, max_steps=7), Progress(epoch=1, step=6, batch=2), 4) == 7
+    assert last_step(replace(config, max_steps=13), Progress(), 4) == 12
 
 
 @pytest.mark.usefixtures("alone")
