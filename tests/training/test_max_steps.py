@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,15 +63,6 @@ def test_a_run_that_ends_where_an_epoch_does_saves_its_end(runs: Path) -> None:
 
 def test_without_the_option_it_goes_on_bit_for_bit(runs: Path) -> None:
     check_same_end(result_of(runs / "resumed"), result_of(runs / "whole"))
-
-
-@pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of this process."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

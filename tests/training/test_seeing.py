@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,20 +194,11 @@ def test_the_peak_of_a_process_is_not_its_parents() -> None:
     assert len(ballast) < peak_rss()
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_resumed_run_counts_the_steps_of_epochs_of_its_own_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of the first epoch lie behind it, and there is one batch an epoch now."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv(SCREEN_VARIABLE, "1")
     whole = tiny_config(tmp_path, strategy="full_shard", model="cnn", num_workers=1, log_every=1, until=1)
     run_rank(whole, torch.device("cpu"))
