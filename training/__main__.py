@@ -49,6 +49,7 @@ with killed_by_interrupts():
 @click.option("--num-workers", type=int, default=2, help="The world size; one GPU each where there is CUDA.")
 @click.option("--epochs", type=int, default=12, help="The length of the learning rate schedule.")
 @click.option("--until", type=int, help="Stop after this epoch of the schedule.")
+@click.option("--max-steps", type=int, help="Stop after so many optimizer steps, also within an epoch.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the run.")
 @click.option("--dataset", type=click.Choice(DATASETS), default="digits")
 @click.option("--data-root", type=click.Path(path_type=Path), help="Where fashion-mnist is or is put.")

@@ -19,7 +19,6 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError, UsageError
 
 from .config import RESUME_AUTO, RESUME_LATEST, TrainConfig, is_url
-from .progress import Progress
 from .storage import asked, check_bucket, file_system, names_below, recorded_latest
 
 CHECKPOINTS = "checkpoints"
@@ -33,11 +32,6 @@ _SHARD = re.compile(
     r"|[^/]+/[^/]*(model|optim)_states\.pt"
 )
 """The files that PyTorch, DeepSpeed and :mod:`.model_config` write into the folder of a checkpoint."""
-
-
-def checkpoint_name(epoch: int) -> str:
-    """The folder name of the checkpoint after ``epoch`` finished epochs."""
-    return Progress(epoch, epoch).name
 
 
 def is_checkpoint_name(name: str) -> bool:

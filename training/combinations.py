@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .model_names import MODELS, facts_of
+from .options import Options
 from .strategies import BY_NAME, is_over
-
-if TYPE_CHECKING:
-    from .config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,59 +19,59 @@ class Rule:
     """``name`` is for the tests, of which each rule has one."""
 
     name: str
-    is_broken: Callable[[TrainConfig], bool]
-    sentence: Callable[[TrainConfig], str]
+    is_broken: Callable[[Options], bool]
+    sentence: Callable[[Options], str]
 
 
-def broken_rule(config: TrainConfig) -> str | None:
+def broken_rule(config: Options) -> str | None:
     """The sentence about the first rule that these options break."""
     return next((rule.sentence(config) for rule in RULES if rule.is_broken(config)), None)
 
 
-def _facts_missing(config: TrainConfig) -> bool:
+def _facts_missing(config: Options) -> bool:
     return facts_of(config.model) is None
 
 
-def _task(config: TrainConfig) -> str:
+def _task(config: Options) -> str:
     facts = facts_of(config.model)
     assert facts is not None
     return facts.task
 
 
-def _heads(config: TrainConfig) -> int:
+def _heads(config: Options) -> int:
     facts = facts_of(config.model)
     assert facts is not None
     return facts.heads
 
 
-def _layers(config: TrainConfig) -> int:
+def _layers(config: Options) -> int:
     facts = facts_of(config.model)
     assert facts is not None
     return facts.layers
 
 
-def _experts(config: TrainConfig) -> int:
+def _experts(config: Options) -> int:
     facts = facts_of(config.model)
     assert facts is not None
     return facts.experts
 
 
-def _wrong_engine(config: TrainConfig) -> str:
+def _wrong_engine(config: Options) -> str:
     twin = BY_NAME[config.sharding.name].twin
     other = f"; --strategy {twin} is the same of {config.engine}" if config.engine == "fsdp2" and twin else ""
     return f"--strategy {config.sharding.name} is one of DeepSpeed's, and --engine is {config.engine}{other}"
 
 
-def _is_torch(config: TrainConfig) -> bool:
+def _is_torch(config: Options) -> bool:
     return config.sharding.framework == "fsdp2"
 
 
-def _is_fully_sharded(config: TrainConfig) -> bool:
+def _is_fully_sharded(config: Options) -> bool:
     """By ``fully_shard``, which DDP is not."""
     return _is_torch(config) and config.sharding.name != "ddp"
 
 
-def _given(config: TrainConfig, *names: str) -> str:
+def _given(config: Options, *names: str) -> str:
     """The first of these options that the run gives."""
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(config, name)), "")
 

@@ -53,7 +53,7 @@ WORK = (
 )
 """The fields that every case has alike: otherwise their figures could not stand beside each other."""
 
-OURS = ("out", "resume", "override", "storage", "export")
+OURS = ("out", "resume", "override", "storage", "export", "max_steps")
 """The fields that a comparison decides itself."""
 
 WARM_UP = 3

@@ -1,4 +1,4 @@
-"""The options of a run: one frozen value, checked when it is built, sent unchanged to every worker.
+"""A run: its options in one frozen value, checked when it is built, sent unchanged to every worker.
 
 Nothing here imports torch, so a mistake on the command line is answered at once.
 """
@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ckpt_tools.errors import UsageError
 
 from .combinations import broken_rule
+from .options import DatasetName as DatasetName
+from .options import LauncherName as LauncherName
+from .options import Options
+from .options import PipelineScheduleName as PipelineScheduleName
+from .options import Precision as Precision
+from .options import ScheduleName as ScheduleName
 from .strategies import ENGINES as ENGINES
-from .strategies import STRATEGIES, Strategy, StrategyName, chosen_strategy
+from .strategies import STRATEGIES
 from .strategies import EngineName as EngineName
 
-LauncherName = Literal["ray", "torchrun"]
-Precision = Literal["fp32", "bf16", "fp16"]
-DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
-PipelineScheduleName = Literal["gpipe", "1f1b"]
-ScheduleName = Literal["cosine", "linear", "constant"]
 LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
@@ -55,6 +56,7 @@ COUNTS = (
     "num_workers",
     "epochs",
     "until",
+    "max_steps",
     "batch_size",
     "num_samples",
     "save_every",
@@ -96,64 +98,8 @@ def check_data_root(dataset: DatasetName, root: Path | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """A training run. Raises ``UsageError`` for values that do not fit together, naming options as a user types them.
-
-    ``batch_size`` is global: each step uses that many samples over all workers. ``epochs`` is the length of the
-    learning rate schedule; a run that ends earlier, after epoch ``until``, can be resumed on the same schedule.
-    ``storage`` is the URL of a store that takes the checkpoints in the place of ``out``. ``override`` names settings,
-    spelt as options, that may differ from those of the run whose checkpoint is resumed.
-    """
-
-    out: Path
-    strategy: StrategyName | None = None
-    engine: EngineName | None = None
-    model: str = "vit"
-    launcher: LauncherName = "ray"
-    num_workers: int = 2
-    epochs: int = 12
-    until: int | None = None
-    batch_size: int = 64
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.05
-    schedule: ScheduleName = "cosine"
-    warmup_fraction: float = 0.1
-    clip_grad_norm: float | None = None
-    gradient_accumulation: int = 1
-    seed: int = 0
-    precision: Precision = "fp32"
-    shard_size: int | None = None
-    tp: int = 1
-    pp: int = 1
-    pp_schedule: PipelineScheduleName | None = None
-    ep: int = 1
-    cpu_offload: bool = False
-    reshard_after_forward: int | None = None
-    forward_prefetch: int = 0
-    backward_prefetch: int = 0
-    activation_checkpointing: bool = False
-    compile: bool = False
-    deepspeed_config: Path | None = None
-    dataset: DatasetName = "digits"
-    data_root: Path | None = None
-    num_samples: int | None = None
-    save_every: int = 1
-    save_every_steps: int | None = None
-    save_every_minutes: float | None = None
-    async_save: bool = False
-    keep_last: int | None = None
-    keep_best: str | None = None
-    max_restarts: int = 0
-    min_workers: int | None = None
-    init_from: str | None = None
-    rename: tuple[str, ...] = ()
-    export: str | None = None
-    storage: str | None = None
-    resume: str | None = None
-    override: tuple[str, ...] = ()
-    log_every: int = 10
-    tensorboard: bool = False
-    profile: bool = False
+class TrainConfig(Options):
+    """A training run. Raises ``UsageError`` for values that do not fit, naming options as a user types them."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -164,21 +110,6 @@ class TrainConfig:
         self._check_min_workers()
         self._check_first_weights()
         self._check_override()
-
-    @property
-    def sharding(self) -> Strategy:
-        """What ``strategy`` and ``engine`` mean together."""
-        return chosen_strategy(self.strategy, self.engine)
-
-    @property
-    def data_workers(self) -> int:
-        """Workers, or groups of workers under ``tp`` and ``pp``, that see samples of their own."""
-        return self.num_workers // (self.tp * self.pp)
-
-    @property
-    def last_epoch(self) -> int:
-        """The number of finished epochs at which this run ends."""
-        return self.epochs if self.until is None else self.until
 
     @property
     def settings(self) -> Settings:

@@ -36,7 +36,8 @@ from .schedule import Schedule, schedule_for
 
 @dataclass(frozen=True, slots=True)
 class EpochMetrics:
-    """One finished epoch: the mean loss over all ranks at each step, and the held-out samples predicted right.
+    """One finished epoch: the mean loss over all ranks at each step, and the held-out samples predicted right. Or the
+    part of an epoch with which a run of ``--max-steps`` ended.
 
     If the run was resumed within the epoch, ``losses`` are those of its own steps. ``earlier_steps`` were trained by
     the run before, and ``earlier_loss`` is the sum of their losses.
@@ -69,9 +70,10 @@ class EpochMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run learnt: the epochs it trained itself, how the model it ends with does on the held-out split, and what
-    its checkpoints cost."""
+    """What a run learnt: where it ended, the epochs it trained itself, how the model it ends with does on the held-out
+    split, and what its checkpoints cost."""
 
+    end: Progress
     history: tuple[EpochMetrics, ...]
     evaluation: Evaluation
     saves: tuple[SaveRecord, ...]
@@ -92,13 +94,14 @@ Asked = Callable[[], bool]
 def train(
     config: TrainConfig, device: torch.device, resume_from: Path | str | None, outlet: Outlet, is_asked_to_stop: Asked
 ) -> Trained | Interrupted:
-    """Train to ``config.last_epoch`` on this rank, from the start or from a whole checkpoint at a path or URL."""
+    """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a whole checkpoint at
+    a path or URL."""
     samples, held_out = load_parts(config)
     total_steps = config.epochs * config.steps_per_epoch(len(samples))
     schedule = schedule_for(total_steps, config.warmup_fraction, config.schedule)
     with closing(create_engine(config, schedule, device)) as engine:
         progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
-        _check_epochs_left(config, progress)
+        _check_something_left(config, progress)
         randomness.go_on(progress.rng, seed=config.seed, step=progress.step, stream=engine.data_rank)
         saver = Saver(config, engine, outlet, partial(remove_old, config))
         with profiled(config) as end_step:
@@ -127,13 +130,27 @@ def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
     return samples, held_out
 
 
-def _check_epochs_left(config: TrainConfig, progress: Progress) -> None:
+def _check_something_left(config: TrainConfig, progress: Progress) -> None:
     """A run that goes on by itself may have been ended after its last checkpoint: it has to evaluate, and no more."""
-    if progress.epoch >= config.last_epoch and config.resume != RESUME_AUTO:
+    if config.resume == RESUME_AUTO:
+        return
+    if config.max_steps is not None and progress.step >= config.max_steps:
+        raise UsageError(
+            f"the checkpoint has finished {progress.step} steps and --max-steps is {config.max_steps}: nothing is left "
+            f"to train"
+        )
+    if progress.epoch >= config.last_epoch:
         raise UsageError(
             f"the checkpoint has finished {progress.epoch} epochs and the run ends after {config.last_epoch}: "
             f"nothing is left to train"
         )
+
+
+def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> int:
+    """The step at which a run ends that begins at ``progress``. The epochs before may have had another length: with
+    ``--override num-samples`` or ``batch-size`` those that are left have ``steps_per_epoch``."""
+    found = progress.step - progress.batch + (config.last_epoch - progress.epoch) * steps_per_epoch
+    return found if config.max_steps is None else min(found, config.max_steps)
 
 
 class _StopAskedError(Exception):
@@ -164,7 +181,7 @@ class _Run:
         self.data_world_size = self.world_size // (config.tp * config.pp)
         """Ranks, or groups of ranks under tensor and pipeline parallelism, that see samples of their own."""
         self.steps = config.steps_per_epoch(len(samples))
-        self.log = StepLog(config, schedule, outlet, self.agreement, config.last_epoch * self.steps)
+        self.log = StepLog(config, schedule, outlet, self.agreement, last_step(config, progress, self.steps))
         self.end_step = end_step
         self.accuracy: float | None = None
         """Of the last evaluation."""
@@ -177,17 +194,27 @@ class _Run:
         history = []
         try:
             self.agree_between_epochs()
-            while self.progress.epoch < self.config.last_epoch:
+            while not self.is_at_end:
                 history.append(self.epoch())
                 self.agree_between_epochs()
         except _StopAskedError:
             self.saver.collect()
             return Interrupted(self.saved.name if self.saved.step else None)
         self.saver.collect()
-        return Trained(tuple(history), self.evaluation(), tuple(self.saver.records))
+        return Trained(self.progress, tuple(history), self.evaluation(), tuple(self.saver.records))
+
+    @property
+    def is_at_end(self) -> bool:
+        """An epoch whose samples are all seen is evaluated and saved, whoever trained it."""
+        ends_within = self.has_last_step and self.progress.batch < self.steps
+        return self.progress.epoch >= self.config.last_epoch or ends_within
+
+    @property
+    def has_last_step(self) -> bool:
+        return self.config.max_steps is not None and self.progress.step >= self.config.max_steps
 
     def epoch(self) -> EpochMetrics:
-        """Train what is left of an epoch, evaluate, and save if it is due."""
+        """Train what is left of an epoch, evaluate, and save if it is due. The run may end within it, and has saved."""
         started, before = time.perf_counter(), self.progress
         losses = self.means(self.train(before))
         with self.log.meter.paused():
@@ -198,8 +225,11 @@ class _Run:
         metrics = EpochMetrics(
             epoch, losses, evaluation.correct, evaluation.total, seconds, before.batch, before.loss_sum
         )
-        self.progress = Progress(epoch, self.progress.step)
-        self.report(metrics)
+        if self.progress.batch == self.steps:
+            self.progress = Progress(epoch, self.progress.step)
+            self.report(metrics)
+        elif self.rank == 0:
+            self.outlet.say(f"{metrics.line(self.config.last_epoch)}  ended within it, after step {self.progress.step}")
         return metrics
 
     def report(self, metrics: EpochMetrics) -> None:
@@ -226,6 +256,8 @@ class _Run:
             with self.log.meter.paused():
                 self.end_step()
             self.agree(before, losses)
+            if self.has_last_step:
+                break
         return losses
 
     def agree(self, before: Progress, losses: list[Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
 
-from .checkpoints import checkpoint_name, checkpoint_of
+from .checkpoints import checkpoint_of
 from .config import Settings, TrainConfig
 from .loop import EpochMetrics, Trained
 from .saving import SaveRecord
@@ -40,7 +40,8 @@ def check_result_file(out: Path) -> None:
 class RunResult:
     """A finished run. ``history`` covers the epochs it trained itself, so a resumed run lists only its own.
 
-    ``epochs`` is the epoch after which it ended; ``settings["epochs"]`` is the length of its schedule.
+    ``epochs`` is the epoch after which it ended, or within whose next one; ``settings["epochs"]`` is the length of its
+    schedule.
     """
 
     engine: str
@@ -63,7 +64,7 @@ class RunResult:
 
     @classmethod
     def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
-        """The result of ``config``'s run, its last epoch's checkpoint being the one it leaves."""
+        """The result of ``config``'s run; the checkpoint that it leaves is that of the position at which it ended."""
         return cls(
             engine=config.engine or config.sharding.framework,
             strategy=config.sharding.name,
@@ -71,13 +72,13 @@ class RunResult:
             num_workers=config.num_workers,
             precision=config.precision,
             dataset=config.dataset,
-            epochs=config.last_epoch,
+            epochs=trained.end.epoch,
             settings=config.settings,
             versions=versions_of(config),
             accuracy=trained.evaluation.accuracy,
             correct=trained.evaluation.correct,
             total=trained.evaluation.total,
-            checkpoint=str(checkpoint_of(config, checkpoint_name(config.last_epoch))),
+            checkpoint=str(checkpoint_of(config, trained.end.name)),
             seconds=seconds,
             history=trained.history,
             predicted=trained.evaluation.predicted,

@@ -72,22 +72,25 @@ class Outlet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """When to save: after so many epochs, steps and minutes, whichever comes first. The last epoch is always saved."""
+    """When to save: after so many epochs, steps and minutes, whichever comes first. The last epoch is always saved, and
+    the last step if the run has one."""
 
     epochs: int
     steps: int | None
     minutes: float | None
     last_epoch: int
+    last_step: int | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> SavePolicy:
-        return cls(config.save_every, config.save_every_steps, config.save_every_minutes, config.last_epoch)
+        every = config.save_every, config.save_every_steps, config.save_every_minutes
+        return cls(*every, config.last_epoch, config.max_steps)
 
     def after_epoch(self, epoch: int) -> bool:
         return epoch == self.last_epoch or epoch % self.epochs == 0
 
     def after_step(self, step: int) -> bool:
-        return self.steps is not None and step % self.steps == 0
+        return step == self.last_step or (self.steps is not None and step % self.steps == 0)
 
     def after_seconds(self, seconds: float) -> bool:
         """``seconds`` since the last save, or since the start."""

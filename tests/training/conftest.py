@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +52,13 @@ def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_run(small_runs: Path) -> SmallRun:
     """The result of a small run by its name."""
     return lambda name: RunResult.read(small_runs / name / "result.json")
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    meeting = f"file://{tmp_path}/meeting"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -131,6 +131,8 @@ def test_when_a_checkpoint_is_due() -> None:
     assert [policy.after_epoch(epoch) for epoch in (1, 2, 3)] == [False, True, True]
     assert [policy.after_step(step) for step in (4, 5, 6, 10)] == [False, True, False, True]
     assert [policy.after_seconds(seconds) for seconds in (29, 30)] == [False, True]
+    ending = SavePolicy(epochs=2, steps=5, minutes=None, last_epoch=3, last_step=7)
+    assert [ending.after_step(step) for step in (5, 6, 7, 8)] == [True, False, True, False]
     never = SavePolicy(epochs=2, steps=None, minutes=None, last_epoch=3)
     assert not never.after_step(5) and not never.after_seconds(1e9)
 

@@ -24,6 +24,7 @@ def config(**values: Any) -> TrainConfig:
         ({"save_every": -1}, "^--save-every is at least 1, not -1$"),
         ({"save_every_steps": 0}, "^--save-every-steps is at least 1, not 0$"),
         ({"save_every_minutes": math.nan}, "^--save-every-minutes is a number above 0, not nan$"),
+        ({"max_steps": 0}, "^--max-steps is at least 1, not 0$"),
         ({"max_restarts": -1}, "^--max-restarts is at least 0, not -1$"),
         ({"async_save": True, "engine": "zero2"}, "^--async-save needs --engine fsdp2: DeepSpeed saves"),
         ({"keep_best": "loss"}, "^--keep-best is for --keep-last"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,19 @@ from tensorboardX.record_writer import masked_crc32c
 
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH
+from tests.training.strategy_jobs import tiny_config
 from training.__main__ import main as command
 from training.config import TrainConfig
 from training.journal import TENSORBOARD_NAME, Journal, scalars
+from training.launchers.torchrun import run_rank
+from training.loop import last_step
 from training.measuring import Meter, peak_rss
 from training.profiling import PROFILED, SKIPPED, WARMUP, profiled
+from training.progress import Progress
 from training.screen import (
     PLAIN_SECONDS,
+    RECORD,
+    SCREEN_VARIABLE,
     LiveScreen,
     PlainScreen,
     SentScreen,
@@ -199,12 +205,27 @@ def test_the_peak_of_a_process_is_not_its_parents() -> None:
     assert len(ballast) < peak_rss()
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("alone")
+def test_a_resumed_run_counts_the_steps_of_epochs_of_its_own_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of the first epoch lie behind it, and there is one batch an epoch now."""
+    monkeypatch.setenv(SCREEN_VARIABLE, "1")
+    whole = tiny_config(tmp_path, strategy="full_shard", model="cnn", num_workers=1, log_every=1, until=1)
+    run_rank(whole, torch.device("cpu"))
+    fewer = replace(whole, until=2, num_samples=whole.batch_size, override=("num-samples",), resume="latest")
+    run_rank(fewer, torch.device("cpu"))
+    *_, last = [Status.of_line(line) for line in capsys.readouterr().out.split("\n") if line.startswith(RECORD)]
+    assert (last.step, last.last_step, last.seconds_left) == (3, 3, 0)
+
+
+def test_the_last_step_follows_from_where_a_run_begins() -> None:
+    config = TrainConfig(out=Path("/run"), strategy="ddp", epochs=5, until=3)
+    assert last_step(config, Progress(), 4) == 12
+    assert last_step(config, Progress(epoch=1, step=6, batch=2), 4) == 12
+    assert last_step(config, Progress(epoch=2, step=16), 1) == 17
+    assert last_step(replace(config, max_steps=7), Progress(epoch=1, step=6, batch=2), 4) == 7
+    assert last_step(replace(config, max_steps=13), Progress(), 4) == 12
 
 
 @pytest.mark.usefixtures("alone")

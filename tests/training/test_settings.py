@@ -51,7 +51,7 @@ def saved(folder: Path, **entries: Any) -> Path:
 
 
 def test_every_option_is_a_setting_or_may_differ_freely() -> None:
-    free = {"out", "engine", "launcher", "num_workers", "until", "data_root", "storage", "max_restarts"}
+    free = {"out", "engine", "launcher", "num_workers", "until", "max_steps", "data_root", "storage", "max_restarts"}
     free |= {"strategy", "shard_size", "tp", "cpu_offload", "reshard_after_forward", "forward_prefetch"}
     free |= {"backward_prefetch", "activation_checkpointing", "gradient_accumulation", "deepspeed_config"}
     free |= {"save_every", "save_every_steps", "save_every_minutes", "async_save", "keep_last", "keep_best"}
