@@ -152,7 +152,7 @@ def end_at_random(config: TrainConfig, number: signal.Signals, moments: random.R
         run.wait_until(lambda: len(saved_checkpoints(out)) > before or (out / "result.json").exists())
         time.sleep(moments.uniform(0, 1))
         run.process.send_signal(number)
-        run.process.communicate(timeout=60)
+        run.process.communicate(timeout=120)
         assert run.left_in_time() == []
     finally:
         run.destroy()
@@ -190,7 +190,7 @@ def test_a_run_that_is_asked_to_stop_saves_first(
     try:
         run.wait_until(lambda: "epoch" in read(tmp_path / "metrics.jsonl"))
         run.process.send_signal(number)
-        _, said = run.process.communicate(timeout=30)
+        _, said = run.process.communicate(timeout=120)
         [saved] = saved_checkpoints(tmp_path)
         assert (run.process.returncode, said) == (
             75,
