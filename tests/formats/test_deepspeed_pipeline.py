@@ -18,8 +18,7 @@ from fixtures import launch
 from fixtures.corpus import deepspeed, deepspeed_pipeline, make
 from fixtures.corpus.layout import State
 from tests.layouts.contents import contents
-
-Change = Callable[[Any], object]
+from tests.support.saved_files import Change, change_file
 
 
 @pytest.fixture
@@ -30,10 +29,7 @@ def native(tmp_path: Path) -> Path:
 
 
 def changed(folder: Path, name: str, change: Change) -> None:
-    path = folder / "global_step4" / name
-    content = torch.load(path, weights_only=False)
-    change(content)
-    torch.save(content, path)
+    change_file(folder / "global_step4" / name, change)
 
 
 def unlink(*names: str) -> Callable[[Path], object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from fixtures import launch
 from fixtures.corpus import deepspeed, make
 from tests.layouts.contents import contents
+from tests.support.saved_files import Change, change_file
 
 Shape = tuple[int, ...]
 
@@ -155,8 +155,6 @@ def test_what_cannot_be_joined_is_refused(name: str) -> None:
 
 # Files of real runs
 
-Change = Callable[[dict[str, Any]], object]
-
 
 @pytest.fixture
 def native(tmp_path: Path) -> Path:
@@ -166,10 +164,7 @@ def native(tmp_path: Path) -> Path:
 
 
 def changed(folder: Path, name: str, change: Change) -> None:
-    path = folder / "global_step4" / name
-    content = torch.load(path, weights_only=False)
-    change(content)
-    torch.save(content, path)
+    change_file(folder / "global_step4" / name, change)
 
 
 def test_a_part_that_is_missing_is_named(native: Path) -> None:
