@@ -219,7 +219,7 @@ def used(code: str, log: Path, time_limit: float = 60) -> Usage:
 
 def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
     code = "import os, time; os.fork(); open(str(os.getpid()), 'w'); time.sleep(100)"
-    usage = used(code, tmp_path / "log", time_limit=1)
+    usage = used(code, tmp_path / "log", time_limit=3)
     assert usage.timed_out
     pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(pids) == 2

@@ -148,13 +148,13 @@ def test_two_hundred_checkpoints_take_seconds(checkpoint: Any, tmp_path: Path) -
     made = checkpoint("fsdp2", "plain", 2).checkpoint
     for step in range(200):
         shutil.copytree(made, tmp_path / "run" / f"step_{step}", copy_function=os.link)
-    start = time.monotonic()
+    start = time.process_time()
     for step in range(20):
         ckpt_tools.inspect(tmp_path / "run" / f"step_{step}")
-    some = time.monotonic() - start
-    start = time.monotonic()
+    some = time.process_time() - start
+    start = time.process_time()
     assert len(ckpt_tools.ls(tmp_path / "run").checkpoints) == 200
-    assert time.monotonic() - start < 30 * some
+    assert time.process_time() - start < 30 * some
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])

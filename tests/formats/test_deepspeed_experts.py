@@ -18,8 +18,7 @@ from fixtures import launch
 from fixtures.corpus import deepspeed_moe, make
 from fixtures.corpus.layout import State
 from tests.layouts.contents import contents
-
-Change = Callable[[Any], object]
+from tests.support.saved_files import Change, change_file
 
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
@@ -44,12 +43,7 @@ def copy_of(name: str, tmp_path: Path) -> Path:
 
 
 def changed(name: str, change: Change) -> Callable[[Path], object]:
-    def run(tag: Path) -> None:
-        content = torch.load(tag / name, weights_only=False)
-        change(content)
-        torch.save(content, tag / name)
-
-    return run
+    return lambda tag: change_file(tag / name, change)
 
 
 def unlink(pattern: str) -> Callable[[Path], object]:

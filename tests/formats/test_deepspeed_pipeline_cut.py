@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, Unsu
 from fixtures import launch
 from fixtures.corpus import deepspeed_pipeline_cut, make
 from tests.layouts.contents import contents
+from tests.support.saved_files import change_file
 
 LAYER = "layer_{:02d}-model_{:02d}-model_states.pt"
 MODEL = "mp_rank_{:02d}_model_states.pt"
@@ -28,12 +28,6 @@ def native(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def changed(path: Path, change: Callable[[Any], object]) -> None:
-    content = torch.load(path, weights_only=False)
-    change(content)
-    torch.save(content, path)
-
-
 def unlink(*names: str) -> Callable[[Path], object]:
     return lambda tag: [(tag / name).unlink() for name in names]
 
@@ -44,7 +38,7 @@ def frozen(tag: Path) -> None:
 
 
 def without_rules(tag: Path) -> None:
-    changed(tag / MODEL.format(0), lambda content: content.pop("universal_checkpoint_info"))
+    change_file(tag / MODEL.format(0), lambda content: content.pop("universal_checkpoint_info"))
 
 
 def fewer_parts(tag: Path) -> None:

@@ -20,6 +20,10 @@ from torch import Tensor
 from training.data import LabelledImages, load_dataset
 from training.models import build_model
 
+# As docs/inference.md says: without it such a processor rounds the last rows of a batch otherwise than the others.
+if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
 Form = str
 FORMS: tuple[Form, ...] = ("model.safetensors", "single", "sharded", "model.pt")
 

@@ -130,7 +130,7 @@ def test_threads_of_replaced_models_end(repository: Repository) -> None:
     before = batchers()
     for _ in range(5):
         repository.load("a")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while batchers() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert batchers() == before

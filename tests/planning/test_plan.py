@@ -307,10 +307,15 @@ class TestHits:
         table = ShardTable(
             (64 * ranks,), DType.UINT8, starts, starts + 64, ("f",), np.zeros(ranks, np.int64), offsets, offsets + 64
         )
-        began = time.perf_counter()
-        found = hits(table, Box((0, 3), (10_000, 5)), shape, 8000, 8006)
-        assert [hit.at.start for hit in found] == [64 * row for row in (4000, 4001, 4002)]
-        assert time.perf_counter() - began < 0.05
+
+        def found(start: int, stop: int) -> tuple[list[int], float]:
+            began = time.thread_time()
+            each = hits(table, Box((0, 3), (10_000, 5)), shape, start, stop)
+            return [hit.at.start for hit in each], time.thread_time() - began
+
+        near, seconds = min((found(8000, 8006) for _ in range(3)), key=lambda each: each[1])
+        assert near == [64 * row for row in (4000, 4001, 4002)]
+        assert seconds < found(0, 20_000)[1] / 20, "it takes a thousandth"
 
 
 def manifest_of(num_tensors: int, shards_each: int = 1) -> Manifest:

@@ -113,6 +113,10 @@ def test_a_language_model_is_loaded_by_its_name(model: str, tmp_path: Path) -> N
 
 
 def test_a_model_of_transformers_has_its_own(tmp_path: Path) -> None:
-    config = TrainConfig(out=tmp_path / "run", engine="fsdp2", model=f"hf:{tmp_path}", dataset="text")
-    write_model_config(tmp_path, config)
-    assert list(tmp_path.iterdir()) == []
+    described, checkpoint = tmp_path / "described", tmp_path / "checkpoint"
+    for folder in (described, checkpoint):
+        folder.mkdir()
+    (described / "config.json").write_text('{"model_type": "llama"}')
+    config = TrainConfig(out=tmp_path / "run", engine="fsdp2", model=f"hf:{described}", dataset="text")
+    write_model_config(checkpoint, config)
+    assert (checkpoint / "config.json").read_text() == '{"model_type": "llama"}'
