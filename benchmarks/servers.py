@@ -1,9 +1,9 @@
 """The model of `make demo` behind other servers, as their documentation says: `python -m benchmarks.servers WHO MODEL
 PORT THREADS`.
 
-All take `{"image": [784 numbers]}` and answer `{"label": ..., "probabilities": [...]}`. LitServe and BentoML make
-batches of up to as many images as our service does, and wait for one no longer than a forward pass takes. The FastAPI
-endpoint is the one that most people write: it predicts each image alone.
+All take `{"image": [784 numbers]}` (BentoML a list of such) and answer `{"label": ..., "probabilities": [...]}`.
+LitServe and BentoML make batches of up to as many images as our service does. The FastAPI endpoint is the one that
+most people write: it predicts each image alone.
 """
 
 from __future__ import annotations

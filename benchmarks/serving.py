@@ -110,6 +110,11 @@ def for_peers(image: Any) -> bytes:
     return request("/predict", json.dumps({"image": image.tolist()}).encode(), "application/json")
 
 
+def for_bentoml(image: Any) -> bytes:
+    """Its clients send batches, even if they are of one image."""
+    return request("/predict", json.dumps({"image": [image.tolist()]}).encode(), "application/json")
+
+
 def missing() -> list[str]:
     """Peers that are not installed."""
     return [who for who, package in PACKAGES.items() if find_spec(package) is None]
@@ -150,8 +155,8 @@ def _free_port() -> int:
 
 def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) -> dict[str, list[Turn]]:
     """``folder`` has ``model.safetensors``. The first round fills caches and does not count."""
-    ways = {"json": as_json, "binary": as_binary, "peers": for_peers}
-    files = {name: written([make(each) for each in images()], folder / name) for name, make in ways.items()}
+    ways = {JSON: as_json, BINARY: as_binary, **dict.fromkeys(SERVERS, for_peers), "BentoML": for_bentoml}
+    files = {who: written([make(each) for each in images()], folder / who) for who, make in ways.items()}
     model = str(folder / "model.safetensors")
     with ExitStack() as stack:
 
@@ -161,11 +166,11 @@ def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) 
         port = _free_port()
         options = ["--model", f"model={model}", "--port", str(port), "--threads", str(threads)]
         ours = start("ours", ["inference.serve", *options], port)
-        running = {JSON: Server(port, ours, files["json"]), BINARY: Server(port, ours, files["binary"])}
+        running = {JSON: Server(port, ours, files[JSON]), BINARY: Server(port, ours, files[BINARY])}
         for who in SERVERS.keys() - set(missing()):
             port = _free_port()
             process = start(who, ["benchmarks.servers", who, model, str(port), str(threads)], port)
-            running[who] = Server(port, process, files["peers"])
+            running[who] = Server(port, process, files[who])
         loop = Loop(model, threads)
         found: dict[str, list[Turn]] = {who: [] for who in (LOOP, *running)}
         for number in range(rounds + 1):
