@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import costs, machine, report
+from benchmarks import costs, inference, machine, report
 from benchmarks.inputs import FolderError, claim
 from benchmarks.journal import Journal
 from benchmarks.suite import WAYS, OutOfTimeError, Runner, Settings, say
@@ -22,8 +22,8 @@ from ckpt_tools.signals import exit_code_of, stopping_on_signals
 
 HERE = Path(__file__).parent
 RESULTS, DATA = HERE / "results", machine.ROOT / ".cache" / "benchmarks"
-MEMORY, START_UP = "memory", "start-up"
-NAMES = (*(work.name for work in WORKS), MEMORY, START_UP)
+MEMORY, START_UP, INFERENCE = "memory", "start-up", "inference"
+NAMES = (*(work.name for work in WORKS), MEMORY, START_UP, INFERENCE)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,6 +100,8 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
             costs.measure_memory(asked.memory_sizes, settings, journal)
         if START_UP in asked.works:
             costs.measure_start_up(settings, journal)
+        if INFERENCE in asked.works:
+            inference.measure(settings, journal)
     except OutOfTimeError:
         say("Stopped; the same command goes on from here.")
 
@@ -107,7 +109,7 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
 def _forget(names: Sequence[str], journal: Journal) -> None:
     nothing = {"kind": None}
     for name in names:
-        if name in (MEMORY, START_UP):
+        if name in (MEMORY, START_UP, INFERENCE):
             journal.forget(keep=nothing, kind=name)
         else:
             journal.forget(keep=nothing, work=name)

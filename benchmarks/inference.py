@@ -1,12 +1,14 @@
-"""What the batch command and `load_model` cost beside what they are made of: `python -m benchmarks.inference`.
+"""What the batch command, the service and `load_model` cost beside what they are made of: `python -m
+benchmarks.inference`, and in `make bench`.
 
 - `batch`: images of a dataset, against a loop that calls the model on batches which are ready
 - `files`: images on the disk, against torch's DataLoader with two workers that open them with Pillow
+- `serve`: the service under 64 clients, against a loop as that of `batch`, LitServe, BentoML and a FastAPI endpoint
 - `load`: a DCP of 4 ranks, against `safetensors.torch.load_file` and `load_state_dict` into a model that is there
 
-The first two are the model of `make demo` on 3,000 images, with the same threads and batches, in one process where
-contestants take turns. The model is loaded once, and its time does not count. Loading is in processes of its own.
-Processor time counts too, because other programs of the machine lengthen wall time.
+The first three are the model of `make demo`, on 3,000 images and on posted ones, with the same threads and batches, and
+take turns. The model is loaded once, and its time does not count. Loading is in processes of its own. Processor time
+counts too, because other programs of the machine lengthen wall time.
 """
 
 from __future__ import annotations
@@ -18,25 +20,35 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.inputs import WEIGHT_BYTES, Cache
+from benchmarks.journal import Journal, Record
 from benchmarks.llama import Llama
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, code
 from benchmarks.measure import measured
+from benchmarks.serving import BINARY, JSON, LOOP, NUM_CLIENTS, Turn, missing, take_turns_serving
+from benchmarks.suite import OutOfTimeError, Settings, out_of_time, say
 
 NUM_IMAGES, NUM_WORKERS, SIDE = 3000, 2, 28
-BATCH, FILES, LOAD = "batch", "files", "load"
+BATCH, FILES, LOAD, SERVE = "batch", "files", "load", "serve"
+WORKS = (BATCH, FILES, LOAD, SERVE)
 PROMISED = {BATCH: 0.95, FILES: 0.9, LOAD: 1 / 1.2}
 """The rival's time over ours, at least."""
+
+SERVE_TO_LOOP, SERVE_TO_PEER = 0.85, 1.5
+"""The service's answers a second over those of the loop, and over those of each peer, at least."""
+
+TURN_SECONDS = 8.0
 
 MAX_EXTRA_BYTES = 256_000_000
 """Memory above the model's own while it is loaded, and above that of a process that only imported the libraries."""
 
+LOAD_BYTES = 1_000_000_000
 TIME_LIMIT = 600.0
 
 
@@ -237,6 +249,69 @@ def _said(command: list[str], log: Path) -> str:
     return lines[-1]
 
 
+# --- serve
+
+
+def take_turns_under_load(rounds: int, threads: int) -> dict[str, list[Turn]]:
+    import torch
+    from safetensors.torch import save_file
+
+    from training.models import build_model
+
+    with tempfile.TemporaryDirectory() as name:
+        torch.manual_seed(0)
+        model = build_model()
+        # torchvision begins with a head of zeros, which tells no image from another.
+        torch.nn.init.normal_(model.heads[0].weight)
+        save_file(model.state_dict(), Path(name) / "model.safetensors")
+        return take_turns_serving(Path(name), rounds, TURN_SECONDS, threads)
+
+
+def serving_threads(threads: int) -> int:
+    """Of a forward pass of the service, and of all others beside it: what it takes if it is not told otherwise."""
+    return max(1, threads - 1)
+
+
+# --- in the suite
+
+KIND = "inference"
+
+
+def measure(settings: Settings, journal: Journal) -> None:
+    """What of it is not in the journal. A part that was stopped begins again."""
+    key: Record = {"code": code()}
+    journal.forget(keep=key, kind=KIND)
+    threads = os.cpu_count() or 1
+    parts: dict[tuple[str, ...], Callable[[], Mapping[str, Sequence[Taken | Turn]]]] = {
+        (BATCH, FILES): lambda: take_turns(settings.runs, threads),
+        (SERVE,): lambda: take_turns_under_load(settings.runs, serving_threads(threads)),
+        (LOAD,): lambda: take_turns_loading(settings.data / "inputs", LOAD_BYTES, settings.runs),
+    }
+    for works, run in parts.items():
+        if journal.find(kind=KIND, works=list(works)):
+            continue
+        if out_of_time(settings):
+            raise OutOfTimeError
+        say(f"inference: {', '.join(works)}")
+        found = {who: [asdict(each) for each in taken] for who, taken in run().items()}
+        journal.add({"kind": KIND, **key, "works": list(works), "found": found, "missing": missing()})
+
+
+def reported(journal: Journal) -> list[str]:
+    """The tables of what is in the journal."""
+    taken: dict[str, list[Taken]] = {}
+    turns: dict[str, list[Turn]] = {}
+    absent: list[str] = []
+    for record in journal.find(kind=KIND):
+        absent = record["missing"]
+        for who, found in record["found"].items():
+            if record["works"] == [SERVE]:
+                turns[who] = [Turn(**each) for each in found]
+            else:
+                taken[who] = [Taken(**each) for each in found]
+    return [*(rows(taken) if taken else []), *(["", *serving_rows(turns, absent)] if turns else [])]
+
+
 # --- report
 
 
@@ -256,6 +331,29 @@ def _row(work: str, ours: list[Taken], rival: list[Taken]) -> str:
     return f"| {work} | {' | '.join(seconds)} | {wall:.2f} | {cpu:.2f} | {PROMISED[work]:.2f} | {memory} |"
 
 
+def serving_rows(found: Mapping[str, Sequence[Turn]], absent: Sequence[str]) -> list[str]:
+    """Each beside the service as JSON asks it: ratios are medians of those of each round."""
+    lines = [
+        f"| {NUM_CLIENTS} clients | answers a second | ours / theirs | promised | p50 | p99 | processor | memory |"
+    ]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+    lines += [_serving_row(who, turns, found[JSON]) for who, turns in found.items()]
+    return lines + [f"| {who}: not installed | | | | | | | |" for who in absent]
+
+
+def _serving_row(who: str, turns: Sequence[Turn], ours: Sequence[Turn]) -> str:
+    promised = {JSON: "", BINARY: "", LOOP: f"{SERVE_TO_LOOP}"}.get(who, f"{SERVE_TO_PEER}")
+    ratio = median(mine.rate / theirs.rate for mine, theirs in zip(ours, turns, strict=True))
+    p50, p99 = (f"{1000 * median(getattr(each, name) for each in turns):.0f} ms" for name in ("p50", "p99"))
+    cpu = f"{1000 * median(each.cpu_per_answer for each in turns):.2f} ms"
+    memory = max(each.resident_bytes for each in turns)
+    shown = f"{memory / 1e6:.0f} MB" if memory else ""
+    rate = f"{median(each.rate for each in turns):.0f}"
+    return (
+        f"| {who} | {rate} | {'' if who == JSON else f'{ratio:.2f}'} | {promised} | {p50} | {p99} | {cpu} | {shown} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.inference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -263,14 +361,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a forward pass")
     parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of the checkpoint")
-    parser.add_argument("--works", default=",".join(PROMISED), help=f"of {', '.join(PROMISED)}")
+    parser.add_argument("--works", default=",".join(WORKS), help=f"of {', '.join(WORKS)}")
     parser.add_argument("--data", type=Path, default=ROOT / ".cache" / "benchmarks" / "inputs", help="of checkpoints")
     given = parser.parse_args()
     works = set(given.works.split(","))
     found = take_turns(given.rounds, given.threads) if works & {BATCH, FILES} else {}
     if LOAD in works:
         found |= take_turns_loading(given.data, int(given.size * 1e9), given.rounds)
-    print("\n".join(rows(found)))
+    if found:
+        print("\n".join(rows(found)))
+    if SERVE in works:
+        turns = take_turns_under_load(given.rounds, serving_threads(given.threads))
+        print("\n".join(serving_rows(turns, missing())))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks import figures
+from benchmarks import figures, inference
 from benchmarks.figures import Result, Row
 from benchmarks.journal import Journal, Record
 from benchmarks.machine import ROOT, code
@@ -91,6 +91,7 @@ def _section(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     yield from _earlier(journal, found)
     yield ""
     yield from _promises(journal, found)
+    yield from _inference(journal)
 
 
 def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
@@ -106,10 +107,19 @@ def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     yield from _promises(journal, found)
     yield ""
     yield from _costs(journal)
+    yield from _inference(journal)
     for result in found:
         yield from _details(result)
     for work, reason in figures.undone(journal):
         yield f"\n## {work.about}\n\nNot measured: {reason}"
+
+
+def _inference(journal: Journal) -> Iterator[str]:
+    if lines := inference.reported(journal):
+        yield ""
+        yield "## Inference"
+        yield ""
+        yield from lines
 
 
 def _machine(journal: Journal) -> Iterator[str]:

@@ -21,6 +21,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from ckpt_tools.errors import FormatError
@@ -36,6 +37,7 @@ from .refusals import Refused, answer
 from .repository import Repository
 from .service import Service, Snapshots
 from .settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
+from .shortcut import Shortcut
 
 HOW_TO_POST = "post the image as the one file of a multipart form field named image"
 HOW_TO_POST_TEXT = "post the text as the one multipart form field named text"
@@ -54,6 +56,18 @@ if not (find_spec("python_multipart") or find_spec("multipart")):
     raise ModuleNotFoundError("No module named 'python_multipart'", name="python_multipart")
 
 Result = TypeVar("Result")
+
+
+class Application(FastAPI):
+    """FastAPI's, with ``answer`` in front of it for all that comes over HTTP."""
+
+    answer: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.answer if scope["type"] == "http" else self.through_fastapi)(scope, receive, send)
+
+    async def through_fastapi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
 
 
 class InMemoryParser(MultiPartParser):
@@ -94,9 +108,9 @@ def create_app(
         return JSONResponse(shown(prediction, version.predictor), headers=headers)
 
     endpoints = Endpoints(service)
-    app = FastAPI(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
+    app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
-    app.add_middleware(Front, settings=chosen, traffic=traffic)
+    app.answer = Front(Shortcut(app.through_fastapi, endpoints, refuse), chosen, traffic)
     # Not FastAPI's own kind of route: that costs much of the processor time of an answer.
     app.router.routes.append(Route("/predict", predict, methods=["POST"]))
     app.router.routes.extend(endpoints.routes())

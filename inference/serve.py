@@ -19,7 +19,7 @@ with killed_by_interrupts():
     from dataclasses import dataclass, replace
     from functools import partial
     from pathlib import Path
-    from typing import TYPE_CHECKING
+    from typing import TYPE_CHECKING, Literal
 
     import click
 
@@ -55,6 +55,19 @@ NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
 
 DEFAULT_NAME = "model"
 
+Runner = Literal["local", "ray"]
+RAY_EXTRA = "ray-serve"
+
+INSTEAD = {
+    "--workers": "--replicas says how many processes serve",
+    "--watch": "its replicas serve the weights of the start",
+    "--drain": "Ray answers the requests that were taken, and then ends",
+    "--certfile": "Ray's proxy speaks plain HTTP; put a proxy with TLS before it",
+    "--access-log": "Ray keeps a log of its own",
+    GRPC_PORT: "Ray's proxy speaks HTTP",
+}
+"""What to do without an option on Ray, or why."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -69,6 +82,10 @@ class Options:
     key: Path | None = None
     device: str | None = None
     workers: int = 1
+    runner: Runner = "local"
+    replicas: int | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -81,6 +98,42 @@ class Options:
             raise UsageError(f"--workers is a number from 1, not {self.workers}")
         if self.key is not None and self.certificate is None:
             raise UsageError("--keyfile needs --certfile")
+        self._check_replicas()
+        if self.runner == "ray":
+            self._check_ray()
+
+    def _check_replicas(self) -> None:
+        scaled = self.min_replicas is not None or self.max_replicas is not None
+        if self.runner == "local" and (scaled or self.replicas is not None):
+            raise UsageError("--replicas, --min-replicas and --max-replicas are for --runner ray")
+        if scaled and self.replicas is not None:
+            raise UsageError("--replicas is a fixed number; --min-replicas and --max-replicas are for one that changes")
+        if (self.min_replicas is not None) > (self.max_replicas is not None):
+            raise UsageError("--min-replicas needs --max-replicas")
+        if not 1 <= self.least_replicas <= self.most_replicas:
+            raise UsageError("there has to be at least one replica, and --max-replicas may not be below --min-replicas")
+
+    def _check_ray(self) -> None:
+        """What a service has in its own process, and replicas have not."""
+        given = {
+            "--workers": self.workers > 1,
+            "--watch": self.watch is not None,
+            "--drain": self.settings.drain > 0,
+            "--certfile": self.certificate is not None,
+            "--access-log": self.settings.has_access_log,
+        }
+        for option, is_given in given.items():
+            if is_given:
+                raise UsageError(f"{option} does not go with --runner ray: {INSTEAD[option]}")
+
+    @property
+    def least_replicas(self) -> int:
+        given = self.replicas if self.max_replicas is None else self.min_replicas
+        return 1 if given is None else given
+
+    @property
+    def most_replicas(self) -> int:
+        return self.least_replicas if self.max_replicas is None else self.max_replicas
 
     def named(self) -> list[tuple[str, str]]:
         """Each model's name and URL. A path with ``=`` in it that exists is a path."""
@@ -187,6 +240,12 @@ def _limit_threads(options: Options) -> None:
 @click.option("--threads", type=int, help="The threads of a forward pass; default: one less than processors.")
 @click.option("--device", metavar="TEXT", help="Of torch, as cuda:1. The first GPU if left out, else the CPU.")
 @click.option("--workers", type=int, default=1, help="The processes that serve; with GPUs, each takes another one.")
+@click.option(
+    "--runner", type=click.Choice(["local", "ray"]), default="local", help="Where: here, or on a Ray cluster."
+)
+@click.option("--replicas", type=int, help="With --runner ray: the processes that serve; default: 1.")
+@click.option("--min-replicas", type=int, help="With --max-replicas, as many as the load wants; default: 1.")
+@click.option("--max-replicas", type=int, help="With --runner ray: at most so many replicas.")
 def main(
     model: str | None,
     models: tuple[str, ...],
@@ -205,6 +264,10 @@ def main(
     threads: int | None,
     device: str | None,
     workers: int,
+    runner: Runner,
+    replicas: int | None,
+    min_replicas: int | None,
+    max_replicas: int | None,
 ) -> None:
     """Serve MODEL, a checkpoint of any format, local or remote, over HTTP, until SIGTERM, SIGINT or SIGHUP.
 
@@ -218,7 +281,21 @@ def main(
         word = None if token is None else read_token(token)
         settings = Settings(timeout=timeout, drain=drain, token=word, has_access_log=access_log)
         named = (*([model] if model else []), *models)
-        options = Options(named, settings, watch, architecture, threads, certfile, keyfile, device, workers)
+        options = Options(
+            named,
+            settings,
+            watch,
+            architecture,
+            threads,
+            certfile,
+            keyfile,
+            device,
+            workers,
+            runner,
+            replicas,
+            min_replicas,
+            max_replicas,
+        )
         check_certificate(options)
         run(options, Address(host, port, grpc_port, allowed))
 
@@ -253,6 +330,9 @@ class Address:
 
 def run(options: Options, address: Address) -> None:
     """Serve until told to stop; the addresses are printed once the service answers, so port 0 is of use."""
+    if options.runner == "ray":
+        _serve_on_ray(options, address)
+        return
     with ExitStack() as stack:
         if options.workers == 1:
             _check_models(options)
@@ -265,6 +345,25 @@ def run(options: Options, address: Address) -> None:
             reserved = stack.enter_context(reserve(address.host, address.grpc_port))
             grpc = Listening(address_of(reserved), options.certificate, options.key)
         (_serve if options.workers == 1 else _serve_together)(options, address, bound, grpc)
+
+
+def _serve_on_ray(options: Options, address: Address) -> None:
+    if address.grpc_port is not None:
+        raise UsageError(f"{GRPC_PORT} does not go with --runner ray: {INSTEAD[GRPC_PORT]}")
+    _check_models(options)
+    with reserve(address.host, address.port, "--port") as bound:
+        url, port, hosts = url_of(bound, address.host), bound.getsockname()[1], address.hosts(bound)
+    try:
+        from . import on_ray_serve as ray
+    except ModuleNotFoundError as error:
+        how = f"install it with: pip install 'ckpt-tools[{RAY_EXTRA}]'"
+        raise UsageError(f"--runner ray needs the package {error.name}; {how}") from error
+
+    settings = replace(options.settings, hosts=hosts)
+    device = str(_device(options.device, 0)).partition(":")[0]
+    served = ray.Served(tuple(options.sources()), settings, options.architecture, device, options.threads or 1)
+    replicas = ray.Replicas(options.least_replicas, options.most_replicas)
+    ray.run(served, replicas, address.host, port, lambda: click.echo(f"serving on {url}"))
 
 
 def _check_models(options: Options) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ckpt_tools.signals import Stopped
 
-from .settings import HEAD_SECONDS
+from .settings import HEAD_SECONDS, MAX_HEAD_BYTES
 
 # Requests that are whole are answered well within it; a client that hangs holds the end no longer.
 GRACE_SECONDS = 10
@@ -26,21 +26,39 @@ GRACE_SECONDS = 10
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class PromptProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's own, with a limit of time for the head of each request."""
+class PromptProtocol(HttpToolsProtocol):
+    """uvicorn's own, with a limit of time for the head of each request, and one of size for heads and trailers, which
+    httptools keeps until they are whole."""
 
     _head: asyncio.TimerHandle | None = None
+    _unread = 0
+    """Bytes that came since the last one that was neither of a head nor of a trailer."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
         if self._is_idle() and self._head is None:
             self._await_head()
+        self._unread += len(data)
         super().data_received(data)
         if self._head is not None and not self._is_idle():
             self._stop_waiting()
+        if self._unread > MAX_HEAD_BYTES:
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._unread = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unread = 0
+        super().on_message_complete()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_waiting()

@@ -12,6 +12,9 @@ MAX_UPLOAD_BYTES = 16 * 2**20
 # What a multipart form takes around one file: its boundaries, headers and the file's name.
 MAX_BODY_BYTES = MAX_UPLOAD_BYTES + 2**16
 
+MAX_HEAD_BYTES = 2**16
+"""Of the line and the headers of a request, about: the connection of one that has more is closed."""
+
 HEAD_SECONDS = 10.0
 """In which the head of a request has to arrive. Whoever takes longer is cut off: heads have no other limit of time."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from inference import server
 from tests.inference.conftest import Service, running_service
 from tests.inference.test_repository import write_checkpoint
-from tests.inference.test_serve import read_to_end, run_serve, wait_until
+from tests.inference.test_serve import read_to_end, run_serve, send_until_refused, wait_until
 
 TOKEN = "s3cret"
 
@@ -159,6 +159,25 @@ def test_a_head_that_does_not_come_is_cut_off(service: Service) -> None:
         except OSError:
             pass
         assert server.HEAD_SECONDS - 1 < time.monotonic() - begun < 4 * server.HEAD_SECONDS
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"GET /v2 HTTP/1.1\r\nX: ", b"POST /v2/models/m/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: "],
+    ids=["head", "trailer"],
+)
+def test_a_head_without_end_is_cut_off(beginning: bytes, service: Service) -> None:
+    """What is sent beyond it is the buffers' of the two sockets."""
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as endless:
+        endless.sendall(beginning)
+        assert send_until_refused(endless, b"y" * 2**16, 1024) < 32 * 2**20
+
+
+def test_another_protocol_is_not_taken_up_and_the_request_is_answered(client: httpx.Client) -> None:
+    """As curl --http2 asks."""
+    given = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
+    answers = [client.post("/v2/models/m/infer", content=b"x" * 9, headers=given) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [400, 400]
 
 
 def test_a_body_that_does_not_come_is_refused(forms: Path) -> None:

@@ -107,9 +107,9 @@ def inference(environment: Environment, material: Material) -> None:
 
 
 @contextmanager
-def _serving(environment: Environment, model: Path) -> Iterator[str]:
+def _serving(environment: Environment, model: Path, *options: str) -> Iterator[str]:
     """The address of ``ckpt-tools serve`` on a port that the system chose."""
-    command = [environment.command, "serve", model, "--port=0"]
+    command = [environment.command, "serve", model, "--port=0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_variables()) as server:
         try:
             assert server.stdout is not None
@@ -120,6 +120,12 @@ def _serving(environment: Environment, model: Path) -> Iterator[str]:
 
 def ray_cluster(environment: Environment, material: Material) -> None:
     environment.succeed("convert", material.dcp, environment.work / "ray.safetensors", "--runner", "ray", "--workers=2")
+
+
+def ray_service(environment: Environment, material: Material) -> None:
+    with _serving(environment, material.model, "--runner=ray") as address:
+        answer = httpx.get(f"{address}/v2/models/model", timeout=60)
+    assert answer.json()["parameters"]["format"] == "safetensors", answer.text
 
 
 def s3(environment: Environment, material: Material) -> None:
@@ -149,6 +155,7 @@ CHECKS: Mapping[str, Check] = {
     "train": training,
     "serve": inference,
     "ray": ray_cluster,
+    "ray-serve": ray_service,
     "s3": s3,
     "sign": signatures,
     "orbax": orbax,

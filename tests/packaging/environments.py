@@ -135,15 +135,18 @@ def _followed(found: dict[str, Distribution], name: str, extra: str) -> Iterator
 
 
 def _link_all(distributions: Collection[Distribution], site_packages: Path) -> None:
-    """Link what each has in its site-packages: whole folders, but for those of a namespace that several share."""
+    """Link what each has in its site-packages: whole folders, but for those of a namespace that several share. A file
+    that several have, such as the ``__init__.py`` of a namespace, is that of the first."""
     files = {each.name: list(_files(each)) for each in distributions}
     owners: dict[str, set[str]] = {}
     for name, paths in files.items():
         for path in {folder for each in paths for folder in _above(each)}:
             owners.setdefault(path, set()).add(name)
     for each in distributions:
-        chosen = {next(path for path in _above(file) if len(owners[path]) == 1) for file in files[each.name]}
+        chosen = {next((path for path in _above(file) if len(owners[path]) == 1), file) for file in files[each.name]}
         for path in chosen:
+            if (site_packages / path).is_symlink():
+                continue
             (site_packages / path).parent.mkdir(parents=True, exist_ok=True)
             (site_packages / path).symlink_to(Path(str(each.locate_file(path))))
 

@@ -58,6 +58,7 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
         (["train", "--engine=fsdp2", "--out=run"], "train"),
         (["predict", "--model", "MODEL", "--input=digits", "--output=rows.jsonl"], "serve"),
         (["serve", "MODEL", "--port=0"], "serve"),
+        (["serve", "MODEL", "--port=0", "--runner=ray"], "ray-serve"),
         (["inspect", "s3://bucket/model"], "s3"),
         (["sign", "MODEL", "--private-key=KEY"], "sign"),
         (["convert", "MODEL", "out.pt", "--runner=ray"], "ray"),

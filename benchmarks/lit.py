@@ -1,0 +1,41 @@
+"""The model of `make demo` as LitServe serves it. Its workers are told this module's name, and read it again.
+
+Without annotations from the future: LitServe reads that of a request.
+"""
+
+from typing import Any
+
+import litserve
+from fastapi import Request
+
+from benchmarks.servers import BATCH, WAIT_SECONDS, Answer, predicting
+
+
+class Api(litserve.LitAPI):  # type: ignore[misc]
+    def __init__(self, model: str, threads: int) -> None:
+        super().__init__(max_batch_size=BATCH, batch_timeout=WAIT_SECONDS)
+        self.given = model, threads
+
+    def setup(self, device: str) -> None:
+        self.run = predicting(*self.given)
+
+    def decode_request(self, request: Request) -> Any:
+        given: Any = request
+        return given["image"]
+
+    def batch(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+    def predict(self, inputs: list[Any]) -> list[Answer]:
+        return self.run(inputs)
+
+    def unbatch(self, output: list[Answer]) -> list[Answer]:
+        return output
+
+    def encode_response(self, output: Answer) -> Answer:
+        return output
+
+
+def serve(model: str, port: int, threads: int) -> None:
+    server = litserve.LitServer(Api(model, threads), accelerator="cpu")
+    server.run(host="127.0.0.1", port=port, log_level="warning", generate_client_file=False)

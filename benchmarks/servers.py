@@ -1,0 +1,83 @@
+"""The model of `make demo` behind other servers, as their documentation says: `python -m benchmarks.servers WHO MODEL
+PORT THREADS`.
+
+All take `{"image": [784 numbers]}` (BentoML a list of such) and answer `{"label": ..., "probabilities": [...]}`.
+LitServe and BentoML make batches of up to as many images as our service does. The FastAPI endpoint is the one that
+most people write: it predicts each image alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+BATCH = 30
+WAIT_SECONDS = 0.01
+SIDE = 28
+
+Answer = dict[str, Any]
+
+
+def predicting(model: str, threads: int) -> Callable[[Sequence[Any]], list[Answer]]:
+    """Answers for images, each 784 numbers, in one forward pass."""
+    import torch
+    from safetensors.torch import load_file
+
+    from training.data import to_input
+    from training.models import build_model
+
+    torch.set_num_threads(threads)
+    module = build_model()
+    module.load_state_dict(load_file(model))
+    module.eval()
+
+    @torch.inference_mode()
+    def predict(images: Sequence[Any]) -> list[Answer]:
+        pixels = torch.tensor(images, dtype=torch.uint8).view(-1, SIDE, SIDE)
+        rows = torch.softmax(module(to_input(pixels)), 1)
+        found = zip(rows.argmax(1).tolist(), rows.tolist(), strict=True)
+        return [{"label": label, "probabilities": row} for label, row in found]
+
+    return predict
+
+
+def fastapi(model: str, port: int, threads: int) -> None:
+    import uvicorn
+    from fastapi import FastAPI
+    from pydantic import create_model
+
+    predict, app = predicting(model, threads), FastAPI()
+    asked: Any = create_model("Asked", image=(list[int], ...))
+
+    def endpoint(given: Any) -> Answer:
+        return predict([given.image])[0]
+
+    endpoint.__annotations__ = {"given": asked, "return": Answer}
+    app.post("/predict")(endpoint)
+    uvicorn.run(app, port=port, log_level="warning")
+
+
+def litserve(model: str, port: int, threads: int) -> None:
+    from benchmarks.lit import serve
+
+    serve(model, port, threads)
+
+
+def bentoml(model: str, port: int, threads: int) -> None:
+    """Its command reads this module again, in processes of its own."""
+    os.environ |= {"BENCHMARK_MODEL": model, "BENCHMARK_THREADS": str(threads), "BENTOML_DO_NOT_TRACK": "1"}
+    from bentoml import server as _  # noqa: F401
+
+    command = ["bentoml", "serve", "benchmarks.bento:Demo", "--port", str(port), "--host", "127.0.0.1"]
+    os.execv(sys.executable, [sys.executable, "-m", *command])
+
+
+SERVERS = {"FastAPI": fastapi, "LitServe": litserve, "BentoML": bentoml}
+
+
+if __name__ == "__main__":
+    who, model, port, threads = sys.argv[1:]
+    SERVERS[who](str(Path(model).resolve()), int(port), int(threads))
