@@ -158,7 +158,7 @@ def test_a_body_that_is_not_a_form_is_refused(client: httpx.Client, content_type
 
 def test_the_form_is_described(client: httpx.Client) -> None:
     described = client.get("/openapi.json").json()["paths"]["/predict"]["post"]["requestBody"]
-    assert described["content"]["multipart/form-data"]["schema"]["required"] == ["image"]
+    assert {*described["content"]["multipart/form-data"]["schema"]["properties"]} == {"image", "text"}
 
 
 BEGINNING = b'--edge\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
