@@ -46,7 +46,8 @@ soak: $(STAMP)
 		tests/training/test_kills.py tests/training/test_checkpointing.py tests/training/test_strategies.py \
 		tests/training/test_pipeline.py tests/training/test_experts.py tests/training/test_compile.py tests/inference/test_storm.py tests/training/test_notebooks.py \
 		tests/serialization/test_differential.py tests/verification/scan tests/layouts \
-		tests/formats/test_megatron.py tests/formats/test_megatron_resumed.py --soak -q --timeout=3600
+		tests/formats/test_megatron.py tests/formats/test_megatron_resumed.py --soak -m "not soak" -q --timeout=3600
+	$(BIN)/python -m pytest --soak -m soak -q --timeout=3600
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
 
 # A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an

@@ -38,11 +38,16 @@ NO_GPU = "not run: torch finds no GPU on this machine"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "soak: a real run that takes long, and that only the soak makes")
     config.addinivalue_line("markers", "gpu: needs a GPU that torch can use; the summary names those that were not run")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """torch is imported only if a test asks for a GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """torch is imported only if a test asks for a GPU. The summary counts what is left to the soak as deselected."""
+    for_soak = [item for item in items if item.get_closest_marker("soak")]
+    if for_soak and not config.getoption("--soak"):
+        config.hook.pytest_deselected(items=for_soak)
+        items[:] = [item for item in items if item not in for_soak]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not importlib.import_module("torch").cuda.is_available():
         for item in marked:

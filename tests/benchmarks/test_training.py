@@ -11,6 +11,7 @@ from benchmarks.training import PROMISED, Asked, Turn, measured, ratio, rows
 TINY = Asked(ranks=2, rounds=1, steps=20, size_bytes=2_000_000, model="cnn")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("work", PROMISED)
 def test_both_are_measured(work: str, tmp_path: Path) -> None:
     [turn] = measured(work, TINY, tmp_path)

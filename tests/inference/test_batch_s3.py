@@ -96,8 +96,8 @@ def written(server: S3Server, key: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("source", "output", "num_rows"),
     [
-        ("images/*.png", "a/out.parquet", 40),
-        ("cells.parquet", "b/out.jsonl", 80),
+        pytest.param("images/*.png", "a/out.parquet", 40, marks=pytest.mark.soak),
+        pytest.param("cells.parquet", "b/out.jsonl", 80, marks=pytest.mark.soak),
         ("lines.jsonl", "c/out.parquet", 80),
     ],
 )

@@ -35,6 +35,7 @@ def test_the_documented_command_starts_as_many_ranks_as_the_run_has() -> None:
     assert (config.launcher, config.num_workers) == ("torchrun", asked.num_processes)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_run_under_accelerate_trains_saves_and_says_its_world_size(tmp_path: Path) -> None:
     """The documented options on one machine, with two ranks and a free port."""

@@ -44,6 +44,7 @@ def compare(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(size: Size, tmp_path: Path) -> None:
     broken = f"zero2 --deepspeed-config {tmp_path / 'none.json'}"

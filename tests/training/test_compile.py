@@ -62,6 +62,7 @@ def strategies(request: pytest.FixtureRequest) -> list[str]:
     return ["full_shard", "zero2", "ddp"] if request.config.getoption("--soak") else ["full_shard"]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(SECONDS)
 def test_a_compiled_run_learns_the_same_and_saves_the_same_names(
     tmp_path: Path, request: pytest.FixtureRequest

@@ -183,6 +183,7 @@ def test_a_checkpoint_says_nothing_about_ep(runs: Path, each: Each) -> None:
             assert abs(other[full][...] - plain[full][...]).max() < 2e-4, (name, full)
 
 
+@pytest.mark.soak
 def test_options_change_how_experts_are_computed_and_not_what_they_learn(tmp_path: Path) -> None:
     """Gradients are clipped by their norm over all experts of all workers."""
     same = {**MODEL, "gradient_accumulation": 2, "clip_grad_norm": 0.5, "activation_checkpointing": True}

@@ -223,7 +223,11 @@ def losses(out: Path) -> dict[int, float]:
 
 
 @pytest.mark.timeout(3 * 3600)
-@pytest.mark.parametrize("start", STARTS, ids=lambda start: start.name)
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(start, marks=pytest.mark.soak if start.name == "deepspeed" else ()) for start in STARTS],
+    ids=lambda start: start.name,
+)
 def test_a_run_that_is_killed_and_stopped_goes_on_to_the_same_end(start: Start, plan: Plan, tmp_path: Path) -> None:
     """The first request to stop finds the run whose workers were killed."""
     out = tmp_path / "run"

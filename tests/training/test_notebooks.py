@@ -63,6 +63,7 @@ def check(cells: list[Any]) -> None:
     assert any("image/png" in out.get("data", {}) for cell in cells for out in cell.outputs)
 
 
+@pytest.mark.soak
 def test_the_notebook_of_fsdp2_runs_in_a_checkout() -> None:
     check(executed(ROOT / "training/notebooks/fsdp2_on_ray.ipynb", ROOT))
 

@@ -139,6 +139,7 @@ def wide_cases(request: pytest.FixtureRequest) -> list[str]:
     return list(WIDE_CASES) if request.config.getoption("--soak") else ["pp2"]
 
 
+@pytest.mark.soak
 def test_a_pipeline_goes_together_with_sharding(runs: Runs, wide_cases: list[str], tmp_path: Path) -> None:
     """On a mesh of stages x replicas x shards. Another number of stages goes on from its checkpoint."""
     wide = {name: tiny_config(tmp_path / name, **(SAME | WIDEST | WIDE_CASES[name])) for name in wide_cases}

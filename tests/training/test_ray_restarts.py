@@ -53,6 +53,7 @@ def lossy(out: Path) -> TrainConfig:
     return TrainConfig(out=out, engine="fsdp2", max_restarts=1, min_workers=1, **size)
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_with_the_machines_that_are_left(tmp_path: Path, small_run: SmallRun) -> None:
     """Each step has the same loss as if nothing had been lost: the same batch of samples, in the same order."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]

@@ -17,6 +17,7 @@ RATES = ("0.001", "1e-06")
 SIZE = f"--engine=fsdp2 --num-workers=1 --num-samples={NUM_SAMPLES} --epochs=1".split()
 
 
+@pytest.mark.soak
 def test_two_learning_rates_are_two_runs_and_the_better_one_comes_first(tmp_path: Path) -> None:
     rates = [f"--learning-rate={rate}" for rate in RATES]
     command = [sys.executable, "-m", "training.tune", *rates, "--", *SIZE, f"--out={tmp_path}"]
