@@ -138,7 +138,13 @@ def server_of(
     """``announce`` is called when requests are answered."""
     tls: dict[str, Any] = {} if certificate is None else {"ssl_certfile": certificate, "ssl_keyfile": key}
     config = uvicorn.Config(
-        app, http=PromptProtocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, ws="none", **tls
+        app,
+        http=PromptProtocol,
+        # uvicorn warns of each request that is not HTTP, so that any client could fill the log.
+        log_level="error",
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        ws="none",
+        **tls,
     )
     return Server(config, app, drain, announce)
 
