@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .model_names import MODELS, facts_of
+from .model_names import MODELS, ModelFacts, facts_of
 from .options import Options
 from .strategies import BY_NAME, is_over
 
@@ -32,28 +32,11 @@ def _facts_missing(config: Options) -> bool:
     return facts_of(config.model) is None
 
 
-def _task(config: Options) -> str:
+def _facts(config: Options) -> ModelFacts:
+    """Of a model that is known: an unknown one breaks an earlier rule."""
     facts = facts_of(config.model)
     assert facts is not None
-    return facts.task
-
-
-def _heads(config: Options) -> int:
-    facts = facts_of(config.model)
-    assert facts is not None
-    return facts.heads
-
-
-def _layers(config: Options) -> int:
-    facts = facts_of(config.model)
-    assert facts is not None
-    return facts.layers
-
-
-def _experts(config: Options) -> int:
-    facts = facts_of(config.model)
-    assert facts is not None
-    return facts.experts
+    return facts
 
 
 def _wrong_engine(config: Options) -> str:
@@ -97,10 +80,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "task",
-        lambda config: (_task(config) == "text") != (config.dataset == "text"),
+        lambda config: (_facts(config).task == "text") != (config.dataset == "text"),
         lambda config: (
             f"--model {config.model} learns from text: give --dataset text"
-            if _task(config) == "text"
+            if _facts(config).task == "text"
             else f"--model {config.model} learns from images, and --dataset is text"
         ),
     ),
@@ -146,13 +129,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tp model",
-        lambda config: config.tp > 1 and _heads(config) == 0,
+        lambda config: config.tp > 1 and _facts(config).heads == 0,
         lambda config: f"--tp is for --model lm; the layers of {config.model} cannot be dealt out",
     ),
     Rule(
         "tp heads",
-        lambda config: config.tp > 1 and _heads(config) % config.tp != 0,
-        lambda config: f"--tp {config.tp} does not divide the {_heads(config)} heads of --model {config.model}",
+        lambda config: config.tp > 1 and _facts(config).heads % config.tp != 0,
+        lambda config: f"--tp {config.tp} does not divide the {_facts(config).heads} heads of --model {config.model}",
     ),
     Rule(
         "tp workers",
@@ -166,13 +149,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pp model",
-        lambda config: config.pp > 1 and _layers(config) == 0,
+        lambda config: config.pp > 1 and _facts(config).layers == 0,
         lambda config: f"--pp is for --model lm; the layers of {config.model} cannot be cut into stages",
     ),
     Rule(
         "pp layers",
-        lambda config: config.pp > max(_layers(config), 1),
-        lambda config: f"--pp {config.pp} is more stages than the {_layers(config)} layers of --model {config.model}",
+        lambda config: config.pp > max(_facts(config).layers, 1),
+        lambda config: (
+            f"--pp {config.pp} is more stages than the {_facts(config).layers} layers of --model {config.model}"
+        ),
     ),
     Rule(
         "pp tp",
@@ -207,13 +192,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ep model",
-        lambda config: config.ep > 1 and _experts(config) == 0,
+        lambda config: config.ep > 1 and _facts(config).experts == 0,
         lambda config: f"--ep is for --model lm-moe; {config.model} has no experts that can be dealt out",
     ),
     Rule(
         "ep experts",
-        lambda config: config.ep > 1 and _experts(config) % config.ep != 0,
-        lambda config: f"--ep {config.ep} does not divide the {_experts(config)} experts of --model {config.model}",
+        lambda config: config.ep > 1 and _facts(config).experts % config.ep != 0,
+        lambda config: (
+            f"--ep {config.ep} does not divide the {_facts(config).experts} experts of --model {config.model}"
+        ),
     ),
     Rule(
         "ep workers",
@@ -242,7 +229,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "compile parallel",
-        lambda config: config.compile and (config.tp > 1 or config.pp > 1 or _experts(config) > 0),
+        lambda config: config.compile and (config.tp > 1 or config.pp > 1 or _facts(config).experts > 0),
         lambda config: "--compile does not go together with --tp, --pp or --model lm-moe",
     ),
     Rule(
