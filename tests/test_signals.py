@@ -6,11 +6,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 import pytest
 
 from ckpt_tools.signals import Stopped, first_signal, starting_processes, stopping_on_signals
+
+
+@pytest.fixture(autouse=True)
+def usual_handler() -> Iterator[None]:
+    """Ray, once used in this process, leaves its own handler."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:

@@ -49,8 +49,10 @@ class _Descriptor:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
     def __del__(self) -> None:
+        """Nothing was written, so an error of closing loses nothing; raised here, it would only be printed."""
         if hasattr(self, "number"):
-            os.close(self.number)
+            with suppress(OSError):
+                os.close(self.number)
 
 
 @dataclass(slots=True)
