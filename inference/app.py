@@ -85,7 +85,7 @@ def create_app(
     grpc: Listening | None = None,
     traffic: Traffic | None = None,
     everywhere: Snapshots | None = None,
-) -> FastAPI:
+) -> Application:
     """The application over models that are loaded. It closes them when it ends; ``beside`` is open while it runs, and
     ``grpc`` is served. ``everywhere`` counts in all processes of the service."""
     chosen, traffic = settings or Settings(), traffic or Traffic()

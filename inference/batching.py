@@ -1,8 +1,9 @@
-"""Requests that arrive one by one are predicted together: a bounded queue in front of one thread that runs the model.
+"""Requests that arrive one by one are predicted together: a bounded queue in front of what runs the model.
 
 While the model is at work, requests wait, and the next forward pass takes as many of them as fit. Nobody waits for a
-batch to fill up. A forward pass has a fixed shape, so the company that an image is predicted in changes no bit of its
-answer (see :mod:`training.evaluation`), and thirty waiting images cost what one does.
+batch to fill up. A model in another process is handed a batch that is full before it is done with the one before, so
+that it never waits for the service. A forward pass has a fixed shape, so the company that an image is predicted in
+changes no bit of its answer (see :mod:`training.evaluation`), and thirty waiting images cost what one does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One call of ``work``: how many items it had, how long they had waited in all, and how long it took."""
+    """One call of ``work``: how many items it had, how long they had waited in all, and how long it took. A batch that
+    was handed over early waited until the one before it was done."""
 
     num_items: int
     queue_seconds: float
@@ -47,17 +49,21 @@ class _Waiting(Generic[Item, Result]):
 @dataclass(slots=True)
 class Batcher(Generic[Item, Result]):
     """``work`` gets at most ``max_batch`` items and gives a result for each, in order. At most ``max_waiting`` items
-    wait. ``observe`` is told of each call of ``work``. Use as a context manager: its thread ends with the block, after
-    what it has begun."""
+    wait. ``observe`` is told of each call of ``work``. With two or more threads, a batch that is full is handed to
+    ``work`` while it still has others. Use as a context manager: its threads end with the block, after what they have
+    begun."""
 
     work: Callable[[Sequence[Item]], Sequence[Result]]
     max_batch: int
     max_waiting: int
     observe: Callable[[Execution], None] = lambda _: None
+    num_threads: int = 1
     _queue: deque[_Waiting[Item, Result]] = field(default_factory=deque, init=False, repr=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False, repr=False)
     _is_closed: bool = field(default=False, init=False, repr=False)
-    _thread: threading.Thread | None = field(default=None, init=False, repr=False)
+    _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)
+    _num_at_work: int = field(default=0, init=False, repr=False)
+    _last_end: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_batch < 1 or self.max_waiting < 1:
@@ -65,8 +71,11 @@ class Batcher(Generic[Item, Result]):
 
     def __enter__(self) -> Batcher[Item, Result]:
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name="batcher", daemon=True) for _ in range(self.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -76,19 +85,19 @@ class Batcher(Generic[Item, Result]):
         self.join()
 
     def join(self) -> None:
-        """Wait for the thread, after :meth:`close`."""
-        assert self._thread is not None
-        self._thread.join()
+        """Wait for the threads, after :meth:`close`."""
+        for thread in self._threads:
+            thread.join()
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Take nothing any more. The thread ends when all that waits is answered; nobody waits for that here."""
+        """Take nothing any more. The threads end when all that waits is answered; nobody waits for that here."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     @property
     def num_waiting(self) -> int:
@@ -132,12 +141,21 @@ class Batcher(Generic[Item, Result]):
     def _run(self) -> None:
         while batch := self._next_batch():
             self._answer([waiting for waiting in batch if not waiting.is_gone])
+            with self._changed:
+                self._num_at_work -= 1
+                self._changed.notify()
 
     def _next_batch(self) -> list[_Waiting[Item, Result]]:
-        """The items that wait longest, as soon as there is one; nothing at the end."""
+        """The items that wait longest, as soon as they are to be worked on; nothing at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            self._changed.wait_for(self._may_take)
+            self._num_at_work += 1
             return [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
+
+    def _may_take(self) -> bool:
+        """While others are at work, more may come, unless the batch is full."""
+        is_full = len(self._queue) >= self.max_batch
+        return is_full or self._is_closed or (bool(self._queue) and not self._num_at_work)
 
     def _answer(self, batch: Sequence[_Waiting[Item, Result]]) -> None:
         if not batch:
@@ -148,9 +166,13 @@ class Batcher(Generic[Item, Result]):
         except Exception as error:
             self._fail(batch, error)
             return
-        ended = time.perf_counter()
-        self.observe(Execution(len(batch), sum(begun - waiting.since for waiting in batch), ended - begun))
+        self._observe(batch, begun, time.perf_counter())
         _tell(batch, results)
+
+    def _observe(self, batch: Sequence[_Waiting[Item, Result]], begun: float, ended: float) -> None:
+        with self._changed:
+            begun, self._last_end = max(begun, self._last_end), ended
+        self.observe(Execution(len(batch), sum(begun - waiting.since for waiting in batch), ended - begun))
 
     def _fail(self, batch: Sequence[_Waiting[Item, Result]], error: Exception) -> None:
         """The error is for the item that it comes from, and not for its company: each is tried alone."""

@@ -29,6 +29,9 @@ OPEN_PATHS = frozenset({"/", "/healthz", "/v2/health/live", "/v2/health/ready"})
 
 HOST_PORT = re.compile(r":\d*$")
 
+WATCH_SECONDS = 0.05
+"""After this time somebody looks out for the client's leaving: most answers are there before it."""
+
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -149,17 +152,17 @@ class Visit:
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun = time.perf_counter()
-        self.begun_at = datetime.now(UTC)
+        self.begun_at = time.time()
         self.body_until = asyncio.get_running_loop().time() + body_seconds
         self.task = asyncio.current_task()
-        self.leaving: asyncio.Task[None] | None = None
+        self.leaving: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self.status, self.bytes_in, self.bytes_out = 499, 0, 0
         self.has_started = self.has_finished = self.has_left = False
         self.request_id = request_id_of(self.headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})
 
     async def receive(self) -> Message:
-        """Counts the body and its time. When all of it is there, somebody looks out for the client's leaving."""
+        """Counts the body and its time. Some time after it, somebody looks out for the client's leaving."""
         try:
             async with asyncio.timeout_at(self.body_until if self.leaving is None else None):
                 message = await self._receive()
@@ -169,8 +172,11 @@ class Visit:
         if self.bytes_in > MAX_BODY_BYTES:
             raise too_large(self.path)
         if message["type"] == "http.request" and not message.get("more_body") and self.leaving is None:
-            self.leaving = asyncio.create_task(self._watch())
+            self.leaving = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._begin_to_watch)
         return message
+
+    def _begin_to_watch(self) -> None:
+        self.leaving = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -201,7 +207,7 @@ class Visit:
         client = self.scope.get("client")
         return access_line(
             self.begun,
-            self.begun_at,
+            datetime.fromtimestamp(self.begun_at, UTC),
             request_id=self.request_id,
             client=client[0] if client else None,
             method=self.scope["method"],

@@ -30,7 +30,9 @@ from .snapshot import Snapshot
 from .training_package import launchers
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from .app import Application
 
 APPLICATION = "ckpt-tools"
 
@@ -149,14 +151,31 @@ class Telling:
         return found
 
 
-def application(served: Served, tally: Any) -> FastAPI:
+class RaysRequestId:
+    """Around what answers over HTTP: Ray's proxy gives every request its id, and writes it on the answer too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [each for each in message["headers"] if each[0] != b"x-request-id"]}
+            await send(message)
+
+        await self.app(scope, receive, send_without_id)
+
+
+def application(served: Served, tally: Any) -> Application:
     """In a replica, which Ray starts when this returns."""
     from .app import create_app
 
     repository, traffic = FixedRepository(served), Traffic()
     repository.load_all()
     telling = Telling(tally, repository, traffic, serve.get_replica_context().replica_id.unique_id)
-    return create_app(repository, served.settings, beside=telling, traffic=traffic, everywhere=telling.everywhere)
+    app = create_app(repository, served.settings, beside=telling, traffic=traffic, everywhere=telling.everywhere)
+    app.answer = RaysRequestId(app.answer)
+    return app
 
 
 def run(served: Served, replicas: Replicas, host: str, port: int, announce: Callable[[], None]) -> None:
@@ -181,7 +200,7 @@ def run(served: Served, replicas: Replicas, host: str, port: int, announce: Call
 def _start(served: Served, replicas: Replicas, host: str, port: int) -> None:
     tally = ray.remote(num_cpus=0)(Tally).remote()
 
-    def build() -> FastAPI:  # Ray takes nothing but a function for what makes an application.
+    def build() -> Application:  # Ray takes nothing but a function for what makes an application.
         return application(served, tally)
 
     made = serve.deployment(

@@ -45,11 +45,15 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A loaded model under the name that it is served by."""
+    """A loaded model under the name that it is served by.
+
+    If it ``is_elsewhere``, in another process, it takes inputs while it works on others.
+    """
 
     name: str
     identity: Identity
     task: Task
+    is_elsewhere: bool = False
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

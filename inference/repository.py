@@ -63,7 +63,8 @@ class Version:
     @classmethod
     def of(cls, name: str, number: int, predictor: Predictor, max_waiting: int) -> Version:
         counts = Statistics()
-        batcher = Batcher(predictor.predict, predictor.max_batch, max_waiting, counts.executed)
+        threads = 2 if predictor.is_elsewhere else 1
+        batcher = Batcher(predictor.predict, predictor.max_batch, max_waiting, counts.executed, threads)
         return cls(name, number, predictor, batcher.__enter__(), counts)
 
 

@@ -19,6 +19,10 @@ class Prediction:
     text: str | None = None
     embedding: tuple[float, ...] | None = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Between processes; what a dataclass does without it takes six times as long."""
+        return Prediction, (self.label, self.probabilities, self.text, self.embedding)
+
     def __post_init__(self) -> None:
         assert (self.label is None) == (self.probabilities is None)
         assert (self.label, self.text, self.embedding) != (None, None, None)

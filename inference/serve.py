@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     import torch
     from fastapi import FastAPI
 
-    from .predictor import Predictor
-    from .repository import Repository, Source
+    from .remote_models import RemoteModels
+    from .repository import Load, Repository, Source
     from .worker import Link
 
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
@@ -155,21 +155,22 @@ def create_app(model: str | Path) -> FastAPI:
     return application(Options([str(model)], Settings()))
 
 
-def application(options: Options, grpc: Listening | None = None) -> FastAPI:
-    """The application over models, which are loaded here. ``grpc`` is served while it runs."""
+def application(options: Options, load: Load | None = None, grpc: Listening | None = None) -> FastAPI:
+    """The application over models. ``load`` loads them, into this process if it is left out. ``grpc`` is served while
+    the application runs."""
     from . import app
     from .repository import Repository
 
-    repository = Repository(options.sources(), _loader(options))
+    repository = Repository(options.sources(), load or _loader(options))
     watching = _watching(repository, options.watch)
     repository.load_all()
     return app.create_app(repository, options.settings, beside=watching, grpc=grpc)
 
 
-def _loader(options: Options, worker: int = 0) -> Callable[[str, str], Predictor]:
+def _loader(options: Options) -> Load:
     from .predictor import load_predictor
 
-    device = _device(options.device, worker)
+    device = _device(options.device, 0)
     return lambda url, name: load_predictor(url, name=name, architecture=options.architecture, device=device)
 
 
@@ -197,15 +198,38 @@ def tell(sentence: str) -> None:
     click.echo(printable(sentence), err=True)
 
 
-def _limit_threads(options: Options) -> None:
-    """By default one processor is left to whatever is not a forward pass, and of several workers each has its share.
+def _num_threads(options: Options) -> int:
+    """Of a forward pass. By default one processor is left to whatever else there is to do, and of several workers each
+    has its share.
 
     The threads of a forward pass wait for each other by spinning. If one of them has to give way to the threads that
     read requests, the others burn what those need: a forward pass then takes many times as long.
     """
-    import torch
+    return options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers - 1)
 
-    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers - 1))
+
+@dataclass(slots=True)
+class _Ended:
+    """The end of the process of the models, which may come before there is anybody to tell."""
+
+    error: CkptError | None = None
+    tell: Callable[[CkptError], None] | None = None
+
+    def __call__(self, error: CkptError) -> None:
+        self.error = error
+        self.pass_on()
+
+    def pass_on(self, tell: Callable[[CkptError], None] | None = None) -> None:
+        self.tell = tell or self.tell
+        if self.tell and self.error:
+            self.tell(self.error)
+
+
+def _models(options: Options, ended: _Ended, worker: int = 0) -> AbstractContextManager[RemoteModels]:
+    from .remote_models import RemoteModels
+
+    device = str(_device(options.device, worker))
+    return RemoteModels.running(options.architecture, device, _num_threads(options), ended)
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -272,7 +296,7 @@ def main(
     """Serve MODEL, a checkpoint of any format, local or remote, over HTTP, until SIGTERM, SIGINT or SIGHUP.
 
     \b
-    Exit codes: 1 workers ended again and again, 2 usage, 3 not found, 4 not readable, or of another model, 5 the
+    Exit codes: 1 the models or the workers ended, 2 usage, 3 not found, 4 not readable, or of another model, 5 the
     address cannot be listened on, 7 refused as unsafe, 143, 130 and 129 ended by SIGTERM, SIGINT and SIGHUP.
     """
     with report_errors():
@@ -372,19 +396,21 @@ def _check_models(options: Options) -> None:
 
 
 def _serve(options: Options, address: Address, bound: socket.socket, grpc: Listening | None) -> None:
-    from .server import serve, server_of
+    ended = _Ended()
+    with _models(options, ended) as models:
+        from .server import serve, server_of
 
-    _limit_threads(options)
-    app = application(options, grpc)
-    listen(bound, address.host)
-    server = server_of(
-        app,
-        lambda: _announce(options, address, bound, grpc),
-        drain=options.settings.drain,
-        certificate=options.certificate,
-        key=options.key,
-    )
-    serve(server, bound)
+        app = application(options, models.load, grpc)
+        listen(bound, address.host)
+        server = server_of(
+            app,
+            lambda: _announce(options, address, bound, grpc),
+            drain=options.settings.drain,
+            certificate=options.certificate,
+            key=options.key,
+        )
+        ended.pass_on(server.fail)
+        serve(server, bound)
 
 
 def _announce(options: Options, address: Address, bound: socket.socket, grpc: Listening | None) -> None:
@@ -424,28 +450,31 @@ def _work(
 
     for other in others:
         other.close()
-    try:
-        _check_models(options)
-        _limit_threads(options)
-        app, link = _shared_application(options, grpc, worker, pipe, wanted)
-        bound = beside(reserved)
-        listen(bound, address.host)
-    except (CkptError, ModuleNotFoundError, OSError) as error:
-        pipe.send(Failed(error))
-        return
-    server = server_of(
-        app,
-        lambda: link.send(Serving()),
-        drain=options.settings.drain,
-        certificate=options.certificate,
-        key=options.key,
-    )
-    link.stop = server.stop
-    server.run(sockets=[bound])
+    with ExitStack() as stack:
+        ended = _Ended()
+        try:
+            _check_models(options)
+            models = stack.enter_context(_models(options, ended, worker))
+            app, link = _shared_application(options, models.load, grpc, worker, pipe, wanted)
+            bound = beside(reserved)
+            listen(bound, address.host)
+        except (CkptError, ModuleNotFoundError, OSError) as error:
+            pipe.send(Failed(error))
+            return
+        ended.pass_on(link.fail)
+        server = server_of(
+            app,
+            lambda: link.send(Serving()),
+            drain=options.settings.drain,
+            certificate=options.certificate,
+            key=options.key,
+        )
+        link.stop = server.stop
+        server.run(sockets=[bound])
 
 
 def _shared_application(
-    options: Options, grpc: Listening | None, worker: int, pipe: Connection, wanted: Sequence[bool]
+    options: Options, load: Load, grpc: Listening | None, worker: int, pipe: Connection, wanted: Sequence[bool]
 ) -> tuple[FastAPI, Link]:
     """The application over the models that all workers have, once they have them. The first worker watches."""
     from . import app
@@ -453,7 +482,7 @@ def _shared_application(
     from .worker import Link, SharedRepository
 
     link, traffic = Link(pipe), Traffic()
-    repository = SharedRepository(options.sources(), _loader(options, worker), link, traffic, worker)
+    repository = SharedRepository(options.sources(), load, link, traffic, worker)
     link.listen()
     watching = None if worker else _watching(repository, options.watch)
     repository.load_wanted(wanted)

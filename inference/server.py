@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ckpt_tools.errors import CkptError
 from ckpt_tools.signals import Stopped
 
 from .settings import HEAD_SECONDS, MAX_HEAD_BYTES
@@ -87,6 +88,7 @@ class Server(uvicorn.Server):
 
     stopped_by: int | None = None
     stops_at: float | None = None
+    failed: CkptError | None = None
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, drain: float, announce: Callable[[], None]) -> None:
         super().__init__(config)
@@ -100,6 +102,11 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """As a signal does, from any thread."""
         self.handle_exit(signal.SIGTERM, None)
+
+    def fail(self, error: CkptError) -> None:
+        """End at once, from any thread: what answers is gone. :func:`serve` raises the error."""
+        self.failed, self.traffic.is_draining = error, True
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.traffic.is_draining = True
@@ -142,6 +149,7 @@ def server_of(
         http=PromptProtocol,
         # uvicorn warns of each request that is not HTTP, so that any client could fill the log.
         log_level="error",
+        access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
         ws="none",
         **tls,
@@ -150,7 +158,9 @@ def server_of(
 
 
 def serve(server: Server, listening: socket.socket) -> None:
-    """Serve until a signal asks for the end; raises it as :class:`Stopped` then."""
+    """Serve until a signal asks for the end; raises it as :class:`Stopped` then. Raises what the server failed by."""
     server.run(sockets=[listening])
+    if server.failed is not None:
+        raise server.failed
     if server.stopped_by:
         raise Stopped(server.stopped_by)

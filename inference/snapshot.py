@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +34,7 @@ class VersionSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Of a process; ``worker`` is its number if there are several."""
+    """Of a process, with that of its models; ``worker`` is its number if there are several."""
 
     worker: int | None
     versions: tuple[VersionSnapshot, ...]
@@ -44,17 +46,32 @@ class Snapshot:
 
     @classmethod
     def of(cls, repository: Repository, traffic: Traffic, worker: int | None = None) -> Snapshot:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
         return cls(
             worker,
             tuple(map(VersionSnapshot.of, repository.versions())),
             traffic.in_flight,
             dict(traffic.by_status),
             dict(traffic.by_code),
-            usage.ru_utime + usage.ru_stime,
-            resident_bytes(),
+            *usage(),
         )
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def usage() -> tuple[float, int]:
+    """Seconds of processor time and bytes of resident memory, of this process and of that of its models."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    cpu, memory = own.ru_utime + own.ru_stime, resident_bytes("self")
+    for number in _children():
+        with suppress(OSError):
+            # proc(5): utime and stime are the fields 14 and 15, behind a name in parentheses that may hold anything.
+            numbers = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+            cpu += sum(map(int, numbers[11:13])) / os.sysconf("SC_CLK_TCK")
+            memory += resident_bytes(number)
+    return cpu, memory
+
+
+def _children() -> list[str]:
+    return [number for each in Path("/proc/self/task").glob("*/children") for number in each.read_text().split()]
+
+
+def resident_bytes(process: str) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,6 +25,7 @@ from .messages import (
     Count,
     Done,
     Empty,
+    Failed,
     Loaded,
     Order,
     Prepare,
@@ -58,6 +60,12 @@ class Link:
     def send(self, message: ToSupervisor) -> None:
         with self._is_sending:
             self._pipe.send(message)
+
+    def fail(self, error: CkptError) -> None:
+        """End this worker, and have the supervisor say why."""
+        with suppress(OSError):
+            self.send(Failed(error))
+        os._exit(1)
 
     def ask(self, question: Change | Count) -> Future[Any]:
         """The answer of the supervisor."""

@@ -55,6 +55,25 @@ def test_what_waits_is_worked_on_together_and_each_gets_its_own_result() -> None
     asyncio.run(run())
 
 
+def test_a_full_batch_does_not_wait_for_the_one_before() -> None:
+    async def run() -> None:
+        work, seen = Work(), []
+        with Batcher(work, max_batch=2, max_waiting=10, observe=seen.append, num_threads=2) as batcher:
+            first = await begun(work, batcher)
+            others = await waiting(batcher, 1)
+            await asyncio.sleep(0.1)
+            assert batcher.num_waiting == 1
+            others += await waiting(batcher, 2, 3)
+            while batcher.num_waiting > 1:
+                await asyncio.sleep(0.001)
+            work.may_go_on.set()
+            assert await asyncio.gather(first, *others) == [0, 2, 4, 6]
+        assert sorted(work.batches) == [[0], [1, 2], [3]]
+        assert sum(each.num_items for each in seen) == 4
+
+    asyncio.run(run())
+
+
 def test_a_full_queue_is_an_error_at_once() -> None:
     async def run() -> None:
         work = Work()

@@ -39,8 +39,10 @@ def test_replicas_answer_with_the_predictors_bits(service: Service, forms: Path,
     predictor, url = load_predictor(forms / "model.safetensors"), f"{service.url}/v2/models/m"
     for number in range(NUM_CONNECTIONS):
         image = digits.pixels[number]
-        answer = httpx.post(f"{url}/infer", json=asked(image.flatten().tolist()), timeout=120)
+        given = asked(image.flatten().tolist())
+        answer = httpx.post(f"{url}/infer", json=given, headers={"X-Request-Id": f"n{number}"}, timeout=120)
         assert answer.status_code == 200, answer.text
+        assert answer.headers.get_list("x-request-id") == [f"n{number}"]
         (expected,) = predictor.predict([image])
         assert tuple(answer.json()["outputs"][1]["data"]) == expected.probabilities
     assert httpx.get(url, timeout=120).json()["parameters"]["digest"] == predictor.identity.digest
