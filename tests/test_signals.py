@@ -38,7 +38,8 @@ def test_an_exit_of_a_librarys_own_handler_is_the_signal_that_it_was() -> None:
             with starting_processes():
                 signal.signal(signal.SIGTERM, _exit)
                 signal.pthread_kill(other.ident, signal.SIGTERM)
-                time.sleep(10)
+                for _ in range(1000):
+                    time.sleep(0.01)
             pytest.fail("the block went on")
         assert stopped.value.number == signal.SIGTERM
     finally:

@@ -15,7 +15,7 @@ import pytest
 
 from fixtures.corpus import make
 from tests.packaging.distributions import Built, build_editable
-from tests.packaging.documented import CHECKS, SOAKED, Material
+from tests.packaging.documented import CHECKS, SLOW, SOAKED, Material
 from tests.packaging.environments import Environment, installed, linked
 
 Maker = Callable[[Path, Path, Sequence[str]], Environment]
@@ -25,7 +25,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "make" in metafunc.fixturenames:
         soak = metafunc.config.getoption("--soak")
         metafunc.parametrize("make", [linked, installed] if soak else [linked], ids=lambda maker: maker.__name__)
-        metafunc.parametrize("extras", SOAKED if soak else CHECKS, ids=lambda extras: extras or "none")
+        metafunc.parametrize(
+            "extras", SOAKED if soak else sorted(CHECKS.keys() - SLOW), ids=lambda extras: extras or "none"
+        )
 
 
 def test_an_extra_is_enough(extras: str, make: Maker, built: Built, material: Material, tmp_path: Path) -> None:

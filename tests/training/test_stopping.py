@@ -103,7 +103,9 @@ def end_many_times(out: Path, launcher: LauncherName, moments: random.Random, ki
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("launcher", "at_once"), [("torchrun", signal.SIGHUP), ("ray", signal.SIGINT)], ids=["torchrun", "ray"]
+    ("launcher", "at_once"),
+    [("torchrun", signal.SIGHUP), pytest.param("ray", signal.SIGINT, marks=pytest.mark.soak)],
+    ids=["torchrun", "ray"],
 )
 def test_a_stopped_run_leaves_no_process_and_goes_on_exactly(
     launcher: LauncherName,
@@ -153,6 +155,7 @@ def test_ckpt_tools_train_ends_as_training_does(tmp_path: Path) -> None:
         run.destroy()
 
 
+@pytest.mark.soak
 def test_the_demo_ends_all_that_it_started(tmp_path: Path) -> None:
     """It drives several runs in one process, on one cluster of its own."""
     run = Watched.start(tmp_path, "-m", "inference.demo", f"--out={tmp_path}")
@@ -291,6 +294,7 @@ main()
 """
 
 
+@pytest.mark.soak
 def test_a_run_ends_that_lost_its_storage(s3_server: S3Server, s3: S3Server, tmp_path: Path) -> None:
     """While Ray works: one sentence, the code of a store's failure, and no process."""
     prefix = s3_server.new_prefix()

@@ -54,7 +54,7 @@ def kills(seed: int, number: int) -> list[Kill]:
     return [Kill(numbers[n % len(numbers)], random.uniform(0.3, LATEST_SECONDS), n % 3 == 0) for n in range(number)]
 
 
-SAMPLE = [Kill(signal.SIGTERM, -1, resume=True), Kill(signal.SIGKILL, -1, resume=False)]
+SIGTERM, SIGKILL = Kill(signal.SIGTERM, -1, resume=True), Kill(signal.SIGKILL, -1, resume=False)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -62,7 +62,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kill" in metafunc.fixturenames:
         is_there = metafunc.function is test_on_a_cluster_that_runs
         more = kills(seed=1 + is_there, number=20) if is_soak else []
-        first = [Kill(signal.SIGINT, -1, resume=False)] if is_there else SAMPLE
+        on_its_own = [SIGTERM, pytest.param(SIGKILL, marks=pytest.mark.soak)]
+        first = [Kill(signal.SIGINT, -1, resume=False)] if is_there else on_its_own
         metafunc.parametrize("kill", [*first, *more], ids=str)
 
 
