@@ -25,6 +25,7 @@ with killed_by_interrupts():
     from .inputs import Inputs, Wanted, after, find_inputs
     from .output import Output, Run, Writer, open_output
     from .progress import show_progress
+    from .reading import AS_IT_IS, Reading, reading_options
     from .remote_output import RemoteOutput, open_remote
     from .report import Report
     from .reporting import report_errors
@@ -46,6 +47,7 @@ class Asked:
     wanted: Wanted
     output: Output | RemoteOutput
     architecture: str | None = None
+    reading: Reading = AS_IT_IS
     top: int = 5
     report: Report | None = None
     runner: Runner = "local"
@@ -79,6 +81,7 @@ class Asked:
             self.fast,
             self.embeddings,
             self.max_new_tokens,
+            self.reading,
         ).settled()
 
 
@@ -87,6 +90,7 @@ class Asked:
 @click.option("--input", "input_url", metavar="URL", required=True, help="Images, a table, a text, digits, ...")
 @click.option("--output", metavar="URL", required=True, help="The .jsonl or .parquet file to write.")
 @click.option("--architecture", metavar="TEXT", help="The module that the weights belong in.")
+@reading_options
 @click.option("--column", metavar="NAME", help="The column of a table that holds the inputs.")
 @click.option("--truth", metavar="NAME", help="The column with the true labels; for images, 'folder'.")
 @click.option("--data-root", metavar="FOLDER", help="The folder that fashion-mnist is kept in or downloaded to.")
@@ -133,6 +137,7 @@ def asked_of(
         wanted=Wanted(input_url, column, truth, root),
         output=where,
         report=None if folder is None else Report(folder, overwrite or resume),
+        reading=Reading.taken_from(others),
         **others,
     )
 

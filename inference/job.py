@@ -9,6 +9,7 @@ from ckpt_tools.errors import UsageError
 
 from .beside import digest_beside
 from .predictor import Predictor, load_predictor
+from .reading import AS_IT_IS, Reading
 from .rows import Columns, Kind
 
 
@@ -24,6 +25,7 @@ class Job:
     fast: bool = False
     embeddings: bool = False
     max_new_tokens: int | None = None
+    reading: Reading = AS_IT_IS
 
     def settled(self) -> Job:
         """With the device and the number of threads that torch would take here."""
@@ -49,6 +51,7 @@ class Job:
             fast=self.fast,
             embeddings=self.embeddings,
             max_new_tokens=self.max_new_tokens,
+            **self.reading.given(),
         )
 
     def digest(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .predictor import Identity, Predictor
+    from .reading import Reading
     from .tensor_specs import TensorSpec
 
 
@@ -22,6 +23,7 @@ class Load:
     url: str
     name: str
     architecture: str | None
+    reading: Reading
     device: str
     threads: int
 

@@ -83,7 +83,10 @@ class Models:
         from .predictor import load_predictor
 
         torch.set_num_threads(asked.threads)
-        found = load_predictor(asked.url, name=asked.name, architecture=asked.architecture, device=asked.device)
+        names = asked.reading.given()
+        found = load_predictor(
+            asked.url, name=asked.name, architecture=asked.architecture, device=asked.device, **names
+        )
         self._found[asked.number] = Model(found)
         return Loaded.of(found)
 

@@ -23,6 +23,7 @@ from ckpt_tools.signals import held_back, starting_processes
 
 from .front import Traffic
 from .predictor import Predictor, load_predictor
+from .reading import Reading
 from .refusals import Refused
 from .repository import MAX_WAITING, Repository, Source
 from .settings import Settings
@@ -70,6 +71,7 @@ class Served:
     sources: tuple[Source, ...]
     settings: Settings
     architecture: str | None
+    reading: Reading
     device: str
     threads: int
     digests: tuple[str, ...] = ()
@@ -78,7 +80,8 @@ class Served:
         import torch
 
         torch.set_num_threads(self.threads)
-        return load_predictor(url, name=name, architecture=self.architecture, device=self.device)
+        names = self.reading.given()
+        return load_predictor(url, name=name, architecture=self.architecture, device=self.device, **names)
 
     def known(self) -> Served:
         """With the digests of what is there now. A model that cannot be served is found out here."""

@@ -106,6 +106,11 @@ def load_predictor(
     fast: bool = False,
     embeddings: bool = False,
     max_new_tokens: int | None = None,
+    model_key: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Predictor:
     """The model of the checkpoint at ``url``, ready to answer.
@@ -123,6 +128,7 @@ def load_predictor(
             transformers without a head, with what it pools, or with the mean over its tokens.
         max_new_tokens: That a model which continues texts writes at most. Default: what ``generation_config.json``
             says, else 64.
+        model_key, include, exclude, rename, key_map: As for ``load_model``.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
 
     Raises:
@@ -133,10 +139,12 @@ def load_predictor(
 
     if architecture is not None:
         Architecture.parse(architecture)
+    names = {"model_key": model_key, "include": include, "exclude": exclude, "rename": rename, "key_map": key_map}
+    reading = {name: value for name, value in names.items() if value}
     summary = ckpt_tools.inspect(url, storage_options=storage_options)
     with folder_beside(summary.source, storage_options) as folder:
         chosen = architecture_of(architecture, folder)
-        model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options)
+        model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
         asked = Asked(chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens, embeddings)
         digest, task = digest_of(model), task_of(model, asked)
         task = as_embeddings(task) if embeddings else task

@@ -25,6 +25,7 @@ from ckpt_tools.errors import CkptError
 
 from .model_messages import Broken, Decode, Load, Loaded, Predict
 from .predictor import Predictor
+from .reading import Reading
 from .results import Prediction
 from .tensor_specs import TensorSpec
 
@@ -42,6 +43,7 @@ class RemoteModels:
     """The process, started by :meth:`running`. Methods may be called from any thread."""
 
     architecture: str | None
+    reading: Reading
     device: str
     threads: int
     _process: subprocess.Popen[bytes]
@@ -54,7 +56,12 @@ class RemoteModels:
     @classmethod
     @contextmanager
     def running(
-        cls, architecture: str | None, device: str, threads: int, ended: Callable[[CkptError], None]
+        cls,
+        architecture: str | None,
+        reading: Reading,
+        device: str,
+        threads: int,
+        ended: Callable[[CkptError], None],
     ) -> Iterator[RemoteModels]:
         """The process, which begins at once and ends with the block. If it ends before, ``ended`` is told why, by a
         thread.
@@ -73,7 +80,7 @@ class RemoteModels:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(part).absolute()) for part in sys.path)},
             )
-        found = cls(architecture, device, threads, process, ours)
+        found = cls(architecture, reading, device, threads, process, ours)
         threading.Thread(target=found._watch, args=(ended,), name="models", daemon=True).start()
         try:
             yield found
@@ -87,7 +94,7 @@ class RemoteModels:
     def load(self, url: str, name: str) -> Predictor:
         """As :func:`.predictor.load_predictor`. The model stays as long as something refers to what is returned."""
         number, connection = next(self._numbers), self._connect()
-        asked = Load(number, url, name, self.architecture, self.device, self.threads)
+        asked = Load(number, url, name, self.architecture, self.reading, self.device, self.threads)
         found: Loaded = self._ask(connection, asked)
         return Predictor(name, found.identity, RemoteTask(found, self, number, connection), is_elsewhere=True)
 

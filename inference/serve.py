@@ -19,7 +19,7 @@ with killed_by_interrupts():
     from dataclasses import dataclass, replace
     from functools import partial
     from pathlib import Path
-    from typing import TYPE_CHECKING, Literal
+    from typing import TYPE_CHECKING, Any, Literal
 
     import click
 
@@ -38,6 +38,7 @@ with killed_by_interrupts():
         reserve,
         url_of,
     )
+    from .reading import AS_IT_IS, Reading, reading_options
     from .reporting import printable, report_errors
     from .settings import Settings, read_token
 
@@ -77,6 +78,7 @@ class Options:
     settings: Settings
     watch: float | None = None
     architecture: str | None = None
+    reading: Reading = AS_IT_IS
     threads: int | None = None
     certificate: Path | None = None
     key: Path | None = None
@@ -171,7 +173,8 @@ def _loader(options: Options) -> Load:
     from .predictor import load_predictor
 
     device = _device(options.device, 0)
-    return lambda url, name: load_predictor(url, name=name, architecture=options.architecture, device=device)
+    chosen = {"architecture": options.architecture, "device": device, **options.reading.given()}
+    return lambda url, name: load_predictor(url, name=name, **chosen)
 
 
 def _device(text: str | None, worker: int) -> torch.device:
@@ -229,7 +232,7 @@ def _models(options: Options, ended: _Ended, worker: int = 0) -> AbstractContext
     from .remote_models import RemoteModels
 
     device = str(_device(options.device, worker))
-    return RemoteModels.running(options.architecture, device, _num_threads(options), ended)
+    return RemoteModels.running(options.architecture, options.reading, device, _num_threads(options), ended)
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -242,6 +245,7 @@ def _models(options: Options, ended: _Ended, worker: int = 0) -> AbstractContext
     help="A model to serve, and the name of it; can be given several times. The same name again is a newer version.",
 )
 @click.option("--architecture", help="The module of the weights: ours, hf, torchvision:NAME, ...")
+@reading_options
 @click.option("--host", default="127.0.0.1", help="The address to listen on.")
 @click.option("--port", type=int, default=8000, help="The port to listen on; 0 takes a free one.")
 @click.option(GRPC_PORT, type=int, help="Serve the protocol over gRPC too, on this port; 0 takes a free one.")
@@ -292,6 +296,7 @@ def main(
     replicas: int | None,
     min_replicas: int | None,
     max_replicas: int | None,
+    **names: Any,
 ) -> None:
     """Serve MODEL, a checkpoint of any format, local or remote, over HTTP, until SIGTERM, SIGINT or SIGHUP.
 
@@ -310,6 +315,7 @@ def main(
             settings,
             watch,
             architecture,
+            Reading.taken_from(names),
             threads,
             certfile,
             keyfile,
@@ -385,7 +391,8 @@ def _serve_on_ray(options: Options, address: Address) -> None:
 
     settings = replace(options.settings, hosts=hosts)
     device = str(_device(options.device, 0)).partition(":")[0]
-    served = ray.Served(tuple(options.sources()), settings, options.architecture, device, options.threads or 1)
+    model = options.architecture, options.reading, device
+    served = ray.Served(tuple(options.sources()), settings, *model, options.threads or 1)
     replicas = ray.Replicas(options.least_replicas, options.most_replicas)
     ray.run(served, replicas, address.host, port, lambda: click.echo(f"serving on {url}"))
 

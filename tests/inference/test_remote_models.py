@@ -22,6 +22,7 @@ from PIL import Image
 from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError
 from inference.model_messages import Decode
 from inference.predictor import load_predictor
+from inference.reading import Reading
 from inference.remote_models import BrokenModelError, RemoteModels
 from tests.inference.conftest import running_service
 from training.data import LabelledImages
@@ -32,7 +33,7 @@ Ends = queue.Queue[CkptError]
 @pytest.fixture(scope="module")
 def models() -> Iterator[RemoteModels]:
     ends: Ends = queue.Queue()
-    with RemoteModels.running(None, "cpu", 1, ends.put) as models:
+    with RemoteModels.running(None, Reading(), "cpu", 1, ends.put) as models:
         yield models
     assert not psutil.pid_exists(models.pid)
     assert ends.empty()
@@ -93,7 +94,7 @@ def test_a_model_goes_when_nobody_refers_to_it(models: RemoteModels, forms: Path
 
 def test_an_end_of_the_process_is_told(forms: Path, digits: LabelledImages) -> None:
     ends: Ends = queue.Queue()
-    with RemoteModels.running(None, "cpu", 1, ends.put) as models:
+    with RemoteModels.running(None, Reading(), "cpu", 1, ends.put) as models:
         predictor = models.load(str(forms / "model.pt"), "m")
         psutil.Process(models.pid).kill()
         assert str(ends.get(timeout=30)) == "the process of the models was ended by SIGKILL"
@@ -105,8 +106,9 @@ def test_an_end_of_the_process_is_told(forms: Path, digits: LabelledImages) -> N
 
 STARTER = """
 import sys, time
+from inference.reading import Reading
 from inference.remote_models import RemoteModels
-with RemoteModels.running(None, "cpu", 1, print) as models:
+with RemoteModels.running(None, Reading(), "cpu", 1, print) as models:
     models.load(sys.argv[1], "m")
     print(models.pid, flush=True)
     time.sleep(600)
