@@ -144,8 +144,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pp strategy",
-        lambda config: config.pp > 1 and not _is_fully_sharded(config),
-        lambda config: f"--pp goes together with FSDP2, and --strategy is {config.sharding.name}",
+        lambda config: config.pp > 1 and not _is_fully_sharded(config) and config.sharding.name != "zero1",
+        lambda config: f"--pp goes together with FSDP2 and zero1, and --strategy is {config.sharding.name}",
+    ),
+    Rule(
+        "pp-schedule",
+        lambda config: config.pp_schedule == "gpipe" and not _is_torch(config),
+        lambda config: f"--pp-schedule gpipe is for FSDP2, and --strategy is {config.sharding.name}",
     ),
     Rule(
         "pp model",
@@ -179,7 +184,7 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.gradient_accumulation < config.pp and config.pp_schedule != "gpipe",
         lambda config: (
             f"--pp {config.pp} needs at least as many micro-batches, so that each stage has one to work on: give "
-            f"--gradient-accumulation {config.pp} or more, or --pp-schedule gpipe"
+            f"--gradient-accumulation {config.pp} or more" + (", or --pp-schedule gpipe" if _is_torch(config) else "")
         ),
     ),
     Rule(

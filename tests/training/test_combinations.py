@@ -101,8 +101,14 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
         )
     ],
     "pp strategy": [
-        ({"strategy": "zero2", **PIPELINE}, "--pp goes together with FSDP2, and --strategy is zero2"),
-        ({"strategy": "ddp", **PIPELINE}, "--pp goes together with FSDP2, and --strategy is ddp"),
+        ({"strategy": name, **PIPELINE}, f"--pp goes together with FSDP2 and zero1, and --strategy is {name}")
+        for name in ("ddp", "zero0", "zero1_offload", "zero2", "zero3")
+    ],
+    "pp-schedule": [
+        (
+            {"strategy": "zero1", "pp_schedule": "gpipe", **PIPELINE},
+            "--pp-schedule gpipe is for FSDP2, and --strategy is zero1",
+        )
     ],
     "pp model": [
         (
@@ -132,7 +138,12 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"strategy": "full_shard", **PIPELINE, "gradient_accumulation": 1},
             "--pp 2 needs at least as many micro-batches, so that each stage has one to work on: give "
             "--gradient-accumulation 2 or more, or --pp-schedule gpipe",
-        )
+        ),
+        (
+            {"strategy": "zero1", **PIPELINE, "gradient_accumulation": 1},
+            "--pp 2 needs at least as many micro-batches, so that each stage has one to work on: give "
+            "--gradient-accumulation 2 or more",
+        ),
     ],
     "ep strategy": [
         (

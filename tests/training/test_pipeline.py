@@ -26,6 +26,7 @@ WITHIN = "epoch_0001_step_000003"
 """The checkpoint between the two steps of the second epoch."""
 
 SAME: dict[str, Any] = {"model": "lm", "strategy": "full_shard", "gradient_accumulation": 4, "clip_grad_norm": 0.5}
+DEEP: dict[str, Any] = {"strategy": "zero1"}
 SAVING: dict[str, Any] = {"save_every_steps": 1, "async_save": True}
 
 
@@ -52,19 +53,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     piped = tiny_config(out / "piped", pp=2, **SAME, **SAVING)
     zero = resuming(out / "zero-of-piped", piped, strategy="zero3")
     first = str(zero.out / "checkpoints/epoch_0002")
+    deep = tiny_config(out / "deep", pp=2, save_every_steps=1, **(SAME | DEEP))
+    plain = resuming(out / "zero2-of-deep", deep, strategy="zero2", save_every_steps=1)
+    still = {"until": 1, "init_from": first, "learning_rate": STILL, "weight_decay": 0.0}
     found = [
-        *(whole, piped, zero),
+        *(whole, piped, zero, deep, plain),
         tiny_config(out / "gpipe", pp=2, until=1, pp_schedule="gpipe", **(SAME | {"gradient_accumulation": 1})),
         resuming(out / "again", piped, WITHIN, pp=2),
         resuming(out / "piped-of-whole", whole, pp=2),
         resuming(out / "whole-of-piped", piped),
-        tiny_config(out / "started", pp=2, until=1, init_from=first, learning_rate=STILL, weight_decay=0.0, **SAME),
+        tiny_config(out / "started", pp=2, **SAME, **still),
+        resuming(out / "deep-again", deep, WITHIN, pp=2, **DEEP),
+        resuming(out / "deep-of-zero2", plain, WITHIN, pp=2, **DEEP),
+        resuming(out / "whole-of-deep", deep),
+        resuming(out / "zero1-of-deep", deep, **DEEP),
+        tiny_config(out / "deep-started", pp=2, **(SAME | DEEP), **still),
     ]
     pool(NARROW).run(train_each, *found, seconds=SECONDS)
     return {config.out.name: config for config in found}
 
 
-@pytest.mark.parametrize("name", ["piped", "gpipe"])
+@pytest.mark.parametrize("name", ["piped", "gpipe", "deep"])
 def test_a_pipeline_trains_to_the_same_losses(name: str, runs: Runs) -> None:
     """Clipped by the norm of all stages; the matrix of embedding and head counts once in it."""
     expected = losses(runs["whole"])
@@ -74,30 +83,55 @@ def test_a_pipeline_trains_to_the_same_losses(name: str, runs: Runs) -> None:
         assert (ours.correct, ours.total) == (pytest.approx(theirs.correct, rel=0.01), theirs.total)
 
 
-def test_it_leaves_one_checkpoint_of_the_whole_model(runs: Runs) -> None:
-    whole, piped = (ckpt_tools.open(result_of(runs[name]).checkpoint) for name in ("whole", "piped"))
+@pytest.mark.parametrize("name", ["piped", "deep"])
+def test_it_leaves_one_checkpoint_of_the_whole_model(name: str, runs: Runs) -> None:
+    whole, piped = (ckpt_tools.open(result_of(runs[each]).checkpoint) for each in ("whole", name))
     assert {*piped} == {*whole}
-    assert piped.manifest.tensors.keys() == whole.manifest.tensors.keys()
-    assert piped.manifest.groups == whole.manifest.groups
+    assert [group.params for group in piped.manifest.groups] == [group.params for group in whole.manifest.groups]
     for name in whole:
         assert abs(piped[name][...] - whole[name][...]).max() < 2e-4, name
 
 
-def test_a_pipeline_that_stopped_within_an_epoch_goes_on_bit_for_bit(runs: Runs) -> None:
+def test_all_stages_of_fsdp2_save_what_a_run_without_a_pipeline_does(runs: Runs) -> None:
+    whole, piped = (ckpt_tools.open(result_of(runs[name]).checkpoint).manifest for name in ("whole", "piped"))
+    assert piped.tensors.keys() == whole.tensors.keys()
+    assert piped.groups == whole.groups
+
+
+def test_a_checkpoint_of_deepspeed_s_pipeline_says_the_names_of_the_whole_model(runs: Runs) -> None:
+    """Its files are DeepSpeed's own, and nothing in it says that layers without a file could be missing."""
+    [tag] = Path(result_of(runs["deep"]).checkpoint).glob("global_step*")
+    assert len([*tag.glob("layer_*-model_states.pt")]) == 1 + LAYERS + 1
+    found = ckpt_tools.inspect(result_of(runs["deep"]).checkpoint)
+    assert (found.format, found.world_size) == ("zero1", 2)
+    assert not [note for note in found.notes if "layers" in note.what]
+    assert found.aliases == {"head.weight": "embed.weight"}
+    assert "pipeline_names" not in found.extras
+
+
+@pytest.mark.parametrize("name", ["", "deep-"])
+def test_a_pipeline_that_stopped_within_an_epoch_goes_on_bit_for_bit(name: str, runs: Runs) -> None:
     """So the two copies of the tied matrix, of which one is saved, had the same bits."""
-    again, piped = result_of(runs["again"]), result_of(runs["piped"])
+    again, piped = result_of(runs[f"{name}again"]), result_of(runs[name.rstrip("-") or "piped"])
     assert again.history[0].losses == piped.history[1].losses[1:]
     assert again.predicted == piped.predicted
     assert ckpt_tools.diff(again.checkpoint, piped.checkpoint).equal
 
 
-@pytest.mark.parametrize("name", ["piped-of-whole", "whole-of-piped", "zero-of-piped"])
+GOING_ON = ["piped-of-whole", "whole-of-piped", "zero-of-piped"]
+DEEP_GOING_ON = ["zero2-of-deep", "whole-of-deep", "zero1-of-deep", "deep-of-zero2"]
+
+
+@pytest.mark.parametrize("name", [*GOING_ON, *DEEP_GOING_ON])
 def test_a_run_goes_on_with_a_pipeline_or_without(name: str, runs: Runs) -> None:
-    assert losses(runs[name]) == pytest.approx(losses(runs["whole"])[2:], rel=1e-5)
+    ours = losses(runs[name])
+    assert len(ours) == (1 if name == "deep-of-zero2" else 2)
+    assert ours == pytest.approx(losses(runs["whole"])[-len(ours) :], rel=1e-5)
 
 
-def test_a_pipeline_starts_from_weights(runs: Runs) -> None:
-    theirs, ours = (result_of(runs[name]).checkpoint for name in ("zero-of-piped", "started"))
+@pytest.mark.parametrize("name", ["started", "deep-started"])
+def test_a_pipeline_starts_from_weights(name: str, runs: Runs) -> None:
+    theirs, ours = (result_of(runs[each]).checkpoint for each in ("zero-of-piped", name))
     assert ckpt_tools.diff(theirs, ours, state="model").equal
 
 
@@ -130,23 +164,52 @@ WIDE_CASES: dict[str, dict[str, Any]] = {
     "hybrid_shard": {"pp": 2, "strategy": "hybrid_shard", "shard_size": 1},
     "shard_grad_op": {"pp": 2, "strategy": "shard_grad_op", "activation_checkpointing": True},
     "options": {"pp": 2, "cpu_offload": True, "forward_prefetch": 1, "backward_prefetch": 1},
+    "deep2": {"pp": 2, "until": 1, **DEEP},
+    "deep3": {"pp": 3, "num_workers": 3, **DEEP},
+    "deep4": {"pp": 4, **DEEP},
+    "deep-bf16": {"pp": 2, "precision": "bf16", **DEEP},
+    "deep-checkpointing": {"pp": 2, "activation_checkpointing": True, **DEEP},
 }
 """Pipelines over four workers, which share each stage, or have one each."""
 
 
 @pytest.fixture(scope="module")
 def wide_cases(request: pytest.FixtureRequest) -> list[str]:
-    return list(WIDE_CASES) if request.config.getoption("--soak") else ["pp2"]
+    return list(WIDE_CASES) if request.config.getoption("--soak") else ["pp2", "deep2"]
 
 
 @pytest.mark.soak
 def test_a_pipeline_goes_together_with_sharding(runs: Runs, wide_cases: list[str], tmp_path: Path) -> None:
     """On a mesh of stages x replicas x shards. Another number of stages goes on from its checkpoint."""
     wide = {name: tiny_config(tmp_path / name, **(SAME | WIDEST | WIDE_CASES[name])) for name in wide_cases}
-    further = resuming(tmp_path / "further", wide["pp2"], **WIDEST, pp=4)
-    pool(WIDE).run(train_each, *wide.values(), further, seconds=SECONDS)
+    further = [
+        resuming(tmp_path / "further", wide["pp2"], **WIDEST, pp=4),
+        resuming(tmp_path / "deep-further", wide["deep2"], **WIDEST, pp=4, **DEEP),
+        resuming(tmp_path / "deep-same", wide["deep2"], **WIDEST, pp=2, **DEEP),
+        resuming(tmp_path / "deep-as-zero3", wide["deep2"], **WIDEST, strategy="zero3"),
+    ]
+    of_three = [config for config in wide.values() if config.num_workers == 3]
+    of_four = [config for config in wide.values() if config.num_workers == WIDE]
+    pool(WIDE).run(train_each, *of_four, *further, seconds=SECONDS)
+    pool(3).run(train_each, *of_three, seconds=SECONDS)
     expected = losses(runs["whole"])
     for name, config in wide.items():
         within = 1e-5 if config.precision == "fp32" else 0.01
         assert losses(config) == pytest.approx(expected[: len(losses(config))], rel=within), name
-    assert losses(further) == pytest.approx(expected[2:], rel=1e-5)
+    for config in further:
+        assert losses(config) == pytest.approx(expected[2:], rel=1e-5), config.out.name
+
+
+@pytest.mark.soak
+def test_pipelines_of_both_frameworks_go_on_from_each_other(runs: Runs, tmp_path: Path) -> None:
+    """With more and fewer workers too."""
+    found = [
+        resuming(tmp_path / "deep-of-piped", runs["piped"], pp=2, **DEEP),
+        resuming(tmp_path / "deep-of-whole", runs["whole"], pp=2, **DEEP),
+        resuming(tmp_path / "piped-of-deep", runs["deep"], pp=2),
+    ]
+    wider = resuming(tmp_path / "wider", runs["deep"], pp=2, **WIDEST, **DEEP)
+    pool(NARROW).run(train_each, *found, seconds=SECONDS)
+    pool(WIDE).run(train_each, wider, seconds=SECONDS)
+    for config in (*found, wider):
+        assert losses(config) == pytest.approx(losses(runs["whole"])[2:], rel=1e-5), config.out.name
