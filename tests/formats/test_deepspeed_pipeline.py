@@ -174,6 +174,76 @@ def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path: Path) -> None:
         contents(tmp_path / "run")
 
 
+# The names of the whole model
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """A copy of a run that says what its layers are called in the whole model."""
+    shutil.copytree(make("deepspeed-pipeline-named").folder, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def names(change: Callable[[Any], object]) -> Change:
+    return lambda content: change(content["pipeline_names"])
+
+
+WRONG_NAMES: dict[str, tuple[Change, type[FormatError], str]] = {
+    "not a dict": (
+        lambda content: content.update(pipeline_names=[1]),
+        MalformedError,
+        "a list of names for each layer",
+    ),
+    "a name that is no list": (names(lambda found: found.update({"1": "body.0"})), MalformedError, "a list of names"),
+    "an empty list": (names(lambda found: found.update({"1": []})), MalformedError, "a list of names"),
+    "an empty name": (names(lambda found: found.update({"1": [""]})), MalformedError, "a list of names"),
+    "a layer without a name": (names(lambda found: found.pop("3")), MalformedError, "3: .* has no name for this layer"),
+    "a layer that is not there": (
+        names(lambda found: found.update({"9": ["body.2"]})),
+        IncompleteError,
+        "9: .* names this layer, and no file contains it",
+    ),
+    "a name twice": (
+        names(lambda found: found.update({"5": ["body.0"]})),
+        MalformedError,
+        "body.0: .* this name twice",
+    ),
+    "a name within another": (
+        names(lambda found: found.update({"3": ["body.0.up"]})),
+        MalformedError,
+        "gives two tensors one name",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_NAMES)
+def test_names_that_do_not_fit_the_layers_are_an_error(case: str, named: Path) -> None:
+    change, kind, text = WRONG_NAMES[case]
+    changed(named, "mp_rank_00_model_states.pt", change)
+    with pytest.raises(kind, match=text):
+        ckpt_tools.inspect(named)
+
+
+def test_a_run_that_says_its_names_shows_a_layer_of_frozen_parameters_that_is_missing(named: Path) -> None:
+    """Which nothing else in the checkpoint would show."""
+    for stage in (0, 1):
+        changed(named, f"mp_rank_0{stage}_model_states.pt", names(lambda found: found.update({"2": ["frozen"]})))
+    torch.save({"weight": torch.ones(3)}, named / "global_step4" / "layer_02-model_states.pt")
+    assert StateKey("frozen.weight") in contents(named)[0].tensors
+    (named / "global_step4" / "layer_02-model_states.pt").unlink()
+    with pytest.raises(IncompleteError, match="no file contains it"):
+        ckpt_tools.inspect(named)
+
+
+def test_other_formats_have_the_names_and_not_the_entry(named: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(named, tmp_path / "out", to="zero2", world_size=3)
+    assert ckpt_tools.verify(named, tmp_path / "out").equal
+    manifest = ckpt_tools.open(tmp_path / "out").manifest
+    assert dict(manifest.aliases) == {"head.weight": "embed.weight"}
+    unnamed = ckpt_tools.open(make("deepspeed-pipeline-zero1-fp32").source).manifest
+    assert manifest.extra["client_state"].keys() == unnamed.extra["client_state"].keys()
+
+
 # Runs that go on
 
 Saved = tuple[Path, State, list[float]]

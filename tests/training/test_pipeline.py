@@ -5,6 +5,7 @@ Two processes for most; four with one strategy, and with ``--soak`` with all tha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import ckpt_tools
 from fixtures.launch import pool
 from tests.training.jobs import STILL
-from tests.training.strategy_jobs import tiny_config, train_each
+from tests.training.strategy_jobs import stop_each, tiny_config, train_each
 from training.config import TrainConfig
 from training.engines.pipeline import layers_of
 from training.language_model import HEADS, LAYERS
@@ -24,6 +25,9 @@ WIDE, NARROW = 4, 2
 SECONDS = 900
 WITHIN = "epoch_0001_step_000003"
 """The checkpoint between the two steps of the second epoch."""
+
+IN_THIRD_STEP = 4
+"""How often the ranks agree before: at the start, after two steps, and after the first epoch."""
 
 SAME: dict[str, Any] = {"model": "lm", "strategy": "full_shard", "gradient_accumulation": 4, "clip_grad_norm": 0.5}
 DEEP: dict[str, Any] = {"strategy": "zero1"}
@@ -59,16 +63,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     found = [
         *(whole, piped, zero, deep, plain),
         tiny_config(out / "gpipe", pp=2, until=1, pp_schedule="gpipe", **(SAME | {"gradient_accumulation": 1})),
-        resuming(out / "again", piped, WITHIN, pp=2),
         resuming(out / "piped-of-whole", whole, pp=2),
         resuming(out / "whole-of-piped", piped),
         tiny_config(out / "started", pp=2, **SAME, **still),
-        resuming(out / "deep-again", deep, WITHIN, pp=2, **DEEP),
         resuming(out / "deep-of-zero2", plain, WITHIN, pp=2, **DEEP),
         resuming(out / "whole-of-deep", deep),
         resuming(out / "zero1-of-deep", deep, **DEEP),
         tiny_config(out / "deep-started", pp=2, **(SAME | DEEP), **still),
     ]
+    stopped = [
+        tiny_config(out / f"{name}-stopped", pp=2, **(SAME | more)) for name, more in (("piped", {}), ("deep", DEEP))
+    ]
+    pool(NARROW).run(stop_each, IN_THIRD_STEP, *stopped, seconds=SECONDS)
+    found += [replace(config, resume="auto") for config in stopped]
     pool(NARROW).run(train_each, *found, seconds=SECONDS)
     return {config.out.name: config for config in found}
 
@@ -109,10 +116,11 @@ def test_a_checkpoint_of_deepspeed_s_pipeline_says_the_names_of_the_whole_model(
     assert "pipeline_names" not in found.extras
 
 
-@pytest.mark.parametrize("name", ["", "deep-"])
+@pytest.mark.parametrize("name", ["piped", "deep"])
 def test_a_pipeline_that_stopped_within_an_epoch_goes_on_bit_for_bit(name: str, runs: Runs) -> None:
     """So the two copies of the tied matrix, of which one is saved, had the same bits."""
-    again, piped = result_of(runs[f"{name}again"]), result_of(runs[name.rstrip("-") or "piped"])
+    again, piped = result_of(runs[f"{name}-stopped"]), result_of(runs[name])
+    assert (runs[f"{name}-stopped"].out / "checkpoints" / WITHIN).is_dir()
     assert again.history[0].losses == piped.history[1].losses[1:]
     assert again.predicted == piped.predicted
     assert ckpt_tools.diff(again.checkpoint, piped.checkpoint).equal
