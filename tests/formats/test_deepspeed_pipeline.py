@@ -104,6 +104,11 @@ def test_files_that_do_not_fit_are_an_error(name: str, native: Path) -> None:
         contents(native)
 
 
+def test_the_ranks_of_all_stages_are_counted(native: Path) -> None:
+    [found] = ckpt_tools.ls(native).checkpoints
+    assert found.world_size == ckpt_tools.inspect(native).world_size == 2
+
+
 def test_stages_of_two_steps_are_refused(native: Path) -> None:
     changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
     with pytest.raises(MalformedError, match="the step of stage 1"):
