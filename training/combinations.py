@@ -61,6 +61,9 @@ def _given(config: Options, *names: str) -> str:
 
 FSDP_OPTIONS = ("cpu_offload", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
+PIPELINED = ("zero0", "zero1")
+"""DeepSpeed's strategies that go together with its pipelines."""
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -144,8 +147,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pp strategy",
-        lambda config: config.pp > 1 and not _is_fully_sharded(config) and config.sharding.name != "zero1",
-        lambda config: f"--pp goes together with FSDP2 and zero1, and --strategy is {config.sharding.name}",
+        lambda config: config.pp > 1 and not _is_fully_sharded(config) and config.sharding.name not in PIPELINED,
+        lambda config: (
+            f"--pp goes together with FSDP2, {' and '.join(PIPELINED)}, and --strategy is {config.sharding.name}"
+        ),
     ),
     Rule(
         "pp-schedule",

@@ -249,6 +249,50 @@ def test_other_formats_have_the_names_and_not_the_entry(named: Path, tmp_path: P
     assert manifest.extra["client_state"].keys() == unnamed.extra["client_state"].keys()
 
 
+# Without ZeRO, with an optimizer of named parameters
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A copy of a run without ZeRO whose optimizer has names for its parameters."""
+    shutil.copytree(make("deepspeed-pipeline-fp32-named").folder, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_stage_whose_optimizer_has_no_names_leaves_out_the_optimizer(bare: Path) -> None:
+    """With a note, for all stages alike. Which layers are tied is then not known either."""
+
+    def forget(content: Any) -> None:
+        for group in content["optimizer"]["param_groups"]:
+            group.pop("param_names")
+
+    for stage in (0, 1):
+        changed(bare, f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
+    assert {*ckpt_tools.inspect(bare).optimizer_slots} == {"exp_avg", "exp_avg_sq", "step"}
+    changed(bare, "mp_rank_01_model_states.pt", forget)
+    found = ckpt_tools.inspect(bare)
+    assert found.optimizer_slots == ()
+    assert any("numbers the parameters of each stage" in note.why for note in found.notes)
+
+
+def test_an_optimizer_of_other_shapes_than_the_layers_is_refused(bare: Path) -> None:
+    def change(content: Any) -> None:
+        for group in content["optimizer"]["param_groups"]:
+            group["param_names"].reverse()
+
+    changed(bare, "mp_rank_00_model_states.pt", change)
+    with pytest.raises(MalformedError, match="shapes"):
+        ckpt_tools.inspect(bare)
+
+
+def test_without_names_of_the_whole_model_a_missing_layer_still_shows(bare: Path) -> None:
+    for stage in (0, 1):
+        changed(bare, f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
+    (bare / "global_step4" / "layer_03-model_states.pt").unlink()
+    with pytest.raises(IncompleteError, match="no file of a layer contains it"):
+        ckpt_tools.inspect(bare)
+
+
 # Runs that go on
 
 Saved = tuple[Path, State, list[float]]

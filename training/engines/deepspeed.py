@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ckpt_tools import load_into
 
@@ -39,12 +40,17 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
+            optimizer=self._own_optimizer(model, options),
             config=options,
             lr_scheduler=schedule.attach,
         )
 
     def _first_model(self, options: dict[str, Any], device: torch.device) -> nn.Module:
         return first_model(self._config, options, self._dtype)
+
+    def _own_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer | None:
+        """None: DeepSpeed makes that of its configuration."""
+        return None
 
     @property
     def data_rank(self) -> int:

@@ -125,8 +125,12 @@ def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, 
 
 def _check_pipeline(config: TrainConfig, file: str, given: Mapping[str, Any]) -> None:
     """A stage is loaded into the state that torch's AdamW keeps, and into ZeRO-1's own masters."""
-    if config.pp > 1 and given.get("optimizer", {}).get("params", {}).get("torch_adam") is not True:
-        raise UsageError(f"{file}: --pp needs torch's AdamW: set optimizer.params.torch_adam to true")
+    optimizer = given.get("optimizer", {})
+    is_torch = (optimizer.get("type"), optimizer.get("params", {}).get("torch_adam")) == ("AdamW", True)
+    if config.pp > 1 and not is_torch:
+        raise UsageError(
+            f'{file}: --pp needs torch\'s AdamW: set optimizer.type to "AdamW" and optimizer.params.torch_adam to true'
+        )
     if config.pp > 1 and "data_types" in given:
         raise UsageError(f"{file} sets data_types, which does not go together with --pp")
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipelines: the stages of the language model in a ``PipelineModule``, each with ZeRO-1.
+"""DeepSpeed's pipelines: the stages of the language model in a ``PipelineModule``, each with ZeRO-1 or without ZeRO.
 
 DeepSpeed gives layers numbers. A checkpoint says in its client state what these layers are called in the whole model,
 and ckpt-tools reads it under these names.
@@ -18,7 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from ckpt_tools import load_into
 
@@ -42,6 +42,9 @@ NAMES: dict[str, list[str]] = {
 }
 """DeepSpeed's names of the layers, and those in the whole model: several for one that is tied."""
 
+DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+"""Of the parameters of an optimizer: which one DeepSpeed makes."""
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -59,6 +62,17 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self._elsewhere, self._names = names.elsewhere, names.elsewhere.union(self._stage.state_dict())
         load_first_weights(self._config, self._stage, self._elsewhere)
         return model
+
+    def _own_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer | None:
+        """Without ZeRO DeepSpeed saves the optimizer as it is: only one of named parameters says which are which. And
+        for clipping it counts, of all stages but the first, only parameters with this mark."""
+        if self._config.sharding.stage:
+            return None
+        parameter: Any
+        for parameter in model.parameters():
+            parameter.model_parallel = not parameter.ds_pipe_replicated
+        values = {name: value for name, value in options["optimizer"]["params"].items() if name not in DEEPSPEEDS_OWN}
+        return AdamW(model.named_parameters(), **values)
 
     @property
     def data_rank(self) -> int:
@@ -84,14 +98,21 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return progress_of(entries, checkpoint)
 
     def _load_from_whole(self, checkpoint: Path | str) -> dict[str, Any]:
-        """From a checkpoint that is not cut into these stages, or not over these workers. Each rank loads its stage
-        into plain memory, and takes its part of ZeRO's partitions from there."""
+        """From a checkpoint that is not cut into these stages, or not over these workers."""
+        if self._config.sharding.stage:
+            entries = self._load_into_partitions(checkpoint)
+        else:
+            entries = load_into(self._stage, self._engine.optimizer, checkpoint, elsewhere=self._elsewhere)
+        self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
+        self._engine.global_steps = progress_of(entries, checkpoint).step
+        return entries
+
+    def _load_into_partitions(self, checkpoint: Path | str) -> dict[str, Any]:
+        """Each rank loads its stage into plain memory, and takes its part of ZeRO's partitions from there."""
         stage = _seeded_stage(self._config, lambda block: None).to(self._device)
         optimizer = AdamW(stage.parameters())
         entries = load_into(stage, optimizer, checkpoint, elsewhere=self._elsewhere)
         _deal_out(stage, optimizer, self._stage, self._engine.optimizer)
-        self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
-        self._engine.global_steps = progress_of(entries, checkpoint).step
         return entries
 
 
