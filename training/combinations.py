@@ -61,6 +61,9 @@ def _given(config: Options, *names: str) -> str:
 
 FSDP_OPTIONS = ("cpu_offload", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
+PIPELINED = ("zero0", "zero1")
+"""DeepSpeed's strategies that go together with its pipelines."""
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -144,8 +147,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pp strategy",
-        lambda config: config.pp > 1 and not _is_fully_sharded(config),
-        lambda config: f"--pp goes together with FSDP2, and --strategy is {config.sharding.name}",
+        lambda config: config.pp > 1 and not _is_fully_sharded(config) and config.sharding.name not in PIPELINED,
+        lambda config: (
+            f"--pp goes together with FSDP2, {' and '.join(PIPELINED)}, and --strategy is {config.sharding.name}"
+        ),
+    ),
+    Rule(
+        "pp-schedule",
+        lambda config: config.pp_schedule == "gpipe" and not _is_torch(config),
+        lambda config: f"--pp-schedule gpipe is for FSDP2, and --strategy is {config.sharding.name}",
     ),
     Rule(
         "pp model",
@@ -179,7 +189,7 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.gradient_accumulation < config.pp and config.pp_schedule != "gpipe",
         lambda config: (
             f"--pp {config.pp} needs at least as many micro-batches, so that each stage has one to work on: give "
-            f"--gradient-accumulation {config.pp} or more, or --pp-schedule gpipe"
+            f"--gradient-accumulation {config.pp} or more" + (", or --pp-schedule gpipe" if _is_torch(config) else "")
         ),
     ),
     Rule(

@@ -56,4 +56,4 @@ def _check_deepspeed(config: TrainConfig) -> None:
         raise UsageError(
             "--precision fp16: DeepSpeed does not compute in fp16 on this processor; choose bf16, or a GPU with CUDA"
         )
-    deepspeed_config(config, config.num_workers)
+    deepspeed_config(config, config.data_workers)

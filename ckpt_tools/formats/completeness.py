@@ -151,12 +151,14 @@ def _is_legacy(saved: Saved) -> bool:
 
 def world_size_of(saved: Saved) -> int | None:
     """The number of ranks that wrote it, as the names of its files say."""
+    if cut := _numbers((path.rpartition("/")[2] for path in saved.files), _OPTIM_STATES):
+        return (max(rank for rank, _ in cut) + 1) * (max(part for _, part in cut) + 1)
     numbers: list[int] = []
     for path in saved.files:
         name = path.rpartition("/")[2]
         if (of := _OF_RANKS.fullmatch(name)) is not None:
             return int(of["size"])
-        numbers += [int(match[1]) for form in (_DATA, _RNG, _OPTIM_STATES) if (match := form.fullmatch(name))]
+        numbers += [int(match[1]) for form in (_DATA, _RNG) if (match := form.fullmatch(name))]
         managed = _MANAGED.fullmatch(path) if MANAGER in saved.files else None
         numbers += [] if managed is None else [int(managed[1])]
         numbers += [int(match["rank"]) for match in [_OF_RANK.fullmatch(name)] if match]

@@ -104,6 +104,11 @@ def test_files_that_do_not_fit_are_an_error(name: str, native: Path) -> None:
         contents(native)
 
 
+def test_the_ranks_of_all_stages_are_counted(native: Path) -> None:
+    [found] = ckpt_tools.ls(native).checkpoints
+    assert found.world_size == ckpt_tools.inspect(native).world_size == 2
+
+
 def test_stages_of_two_steps_are_refused(native: Path) -> None:
     changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
     with pytest.raises(MalformedError, match="the step of stage 1"):
@@ -172,6 +177,120 @@ def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path: Path) -> None:
     changed(tmp_path / "run", OPTIM.format(0), change)
     with pytest.raises(MalformedError, match="param_slice_mappings do not fit"):
         contents(tmp_path / "run")
+
+
+# The names of the whole model
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """A copy of a run that says what its layers are called in the whole model."""
+    shutil.copytree(make("deepspeed-pipeline-named").folder, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def names(change: Callable[[Any], object]) -> Change:
+    return lambda content: change(content["pipeline_names"])
+
+
+WRONG_NAMES: dict[str, tuple[Change, type[FormatError], str]] = {
+    "not a dict": (
+        lambda content: content.update(pipeline_names=[1]),
+        MalformedError,
+        "a list of names for each layer",
+    ),
+    "a name that is no list": (names(lambda found: found.update({"1": "body.0"})), MalformedError, "a list of names"),
+    "an empty list": (names(lambda found: found.update({"1": []})), MalformedError, "a list of names"),
+    "an empty name": (names(lambda found: found.update({"1": [""]})), MalformedError, "a list of names"),
+    "a layer without a name": (names(lambda found: found.pop("3")), MalformedError, "3: .* has no name for this layer"),
+    "a layer that is not there": (
+        names(lambda found: found.update({"9": ["body.2"]})),
+        IncompleteError,
+        "9: .* names this layer, and no file contains it",
+    ),
+    "a name twice": (
+        names(lambda found: found.update({"5": ["body.0"]})),
+        MalformedError,
+        "body.0: .* this name twice",
+    ),
+    "a name within another": (
+        names(lambda found: found.update({"3": ["body.0.up"]})),
+        MalformedError,
+        "gives two tensors one name",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_NAMES)
+def test_names_that_do_not_fit_the_layers_are_an_error(case: str, named: Path) -> None:
+    change, kind, text = WRONG_NAMES[case]
+    changed(named, "mp_rank_00_model_states.pt", change)
+    with pytest.raises(kind, match=text):
+        ckpt_tools.inspect(named)
+
+
+def test_a_run_that_says_its_names_shows_a_layer_of_frozen_parameters_that_is_missing(named: Path) -> None:
+    """Which nothing else in the checkpoint would show."""
+    for stage in (0, 1):
+        changed(named, f"mp_rank_0{stage}_model_states.pt", names(lambda found: found.update({"2": ["frozen"]})))
+    torch.save({"weight": torch.ones(3)}, named / "global_step4" / "layer_02-model_states.pt")
+    assert StateKey("frozen.weight") in contents(named)[0].tensors
+    (named / "global_step4" / "layer_02-model_states.pt").unlink()
+    with pytest.raises(IncompleteError, match="no file contains it"):
+        ckpt_tools.inspect(named)
+
+
+def test_other_formats_have_the_names_and_not_the_entry(named: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(named, tmp_path / "out", to="zero2", world_size=3)
+    assert ckpt_tools.verify(named, tmp_path / "out").equal
+    manifest = ckpt_tools.open(tmp_path / "out").manifest
+    assert dict(manifest.aliases) == {"head.weight": "embed.weight"}
+    unnamed = ckpt_tools.open(make("deepspeed-pipeline-zero1-fp32").source).manifest
+    assert manifest.extra["client_state"].keys() == unnamed.extra["client_state"].keys()
+
+
+# Without ZeRO, with an optimizer of named parameters
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A copy of a run without ZeRO whose optimizer has names for its parameters."""
+    shutil.copytree(make("deepspeed-pipeline-fp32-named").folder, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_stage_whose_optimizer_has_no_names_leaves_out_the_optimizer(bare: Path) -> None:
+    """With a note, for all stages alike. Which layers are tied is then not known either."""
+
+    def forget(content: Any) -> None:
+        for group in content["optimizer"]["param_groups"]:
+            group.pop("param_names")
+
+    for stage in (0, 1):
+        changed(bare, f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
+    assert {*ckpt_tools.inspect(bare).optimizer_slots} == {"exp_avg", "exp_avg_sq", "step"}
+    changed(bare, "mp_rank_01_model_states.pt", forget)
+    found = ckpt_tools.inspect(bare)
+    assert found.optimizer_slots == ()
+    assert any("numbers the parameters of each stage" in note.why for note in found.notes)
+
+
+def test_an_optimizer_of_other_shapes_than_the_layers_is_refused(bare: Path) -> None:
+    def change(content: Any) -> None:
+        for group in content["optimizer"]["param_groups"]:
+            group["param_names"].reverse()
+
+    changed(bare, "mp_rank_00_model_states.pt", change)
+    with pytest.raises(MalformedError, match="shapes"):
+        ckpt_tools.inspect(bare)
+
+
+def test_without_names_of_the_whole_model_a_missing_layer_still_shows(bare: Path) -> None:
+    for stage in (0, 1):
+        changed(bare, f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
+    (bare / "global_step4" / "layer_03-model_states.pt").unlink()
+    with pytest.raises(IncompleteError, match="no file of a layer contains it"):
+        ckpt_tools.inspect(bare)
 
 
 # Runs that go on

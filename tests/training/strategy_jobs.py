@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.training.checkpoint_jobs import AskedAfter
 from training.config import TrainConfig
 from training.launchers.torchrun import run_rank
 
@@ -23,15 +24,20 @@ def tiny_config(out: Path, **values: Any) -> TrainConfig:
     return TrainConfig(out=out, launcher="torchrun", **(size | data | values))
 
 
-def train_each(*configs: TrainConfig) -> None:
-    """Run them one after the other on this rank."""
+def train_each(*configs: TrainConfig, questions: int = sys.maxsize) -> None:
+    """Run them one after the other on this rank. Each is asked to stop once its ranks have agreed so many times."""
     for config in configs:
         if torch.distributed.get_rank() == 0:
             config.out.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
         _forget_groups()
-        run_rank(config, torch.device("cpu"))
+        run_rank(config, torch.device("cpu"), AskedAfter(questions))
     _forget_groups()
+
+
+def stop_each(questions: int, *configs: TrainConfig) -> None:
+    """Run them until they have agreed so many times, and stop."""
+    train_each(*configs, questions=questions)
 
 
 def _forget_groups() -> None:

@@ -101,8 +101,14 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
         )
     ],
     "pp strategy": [
-        ({"strategy": "zero2", **PIPELINE}, "--pp goes together with FSDP2, and --strategy is zero2"),
-        ({"strategy": "ddp", **PIPELINE}, "--pp goes together with FSDP2, and --strategy is ddp"),
+        ({"strategy": name, **PIPELINE}, f"--pp goes together with FSDP2, zero0 and zero1, and --strategy is {name}")
+        for name in ("ddp", "zero1_offload", "zero2", "zero3")
+    ],
+    "pp-schedule": [
+        (
+            {"strategy": "zero1", "pp_schedule": "gpipe", **PIPELINE},
+            "--pp-schedule gpipe is for FSDP2, and --strategy is zero1",
+        )
     ],
     "pp model": [
         (
@@ -132,7 +138,12 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"strategy": "full_shard", **PIPELINE, "gradient_accumulation": 1},
             "--pp 2 needs at least as many micro-batches, so that each stage has one to work on: give "
             "--gradient-accumulation 2 or more, or --pp-schedule gpipe",
-        )
+        ),
+        (
+            {"strategy": "zero1", **PIPELINE, "gradient_accumulation": 1},
+            "--pp 2 needs at least as many micro-batches, so that each stage has one to work on: give "
+            "--gradient-accumulation 2 or more",
+        ),
     ],
     "ep strategy": [
         (
@@ -325,6 +336,28 @@ def test_a_file_for_deepspeed_that_does_not_fit_is_refused(content: Any, sentenc
     file.write_text(json.dumps(content))
     with pytest.raises(UsageError) as caught:
         check_frameworks(config(strategy="zero2", deepspeed_config=file))
+    assert str(caught.value).startswith(f"--deepspeed-config {file}{sentence}")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            {"optimizer": {"type": "AdamW", "params": {}}},
+            ': --pp needs torch\'s AdamW: set optimizer.type to "AdamW" and optimizer.params.torch_adam to true',
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "data_types": {}},
+            " sets data_types, which does not go together with --pp",
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "pipeline": {}}, ": pipeline is not a key "),
+    ],
+)
+def test_a_file_that_does_not_fit_deepspeeds_pipelines_is_refused(content: Any, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UsageError) as caught:
+        check_frameworks(config(strategy="zero1", deepspeed_config=file, **PIPELINE))
     assert str(caught.value).startswith(f"--deepspeed-config {file}{sentence}")
 
 

@@ -53,9 +53,13 @@ class Start:
     engine: EngineName
     launcher: LauncherName
     restarts: bool
+    stages: int = 1
 
     def config(self, out: Path, **values: object) -> TrainConfig:
         size = {"num_samples": 64 * STEPS_PER_EPOCH, "batch_size": 64, "epochs": EPOCHS, "model": "cnn"}
+        if self.stages > 1:
+            size |= {"num_samples": 8 * STEPS_PER_EPOCH, "batch_size": 8, "model": "lm", "dataset": "text"}
+            size |= {"pp": self.stages, "gradient_accumulation": self.stages}
         saving = {"save_every_steps": 1, "keep_last": 3, "log_every": 1, "resume": "auto"}
         return TrainConfig(out=out, engine=self.engine, launcher=self.launcher, **(size | saving | values))  # type: ignore[arg-type]
 
@@ -82,7 +86,11 @@ STARTS = [
     Start("torchrun", "fsdp2", "torchrun", restarts=True),
     Start("ray", "fsdp2", "ray", restarts=True),
     Start("deepspeed", "zero2", "torchrun", restarts=False),
+    Start("torchrun-pipeline", "fsdp2", "torchrun", restarts=True, stages=2),
+    Start("torchrun-deepspeed-pipeline", "zero1", "torchrun", restarts=True, stages=2),
 ]
+CORE = "ray"
+"""The others are left to the soak."""
 
 
 def read(process: int, file: str) -> bytes:
@@ -174,7 +182,7 @@ def stop(start: Start, run: Watched, plan: Plan, number: signal.Signals = signal
     Ray, whose own processes are not of the command's group.
     """
     plan.wait_for_a_moment(run, RUNS)
-    if start.name == "torchrun":
+    if start.name.startswith("torchrun"):
         run.process.send_signal(number)
     else:
         os.killpg(run.process.pid, number)
@@ -225,7 +233,7 @@ def losses(out: Path) -> dict[int, float]:
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize(
     "start",
-    [pytest.param(start, marks=() if start.name == "ray" else pytest.mark.soak) for start in STARTS],
+    [pytest.param(start, marks=() if start.name == CORE else pytest.mark.soak) for start in STARTS],
     ids=lambda start: start.name,
 )
 def test_a_run_that_is_killed_and_stopped_goes_on_to_the_same_end(start: Start, plan: Plan, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Engine", "Progress", "create_engine"]
 
 def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device) -> Engine:
     """The engine that ``config`` names, over the default process group; DeepSpeed is imported only where asked for."""
-    if config.pp > 1:
+    if config.pp > 1 and config.sharding.framework == "fsdp2":
         from ..engines.pipelined import PipelineEngine
 
         return PipelineEngine(config, schedule, device)
@@ -25,6 +25,10 @@ def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device)
         return Fsdp2Engine(config, schedule, device)
     # Read when DeepSpeed is imported: left to find out, it warns on a machine without a GPU.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if config.pp > 1:
+        from ..engines.deepspeed_pipeline import DeepSpeedPipelineEngine
+
+        return DeepSpeedPipelineEngine(config, schedule, device)
     from ..engines.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, schedule, device)

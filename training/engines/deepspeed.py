@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ckpt_tools import load_into
 
@@ -34,14 +35,22 @@ class DeepSpeedEngine:
         join_process_group(device)
         self._config = config
         self._dtype = DTYPES[config.precision]
-        options = deepspeed_config(config, torch.distributed.get_world_size())
-        model = first_model(config, options, self._dtype)
+        options = deepspeed_config(config, torch.distributed.get_world_size() // config.pp)
+        model = self._first_model(options, device)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
+            optimizer=self._own_optimizer(model, options),
             config=options,
             lr_scheduler=schedule.attach,
         )
+
+    def _first_model(self, options: dict[str, Any], device: torch.device) -> nn.Module:
+        return first_model(self._config, options, self._dtype)
+
+    def _own_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer | None:
+        """None: DeepSpeed makes that of its configuration."""
+        return None
 
     @property
     def data_rank(self) -> int:
@@ -68,8 +77,10 @@ class DeepSpeedEngine:
         tag = f"global_step{progress.step}"
         # DeepSpeed makes the tag's folder on rank 0 only, and each rank may have a folder of its own.
         (folder / tag).mkdir(exist_ok=True)
-        client_state = {**progress.entries(), SETTINGS_ENTRY: self._config.settings}
-        self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state)
+        self._engine.save_checkpoint(str(folder), tag=tag, client_state=self._client_state(progress))
+
+    def _client_state(self, progress: Progress) -> dict[str, Any]:
+        return {**progress.entries(), SETTINGS_ENTRY: self._config.settings}
 
     def resume(self, checkpoint: Path | str) -> Progress:
         stage = self._engine.zero_optimization_stage()

@@ -120,6 +120,19 @@ def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, 
     for key, (theirs, ours) in _differing(given, decided).items():
         raise UsageError(f"{file} sets {key} to {theirs} and the options of the run say {ours}; change one of them")
     _check_sections(file, given)
+    _check_pipeline(config, file, given)
+
+
+def _check_pipeline(config: TrainConfig, file: str, given: Mapping[str, Any]) -> None:
+    """A stage is loaded into the state that torch's AdamW keeps, and into ZeRO-1's own masters."""
+    optimizer = given.get("optimizer", {})
+    is_torch = (optimizer.get("type"), optimizer.get("params", {}).get("torch_adam")) == ("AdamW", True)
+    if config.pp > 1 and not is_torch:
+        raise UsageError(
+            f'{file}: --pp needs torch\'s AdamW: set optimizer.type to "AdamW" and optimizer.params.torch_adam to true'
+        )
+    if config.pp > 1 and "data_types" in given:
+        raise UsageError(f"{file} sets data_types, which does not go together with --pp")
 
 
 def _differing(given: Mapping[str, Any], decided: Mapping[str, Any], above: str = "") -> dict[str, tuple[Any, Any]]:

@@ -100,7 +100,7 @@ class Fsdp2Engine:
         self._module = parallel_model(config, spec, self._meshes, device)
         model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
         pipeline = self._meshes.pipeline
-        stages = None if pipeline is None else names_of_stages(model, pipeline)
+        stages = None if pipeline is None else names_of_stages(model, pipeline.get_group())
         self._elsewhere = frozenset[str]() if stages is None else stages.elsewhere
         load_first_weights(config, model, self._elsewhere)
         # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.

@@ -93,7 +93,7 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     if meshes.pipeline is None:
         model = build(config, spec, on_block).to(device)
     else:
-        model = build_stage(config, spec, meshes.pipeline, on_block).to(device)
+        model = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block).to(device)
     if meshes.tensor is not None:
         deal_out_root(model, meshes.tensor)
     fully_shard(model, **options)

@@ -12,10 +12,10 @@ from itertools import chain, count
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 
 from ..config import TrainConfig
-from ..language_model import LAYERS, LanguageModel
+from ..language_model import CONTEXT, LAYERS, VOCABULARY, WIDTH, LanguageModel
 from ..zoo import ModelSpec
 from .blocks import OnBlock, build
 
@@ -47,11 +47,10 @@ def layers_of(number: int, stages: int, layers: int) -> range:
     return range(start, start + each + (number < left))
 
 
-def build_stage(config: TrainConfig, spec: ModelSpec, mesh: DeviceMesh, on_block: OnBlock) -> Stage:
-    """This rank's stage with the weights of the run's seed. ``on_block`` is called with its own blocks alone; the
-    others let go of their weights when these are drawn."""
-    number, stages = mesh.get_local_rank(), mesh.size()
-    mine = layers_of(number, stages, LAYERS)
+def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnBlock) -> Stage:
+    """The stage of that number with the weights of the run's seed. ``on_block`` is called with the blocks of the stage
+    alone; the others let go of their weights when these are drawn."""
+    mine = layers_of(number, config.pp, LAYERS)
     position = count()
 
     def on_each(block: nn.Module) -> None:
@@ -62,7 +61,7 @@ def build_stage(config: TrainConfig, spec: ModelSpec, mesh: DeviceMesh, on_block
 
     model = build(config, spec, on_each)
     assert isinstance(model, LanguageModel)
-    return Stage(model, mine, number, stages)
+    return Stage(model, mine, number, config.pp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,39 @@ class StageNames:
     elsewhere: frozenset[str]
 
 
-def names_of_stages(stage: nn.Module, mesh: DeviceMesh) -> StageNames:
-    """Collective over the stages of ``mesh``."""
+def names_of_stages(stage: nn.Module, group: ProcessGroup) -> StageNames:
+    """Collective over ``group``, the stages of one pipeline."""
     mine = [name for name, _ in stage.named_parameters()], list(stage.state_dict())
-    found: list[tuple[list[str], list[str]]] = [([], [])] * mesh.size()
-    torch.distributed.all_gather_object(found, mine, group=mesh.get_group())
+    found: list[tuple[list[str], list[str]]] = [([], [])] * group.size()
+    torch.distributed.all_gather_object(found, mine, group=group)
     parameters, saved = zip(*found, strict=True)
     return StageNames(tuple(dict.fromkeys(chain(*parameters))), frozenset(chain(*saved)) - {*mine[1]})
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The ranks of one pipeline in the order of its stages, as the one at ``number`` sees them."""
+
+    ranks: tuple[int, ...]
+    number: int
+    group: ProcessGroup
+    device: torch.device
+
+    def from_last(self, value: Tensor) -> Tensor:
+        """The last stage's value on every stage."""
+        torch.distributed.broadcast(value, self.ranks[-1], group=self.group)
+        return value
+
+    @torch.no_grad()
+    def logits(self, stage: Stage, inputs: Tensor, handed_on: torch.dtype) -> Tensor:
+        """In evaluation mode. Each stage waits for the hidden states, of dtype ``handed_on``, of the one before it. All
+        ranks have the answer."""
+        stage.eval()
+        if not stage.is_first:
+            inputs = torch.empty(len(inputs), CONTEXT, WIDTH, dtype=handed_on, device=self.device)
+            torch.distributed.recv(inputs, self.ranks[self.number - 1], group=self.group)
+        output = stage(inputs)
+        if stage.is_last:
+            return self.from_last(output.float().contiguous())
+        torch.distributed.send(output.contiguous(), self.ranks[self.number + 1], group=self.group)
+        return self.from_last(torch.empty(len(inputs), CONTEXT, VOCABULARY, device=self.device))

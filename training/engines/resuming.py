@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,10 @@ def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> Iterator[
     Raises:
         CkptError: it cannot be read or has no form in this stage.
     """
-    world_size, dtype_name = torch.distributed.get_world_size(), str(dtype).removeprefix("torch.")
-    if isinstance(checkpoint, Path) and _fits(checkpoint, stage, world_size, dtype_name):
-        yield checkpoint
+    if fits_zero(checkpoint, stage, dtype):
+        yield Path(checkpoint)
         return
+    world_size = torch.distributed.get_world_size()
     folder, leads = shared_temporary_folder(), int(os.environ["LOCAL_RANK"]) == 0
     try:
         if leads:
@@ -81,9 +81,23 @@ def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> Iterator[
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fits(checkpoint: Path, stage: int, world_size: int, dtype_name: str) -> bool:
-    """Whether ``load_checkpoint`` takes it as it is. Raises CkptError if it cannot be read."""
-    found = ckpt_tools.inspect(checkpoint)
-    is_of_run = (found.format, found.world_size) == (f"zero{stage}", world_size)
-    dtypes = {tensor.dtype for tensor in found.tensors if (tensor.slot, tensor.kind) == ("weight", "parameter")}
-    return is_of_run and dtypes == {dtype_name} and (checkpoint / "latest").is_file()
+def fits_zero(
+    checkpoint: Path | str, stage: int, dtype: torch.dtype, stages: int = 1, names: Collection[str] | None = None
+) -> bool:
+    """Whether DeepSpeed's ``load_checkpoint`` takes it as it is, in a pipeline of so many ``stages`` or in none. Only a
+    pipeline asks for the ``names`` of the model. Raises CkptError if it cannot be read."""
+    if not isinstance(checkpoint, Path):
+        return False
+    found, world_size = ckpt_tools.inspect(checkpoint), torch.distributed.get_world_size()
+    weights = [tensor for tensor in found.tensors if (tensor.slot, tensor.kind) == ("weight", "parameter")]
+    is_of_run = (found.format, found.world_size, _stages_of(checkpoint)) == (f"zero{stage}", world_size, stages)
+    has_dtype = {tensor.dtype for tensor in weights} == {str(dtype).removeprefix("torch.")}
+    has_names = names is None or {tensor.name for tensor in weights} <= {*names}
+    return is_of_run and has_dtype and has_names and (checkpoint / "latest").is_file()
+
+
+def _stages_of(checkpoint: Path) -> int:
+    """The stages of the pipeline that DeepSpeed saved: one if it was none. Only pipelines have files of layers."""
+    if not any(checkpoint.glob("*/layer_*-model_states.pt")):
+        return 1
+    return sum(1 for _ in checkpoint.glob("*/mp_rank_*_model_states.pt"))

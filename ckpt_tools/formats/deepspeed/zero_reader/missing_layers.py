@@ -31,6 +31,9 @@ ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sq
 """State that has an element for each one of its parameter, in torch's and DeepSpeed's optimizers."""
 
 
+UNTOLD = "layers without a file, if the run has any"
+"""Of what the note is that :func:`untold` makes."""
+
 Identity = tuple[Shape | None, bytes]
 
 
@@ -186,4 +189,4 @@ def untold(numbers: Collection[int], *, is_numbered: bool) -> Note:
         f"nothing in the checkpoint tells which layers the model has, and there are files of layers {have}; the "
         f"loss of another one does not show if {shows}"
     )
-    return Note(Outcome.DEFAULTED, "layers without a file, if the run has any", why)
+    return Note(Outcome.DEFAULTED, UNTOLD, why)

@@ -343,7 +343,7 @@ class ExpertRank(stage0.Contents):
     def _match(self, groups: Sequence[Mapping[str, object]], parameters: Mapping[str, Shape]) -> dict[int, str] | None:
         numbered = [NumberedGroup(tuple(group["params"])) for group in groups]  # type: ignore[arg-type]
         numbers = {number for group in numbered for number in group.numbers}
-        shapes = {number: shape for number, shape in self._shapes().items() if number in numbers}
+        shapes = {number: shape for number, shape in self.saved.shapes().items() if number in numbers}
         return match_numbers(numbered, shapes, parameters)
 
     def _is_own(self, name: str, *, is_expert: bool) -> bool:

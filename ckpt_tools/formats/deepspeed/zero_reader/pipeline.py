@@ -33,7 +33,8 @@ from ckpt_tools.stores.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the files of one stage hold, without its layers. Without ZeRO there is no optimizer's file."""
+    """What the files of one stage hold, without its layers. Without ZeRO there is no optimizer's file. ``saved`` is
+    then the optimizer, if it has names for its parameters."""
 
     source: Source
     number: int
@@ -42,6 +43,7 @@ class Stage:
     optim: OptimStates | None
     partitions: Partitions | None
     is_mapped: bool
+    saved: stage0.Saved | None = None
 
     @classmethod
     def of(cls, source: Source, number: int, files: TagFiles) -> Stage:
@@ -92,14 +94,22 @@ class Stage:
     def _contents(self, model: ModelStates) -> Contents:
         assert self.optim is not None, "a stage with partitions has an optimizer"
         assert self.partitions is not None, "a stage with an optimizer has partitions"
-        part = f"stage{self.number}." if self.number else ""
-        return Contents(self.source, model, self.optim, (self.path,), self.partitions, part=part)
+        return Contents(self.source, model, self.optim, (self.path,), self.partitions, part=self._part)
+
+    @property
+    def _part(self) -> str:
+        return f"stage{self.number}." if self.number else ""
 
     def manifest(self, model: ModelStates) -> Manifest:
         """The stage with its layers, as a checkpoint of its own."""
-        if self.optim is None:
+        if self.optim is not None:
+            return self._contents(model).manifest()
+        if self.saved is None:
             return stage0.Contents(model, stage0.Saved(model.file, {}, (), {}, False, {})).manifest()
-        return self._contents(model).manifest()
+        found = stage0.Contents(model, self.saved, part=self._part).manifest()
+        if not found.groups:
+            raise MalformedError("the shapes of its optimizer's state are not those of the layers", path=self.path)
+        return found
 
 
 def read(
@@ -131,7 +141,7 @@ def read(
         elif stages[0].optim is not None or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
     if cut == 1:
-        return _read_rank(source, stages, layers[0])
+        return _read_rank(source, _named(stages), layers[0])
     rules = Rules.of(first.file.content.get("universal_checkpoint_info"), stages[0].path)
     if stages[0].optim is None:
         raise UnsupportedError(
@@ -150,7 +160,7 @@ def _read_rank(
     opened = {number: File.open(source, path) for number, path in layers.items()}
     found = Layers(source, opened, [stage.known() for stage in stages])
     models = found.models()
-    if stages[0].optim is None:
+    if stages[0].optim is None and stages[0].saved is None:
         _check_layers(source, opened, stages)
     if rules is not None and rules.mention(TIED.rstrip(".")):
         for file in found.unnamed():
@@ -161,6 +171,20 @@ def _read_rank(
             )
     parts = [stage.manifest(model) for stage, model in zip(stages, models, strict=True)]
     return Stages(parts, list(layers), stages[0].path).whole()
+
+
+def _named(stages: Sequence[Stage]) -> Sequence[Stage]:
+    """The stages of a run without ZeRO with their optimizers, if each was made of named parameters."""
+    if stages[0].optim is not None:
+        return stages
+    saved = [stage0.Saved.of(stage.model.file) for stage in stages]
+    found = []
+    for stage, each in zip(stages, saved, strict=True):
+        shapes = each.named_shapes()
+        if shapes is None:
+            return stages
+        found.append(replace(stage, model=replace(stage.model, param_shapes=shapes), saved=each))
+    return found
 
 
 def _check_layers(source: Source, layers: Mapping[int, File], stages: Sequence[Stage]) -> None:
@@ -210,15 +234,16 @@ class Stages:
         tensors = self._tensors()
         groups = tuple(self._groups())
         self._note_rest()
-        if first.format == "zero0":
+        is_numbered = first.format == "zero0" and not first.groups
+        if is_numbered:
             why = (
                 "a pipeline without ZeRO numbers the parameters of each stage, and no file says which they are; "
-                "save with ZeRO stage 1"
+                "save with ZeRO stage 1, or with an optimizer that was made from model.named_parameters()"
             )
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why))
             why = "without ZeRO no file says which layers are tied (tied_modules)"
             self.notes.append(Note(Outcome.DEFAULTED, "names of tied layers are the numbers of the layers", why))
-        self.notes.append(missing_layers.untold(self.layers, is_numbered=first.format == "zero0"))
+        self.notes.append(missing_layers.untold(self.layers, is_numbered=is_numbered))
         return Manifest(
             format=first.format,
             tensors=tensors,

@@ -16,7 +16,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
-from ckpt_tools.formats.deepspeed.zero_reader import moe, names, pipeline, stage0
+from ckpt_tools.formats.deepspeed.zero_reader import moe, names, pipeline, stage0, whole_names
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
@@ -43,7 +43,8 @@ class DeepSpeedReader:
                 "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
             )
         if layers:
-            return pipeline.read(source, tags, layers, _check_stage)
+            found = pipeline.read(source, tags, layers, _check_stage)
+            return whole_names.whole(found, tags[0].models(0)[0])
         if experts.weights or experts.optim:
             return moe.read(source, tags, experts)
         parts = [_part(source, files) for files in tags]

@@ -81,6 +81,29 @@ class Saved:
         masters = _masters(found, groups, is_flat, file.path)
         return cls(file, _states(inner, file.path), groups, masters, is_flat, found)
 
+    def named_shapes(self) -> tuple[dict[str, Shape], ...] | None:
+        """The parameters of each group by the names that the optimizer itself has for them, with their shapes; None
+        where it has numbers alone, masters, or no state of a parameter."""
+        shapes = self.shapes()
+        groups = [(group["params"], _names(group)) for group in self.groups]
+        if self.masters or any(names is None or not shapes.keys() >= {*numbers} for numbers, names in groups):
+            return None
+        named = [{name: shapes[n] for n, name in zip(numbers, names or (), strict=True)} for numbers, names in groups]
+        return tuple(named) or None
+
+    def shapes(self) -> dict[int, Shape]:
+        """The one shape that a master, or else all state of a parameter, has."""
+        found = {number: tuple(master.shape) for number, master in self.masters.items()}
+        for number, slots in self.states.items():
+            shapes = {
+                tuple(value.shape)
+                for slot, value in slots.items()
+                if isinstance(value, StoredTensor) and slot != "step"
+            }
+            if len(shapes) == 1:
+                found.setdefault(number, next(iter(shapes)))
+        return found
+
 
 def _groups(found: Mapping[Value, Value], path: str) -> tuple[Mapping[str, Value], ...]:
     groups = checked(found, "param_groups", list, path)
@@ -190,7 +213,7 @@ class Contents:
     def _members(self, parameters: Mapping[str, Shape]) -> list[dict[str, Piece]] | None:
         """The parameters of each group, or None where that cannot be proven. Raises UnsupportedError for masters."""
         groups = [NumberedGroup(tuple(group["params"]), _names(group)) for group in self.saved.groups]
-        names = match_numbers(groups, self._shapes(), parameters)
+        names = match_numbers(groups, self.saved.shapes(), parameters)
         if names is None:
             self._check_unproven()
             return None
@@ -210,19 +233,6 @@ class Contents:
     def _as_pieces(self, names: Mapping[int, str], parameters: Mapping[str, Shape]) -> list[dict[str, Piece]]:
         numbers = [group["params"] for group in self.saved.groups]
         return [{names[n]: Piece(n, 0, prod(parameters[names[n]])) for n in group} for group in numbers]
-
-    def _shapes(self) -> dict[int, Shape]:
-        """The one shape that a master, or else all state of a parameter, has."""
-        found = {number: tuple(master.shape) for number, master in self.saved.masters.items()}
-        for number, slots in self.saved.states.items():
-            shapes = {
-                tuple(value.shape)
-                for slot, value in slots.items()
-                if isinstance(value, StoredTensor) and slot != "step"
-            }
-            if len(shapes) == 1:
-                found.setdefault(number, next(iter(shapes)))
-        return found
 
     def _flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, Piece]]:
         """The parameters of each flat group: those that are views into the one storage of its length."""

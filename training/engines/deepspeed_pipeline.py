@@ -1,0 +1,177 @@
+"""DeepSpeed's pipelines: the stages of the language model in a ``PipelineModule``, each with ZeRO-1 or without ZeRO.
+
+DeepSpeed gives layers numbers. A checkpoint says in its client state what these layers are called in the whole model,
+and ckpt-tools reads it under these names.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW, Optimizer
+
+from ckpt_tools import load_into
+
+from ..config import TrainConfig
+from ..engines.base import Progress, mean_loss
+from ..engines.resuming import apply_settings, fits_zero, progress_of, scheduler_of
+from ..language_model import LAYERS
+from ..reading import reading
+from ..starting import load_first_weights
+from ..zoo import spec_of
+from .blocks import OnBlock, prepare
+from .deepspeed import DeepSpeedEngine
+from .pipeline import Line, Stage, build_stage, layers_of, names_of_stages
+
+NAMES_ENTRY = "pipeline_names"
+EMBEDDING = "embed"
+NAMES: dict[str, list[str]] = {
+    f"tied_modules.{EMBEDDING}": ["embed", "head"],
+    **{str(1 + layer): [f"layers.{layer}"] for layer in range(LAYERS)},
+    str(1 + LAYERS): ["norm"],
+}
+"""DeepSpeed's names of the layers, and those in the whole model: several for one that is tied."""
+
+DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+"""Of the parameters of an optimizer: which one DeepSpeed makes."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedPipelineEngine(DeepSpeedEngine):
+    """An :class:`~training.engines.base.Engine` over DeepSpeed's ``PipelineEngine``."""
+
+    def _first_model(self, options: dict[str, Any], device: torch.device) -> nn.Module:
+        self._device = device
+        self._stage = _seeded_stage(self._config, partial(prepare, self._config))
+        model = _pipeline_of(self._stage, self._config.pp)
+        self._grid = model.mpu()
+        group = self._grid.get_pipe_parallel_group()
+        self._line = Line(tuple(self._grid.pp_group), self._grid.get_stage_id(), group, device)
+        names = names_of_stages(self._stage, group)
+        self._elsewhere, self._names = names.elsewhere, names.elsewhere.union(self._stage.state_dict())
+        load_first_weights(self._config, self._stage, self._elsewhere)
+        return model
+
+    def _own_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer | None:
+        """Without ZeRO DeepSpeed saves the optimizer as it is: only one of named parameters says which are which. And
+        for clipping it counts, of all stages but the first, only parameters with this mark."""
+        if self._config.sharding.stage:
+            return None
+        parameter: Any
+        for parameter in model.parameters():
+            parameter.model_parallel = not parameter.ds_pipe_replicated
+        values = {name: value for name, value in options["optimizer"]["params"].items() if name not in DEEPSPEEDS_OWN}
+        return AdamW(model.named_parameters(), **values)
+
+    @property
+    def data_rank(self) -> int:
+        return self._grid.get_data_parallel_rank()
+
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        parts = self._config.gradient_accumulation
+        return self._engine.train_batch(zip(inputs.chunk(parts), labels.chunk(parts), strict=True))
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        return self._line.logits(self._stage, inputs, self._dtype)
+
+    def _client_state(self, progress: Progress) -> dict[str, Any]:
+        return {**super()._client_state(progress), NAMES_ENTRY: NAMES}
+
+    def resume(self, checkpoint: Path | str) -> Progress:
+        with reading(checkpoint):
+            if fits_zero(checkpoint, self._engine.zero_optimization_stage(), self._dtype, self._config.pp, self._names):
+                _, entries = self._engine.load_checkpoint(str(checkpoint))
+            else:
+                entries = self._load_from_whole(checkpoint)
+        apply_settings(self._config, self._engine.lr_scheduler)
+        return progress_of(entries, checkpoint)
+
+    def _load_from_whole(self, checkpoint: Path | str) -> dict[str, Any]:
+        """From a checkpoint that is not cut into these stages, or not over these workers."""
+        if self._config.sharding.stage:
+            entries = self._load_into_partitions(checkpoint)
+        else:
+            entries = load_into(self._stage, self._engine.optimizer, checkpoint, elsewhere=self._elsewhere)
+        self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
+        self._engine.global_steps = progress_of(entries, checkpoint).step
+        return entries
+
+    def _load_into_partitions(self, checkpoint: Path | str) -> dict[str, Any]:
+        """Each rank loads its stage into plain memory, and takes its part of ZeRO's partitions from there."""
+        stage = _seeded_stage(self._config, lambda block: None).to(self._device)
+        optimizer = AdamW(stage.parameters())
+        entries = load_into(stage, optimizer, checkpoint, elsewhere=self._elsewhere)
+        _deal_out(stage, optimizer, self._stage, self._engine.optimizer)
+        return entries
+
+
+def _seeded_stage(config: TrainConfig, on_block: OnBlock) -> Stage:
+    """Stages are outermost, as in DeepSpeed's topology of pipelines and data."""
+    number = torch.distributed.get_rank() // (torch.distributed.get_world_size() // config.pp)
+    return build_stage(config, spec_of(config.model), number, on_block)
+
+
+@torch.no_grad()
+def _deal_out(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any) -> None:
+    """A stage and its optimizer into those that ZeRO-1 partitions: weights, fp32 masters, moments and their step."""
+    [group], [flat], [members] = optimizer.param_groups, zero.single_partition_of_fp32_groups, zero.bit16_groups
+    step = optimizer.state[group["params"][0]]["step"].clone()
+    zero.optimizer.state[flat] = {"step": step, **{moment: torch.zeros_like(flat) for moment in MOMENTS}}
+    lazy_init_hp_params_optimizer_state(members, flat, zero.optimizer.state)
+    zero.optimizer.param_groups[0] |= {name: value for name, value in group.items() if name != "params"}
+    for mine, loaded in zip(ours.parameters(), stage.parameters(), strict=True):
+        mine.copy_(loaded)
+        safe_set_full_fp32_param(mine, loaded)
+        for moment in MOMENTS:
+            safe_set_full_optimizer_state(mine, optimizer.state[loaded][moment], moment)
+
+
+def _pipeline_of(stage: Stage, stages: int) -> PipelineModule:
+    """DeepSpeed prints its topology, which nobody asked for, and lets the last stage have the first one's matrix by a
+    collective, which autograd would record."""
+    with redirect_stdout(io.StringIO()), torch.no_grad():
+        return _Pipeline(list(_layers(stage)), num_stages=stages, loss_fn=mean_loss)
+
+
+def _layers(stage: Stage) -> Iterator[Any]:
+    """All layers of the model in order. Those of other stages are never built."""
+    mine, elsewhere = dict(stage.layers.items()), LayerSpec(nn.Identity)
+    yield _Embedding(stage)
+    yield from (mine.get(str(at), elsewhere) for at in range(LAYERS))
+    yield stage.norm if stage.is_last else elsewhere
+    yield _Embedding(stage, _head)
+
+
+def _head(embed: nn.Embedding, x: Tensor) -> Tensor:
+    return functional.linear(x, embed.weight)
+
+
+class _Embedding(TiedLayerSpec):
+    """The matrix that the first and the last stage have."""
+
+    def __init__(self, stage: Stage, forward: Callable[[nn.Embedding, Tensor], Tensor] | None = None) -> None:
+        super().__init__(EMBEDDING, nn.Embedding, forward_fn=forward)
+        self._stage = stage
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._stage.embed
+
+
+class _Pipeline(PipelineModule):
+    """Cut as the stages of FSDP2 are: the same number of blocks, with the embedding before and the head after them."""
+
+    def _partition_layers(self, method: str) -> None:
+        stages = range(1, self.num_stages)
+        self.parts = [0, *(1 + layers_of(stage, self.num_stages, LAYERS).start for stage in stages), self._num_layers]
+        self._set_bounds(*self.parts[self.stage_id : self.stage_id + 2])
