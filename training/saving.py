@@ -266,11 +266,17 @@ class Agreement:
         is_gloo = torch.distributed.get_backend() == "gloo"
         self._group = None if is_gloo else _own_group()
 
-    def any(self, *reasons: bool) -> tuple[bool, ...]:
-        """For each reason, whether any rank has it."""
+    def any(self, *reasons: bool) -> Callable[[], tuple[bool, ...]]:
+        """For each reason, whether any rank has it. The ranks speak while this one goes on; the function waits for
+        what they found, and is called before the next message of this group."""
         known = torch.tensor(reasons, dtype=torch.int32)
-        torch.distributed.all_reduce(known, torch.distributed.ReduceOp.MAX, group=self._group)
-        return tuple(map(bool, known.tolist()))
+        spoken = torch.distributed.all_reduce(known, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def found() -> tuple[bool, ...]:
+            spoken.wait()
+            return tuple(map(bool, known.tolist()))
+
+        return found
 
     def gathered(self, *values: float) -> list[list[float]]:
         """The values of every rank."""

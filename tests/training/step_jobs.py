@@ -1,0 +1,40 @@
+"""Parts of a step on the ranks of a pool."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from training.engines.blocks import RunningAverages
+from training.saving import Agreement
+
+
+def agree(reasons: list[tuple[bool, bool]]) -> tuple[tuple[bool, ...], list[int]]:
+    """Each rank knows its own reasons, and computes while the ranks agree."""
+    rank = torch.distributed.get_rank()
+    found = Agreement().any(*reasons[rank])
+    meanwhile = torch.arange(3) * rank
+    return found(), meanwhile.tolist()
+
+
+class Averages(nn.Module):
+    """A running average, a count and a constant, on each rank its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((2,), float(rank)))
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("constant", torch.tensor(float(rank)), persistent=False)
+
+
+def average() -> list[tuple[list[float], int, float]]:
+    """After each of two steps. A checkpoint that is loaded between them puts another tensor in the place of one."""
+    rank = torch.distributed.get_rank()
+    model = nn.Sequential(nn.Linear(1, 1), Averages(rank))
+    averages, found = RunningAverages(model), []
+    for step in range(2):
+        averages.average()
+        own = model[1]
+        found.append((own.mean.tolist(), int(own.count), float(own.constant)))
+        own.mean = torch.full((2,), 10.0 * rank + step)
+    return found
