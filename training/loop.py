@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -245,32 +245,24 @@ class _Run:
 
     def train(self, before: Progress) -> list[Tensor]:
         """The batches of an epoch that ``before`` has not seen; this rank's loss at each step."""
-        batches = self.batches(before)
-        batch = next(batches, None)
+        order = epoch_order(len(self.samples), before.epoch + 1, self.config.seed)
+        batches = rank_batches(order, self.config.batch_size, self.engine.data_rank, self.data_world_size)
         losses: list[Tensor] = []
-        while batch is not None and not self.has_last_step:
-            losses.append(self.engine.step(*batch))
+        for batch in islice(batches, before.batch, None):
+            inputs, labels = to_input(self.samples.pixels[batch]), self.samples.labels[batch]
+            losses.append(self.engine.step(inputs.to(self.device), labels.to(self.device)))
             self.progress = replace(self.progress, step=self.progress.step + 1, batch=self.progress.batch + 1, rng=None)
             self.log.after(self.progress, losses[-1], self.saver.records, self.accuracy)
             with self.log.meter.paused():
                 self.end_step()
-            agreed = self.ask()
-            # While the ranks agree.
-            batch = next(batches, None)
-            self.agree(before, losses, *agreed())
+            self.agree(before, losses)
+            if self.has_last_step:
+                break
         return losses
 
-    def batches(self, before: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of those of an epoch that ``before`` has not seen, on its device. Nothing random is drawn:
-        each is made before it is known whether the step before it is saved."""
-        order = epoch_order(len(self.samples), before.epoch + 1, self.config.seed)
-        batches = rank_batches(order, self.config.batch_size, self.engine.data_rank, self.data_world_size)
-        for batch in islice(batches, before.batch, None):
-            inputs, labels = to_input(self.samples.pixels[batch]), self.samples.labels[batch]
-            yield inputs.to(self.device), labels.to(self.device)
-
-    def agree(self, before: Progress, losses: list[Tensor], is_asked: bool, is_time: bool) -> None:
+    def agree(self, before: Progress, losses: list[Tensor]) -> None:
         """After a step: save and stop, save, or go on. At the last step of an epoch, its end is saved instead."""
+        is_asked, is_time = self.agreed()
         is_due = is_time or self.policy.after_step(self.progress.step)
         ends = self.progress.batch == self.steps
         if is_asked or (is_due and not ends):
@@ -282,30 +274,24 @@ class _Run:
 
     def agree_between_epochs(self) -> None:
         """Before the first step, and after an evaluation, which takes its time."""
-        is_asked, _ = self.ask()()
+        is_asked, _ = self.agreed()
         if is_asked:
             if self.progress != self.saved:
                 self.save(self.progress, {"epoch": self.progress.epoch})
             raise _StopAskedError
 
-    def ask(self) -> Callable[[], tuple[bool, bool]]:
-        """Whether the run is asked to stop, and whether it is time to save, on any rank: when the function is called,
-        which may collect a save beside the training that is done."""
+    def agreed(self) -> tuple[bool, bool]:
+        """Whether the run is asked to stop, and whether it is time to save, on any rank."""
         leads = self.rank == 0
-        found = self.agreement.any(
+        is_asked, is_time, is_busy, has_failed = self.agreement.any(
             self.is_asked_to_stop(),
             leads and self.policy.after_seconds(self.saver.seconds_since),
             self.saver.is_busy,
             self.saver.has_failed,
         )
-
-        def agreed() -> tuple[bool, bool]:
-            is_asked, is_time, is_busy, has_failed = found()
-            if has_failed or not is_busy:
-                self.saver.collect(has_failed=has_failed)
-            return is_asked, is_time
-
-        return agreed
+        if has_failed or not is_busy:
+            self.saver.collect(has_failed=has_failed)
+        return is_asked, is_time
 
     def save(self, progress: Progress, values: dict[str, float]) -> None:
         with self.log.meter.paused():

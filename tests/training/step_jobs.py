@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,12 +11,21 @@ from training.engines.blocks import RunningAverages
 from training.saving import Agreement
 
 
-def agree(reasons: list[tuple[bool, bool]]) -> tuple[tuple[bool, ...], list[int]]:
-    """Each rank knows its own reasons, and computes while the ranks agree."""
-    rank = torch.distributed.get_rank()
-    found = Agreement().any(*reasons[rank])
-    meanwhile = torch.arange(3) * rank
-    return found(), meanwhile.tolist()
+def agree(reasons: list[tuple[bool, ...]]) -> tuple[tuple[bool, ...], int]:
+    """Each rank knows its own reasons. What they agree on, and the elements that they exchange for it."""
+    exchanged: list[int] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        exchanged.append(tensor.numel())
+        return all_reduce(tensor, *args, **keywords)
+
+    torch.distributed.all_reduce = counted
+    try:
+        found = Agreement().any(*reasons[torch.distributed.get_rank()])
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return found, sum(exchanged)
 
 
 class Averages(nn.Module):
