@@ -6,6 +6,7 @@
 
 The contestants take turns in the same processes, and swap their places in each round. A ratio is the median of those of
 the rounds, so a machine that is slow for a while is slow for both. The first round fills caches and does not count.
+Of a step, the processor time of a rank is measured too: other programs on the machine hardly change it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
-from statistics import harmonic_mean, median
+from statistics import median
 from typing import Any
 
 from benchmarks.llama import Llama
@@ -35,6 +37,9 @@ STATE_BYTES = 12
 BATCH, LOG_EVERY = 64, 10
 """As a run has them if nobody says otherwise."""
 
+EPOCH = 22
+"""The most steps of an epoch: `digits` have samples for so many."""
+
 SECONDS = 3600.0
 DATA = ROOT / ".cache" / "benchmarks" / "training"
 
@@ -51,11 +56,19 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Seconds of both in one round."""
+class Spent:
+    """Seconds by the clock, and of processors where they are measured."""
 
-    ours: float
-    theirs: float
+    seconds: float
+    processor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What both took in one round."""
+
+    ours: Spent
+    theirs: Spent
 
 
 def measured(work: str, asked: Asked, data: Path) -> list[Turn]:
@@ -71,24 +84,42 @@ def measured(work: str, asked: Asked, data: Path) -> list[Turn]:
 
 def rows(found: Mapping[str, list[Turn]]) -> list[str]:
     """Markdown."""
-    lines = ["| work | ours | the other | ours / the other | promised |", "|---|--:|--:|--:|--:|"]
+    lines = [
+        "| work | ours | the other | ours / the other | promised | processor time, ours / the other |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     return lines + [_row(work, turns) for work, turns in found.items()]
 
 
 def _row(work: str, turns: list[Turn]) -> str:
-    ours, theirs = (median(times) for times in zip(*((turn.ours, turn.theirs) for turn in turns), strict=True))
-    return f"| {work} | {ours:.3f} s | {theirs:.3f} s | {ratio(turns):.2f} | at most {PROMISED[work]} |"
+    ours, theirs = (median(one.seconds for one in each) for each in zip(*map(_both, turns), strict=True))
+    processor = processor_ratio(turns)
+    return (
+        f"| {work} | {ours:.4f} s | {theirs:.4f} s | {ratio(turns):.2f} | at most {PROMISED[work]} | "
+        f"{'' if processor is None else format(processor, '.2f')} |"
+    )
+
+
+def _both(turn: Turn) -> tuple[Spent, Spent]:
+    return turn.ours, turn.theirs
 
 
 def ratio(turns: list[Turn]) -> float:
     """The median of the rounds'."""
-    return median(turn.ours / turn.theirs for turn in turns)
+    return median(turn.ours.seconds / turn.theirs.seconds for turn in turns)
+
+
+def processor_ratio(turns: list[Turn]) -> float | None:
+    """The same of processor time, or None if it is not measured."""
+    times = [(turn.ours.processor, turn.theirs.processor) for turn in turns]
+    found = [ours / theirs for ours, theirs in times if ours is not None and theirs is not None]
+    return median(found) if found else None
 
 
 # --- on each rank
 
 
-def _in_turn(rounds: int, ours: Callable[[int], float], theirs: Callable[[int], float]) -> list[Turn]:
+def _in_turn(rounds: int, ours: Callable[[int], Spent], theirs: Callable[[int], Spent]) -> list[Turn]:
     """One round more, which does not count."""
     found = []
     for number in range(rounds + 1):
@@ -98,7 +129,7 @@ def _in_turn(rounds: int, ours: Callable[[int], float], theirs: Callable[[int], 
     return found
 
 
-def _timed(function: Callable[[], object]) -> float:
+def _timed(function: Callable[[], object]) -> Spent:
     """From when the first rank begins to when the last one has ended."""
     import torch.distributed as dist
 
@@ -106,7 +137,7 @@ def _timed(function: Callable[[], object]) -> float:
     started = time.perf_counter()
     function()
     dist.barrier()
-    return time.perf_counter() - started
+    return Spent(time.perf_counter() - started)
 
 
 def _config(out: Path, **values: Any) -> Any:
@@ -121,60 +152,86 @@ def _config(out: Path, **values: Any) -> Any:
 
 
 def step_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
-    """A run of one epoch, and a loop of as many steps. The steps before the first measured one warm both up."""
-    size = {"num_samples": BATCH * asked.steps, "epochs": 1, "batch_size": BATCH, "log_every": LOG_EVERY}
+    """A run, and a loop of as many steps in as many epochs. The first LOG_EVERY steps warm both up."""
+    epochs = ceil(asked.steps / EPOCH)
+    size = {"num_samples": BATCH * (asked.steps // epochs), "epochs": epochs, "save_every": epochs}
+    size |= {"batch_size": BATCH, "log_every": LOG_EVERY}
     config = _config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
     return _in_turn(asked.rounds, lambda number: _our_step(config, number), lambda number: _bare_step(config))
 
 
-def _our_step(config: Any, number: int) -> float:
+class _Clock:
+    """When each step of a loop ended on this rank, and each epoch began. A run asks at these moments whether it is to
+    stop; what it does between epochs is no step."""
+
+    def __init__(self, config: Any) -> None:
+        self._steps, self._epochs = config.num_samples // BATCH, config.epochs
+        self._marks: list[tuple[float, float]] = []
+
+    def __call__(self) -> bool:
+        self._marks.append((time.perf_counter(), time.process_time()))
+        return False
+
+    def a_step(self) -> Spent:
+        """Of the steps after the first LOG_EVERY. Processor time is the mean of the ranks; collective."""
+        import torch
+
+        begins = range(0, self._epochs * (self._steps + 1), self._steps + 1)
+        pairs = [(max(begin, LOG_EVERY), begin + self._steps) for begin in begins]
+        marks = torch.tensor(self._marks, dtype=torch.float64)
+        seconds, processor = sum(marks[last] - marks[first] for first, last in pairs) / sum(
+            last - first for first, last in pairs
+        )
+        torch.distributed.all_reduce(processor)
+        return Spent(float(seconds), float(processor) / torch.distributed.get_world_size())
+
+
+def _our_step(config: Any, number: int) -> Spent:
     import torch
 
-    from training.journal import recorded
     from training.launchers.torchrun import run_rank
 
     config = replace(config, out=config.out / str(number))
     if torch.distributed.get_rank() == 0:
         config.out.mkdir(parents=True)
     torch.distributed.barrier()
-    run_rank(config, torch.device("cpu"))
+    clock = _Clock(config)
+    asked: Any = clock
+    run_rank(config, torch.device("cpu"), asked)
     torch.distributed.barrier()
-    rates = [line["samples_per_second"] for line in recorded(config.out) if "samples_per_second" in line][1:]
-    return BATCH / float(harmonic_mean(rates))
+    return clock.a_step()
 
 
-def _bare_step(config: Any) -> float:
+def _bare_step(config: Any) -> Spent:
     """What the framework's own guide shows: forward, loss, backward, step."""
-    import torch
-
     model, step = _bare_fsdp2(config) if config.sharding.framework == "fsdp2" else _bare_deepspeed(config)
     model.train()
-    started, count = 0.0, 0
-    for inputs, labels in _batches(config):
-        loss = step(inputs, labels)
-        count += 1
-        if count % LOG_EVERY == 0:
-            loss.item()
-        if count == LOG_EVERY:
-            torch.distributed.barrier()
-            started = time.perf_counter()
-    torch.distributed.barrier()
-    seconds = (time.perf_counter() - started) / (count - LOG_EVERY)
+    clock, count = _Clock(config), 0
+    for epoch in range(config.epochs):
+        clock()
+        for inputs, labels in _batches(config, epoch):
+            loss = step(inputs, labels)
+            count += 1
+            if count % LOG_EVERY == 0:
+                loss.item()
+            clock()
     if hasattr(model, "destroy"):
         model.destroy()
-    return seconds
+    return clock.a_step()
 
 
-def _batches(config: Any) -> Iterator[tuple[Any, Any]]:
-    """This rank's samples in the order of the data."""
+def _batches(config: Any, epoch: int) -> Iterator[tuple[Any, Any]]:
+    """This rank's samples in a random order, as every loop has them that trains."""
     import torch
 
     from training.data import load_dataset, to_input
 
     samples = load_dataset(config.dataset, "train", None).first(config.num_samples)
+    assert len(samples) == config.num_samples
+    order = torch.randperm(config.num_samples, generator=torch.Generator().manual_seed(epoch))
     share, rank = BATCH // config.num_workers, torch.distributed.get_rank()
     for start in range(0, config.num_samples, BATCH):
-        mine = slice(start + rank * share, start + (rank + 1) * share)
+        mine = order[start + rank * share : start + (rank + 1) * share]
         yield to_input(samples.pixels[mine]), samples.labels[mine]
 
 
@@ -214,7 +271,12 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     join_process_group(torch.device("cpu"))
     model = spec_of(config.model).build()
     options = deepspeed_config(config, config.num_workers)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=options)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=options,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+    )
 
     def step(inputs: Any, labels: Any) -> Any:
         loss = torch.nn.functional.cross_entropy(engine(inputs), labels)
@@ -237,11 +299,11 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
     engine.save(saved, Progress(1, 1))
     app = engine._app
 
-    def ours(number: int) -> float:
+    def ours(number: int) -> Spent:
         app.optimizer.state.clear()
         return _timed(lambda: load_into(app.model, app.optimizer, saved))
 
-    def theirs(number: int) -> float:
+    def theirs(number: int) -> Spent:
         app.optimizer.state.clear()
         return _timed(lambda: state_dict_loader.load({"app": app}, checkpoint_id=saved))
 
@@ -260,14 +322,14 @@ def stall_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
         Saver(replace(config, async_save=is_async), engine, outlet, lambda: None) for is_async in (True, False)
     )
 
-    def stalled(saver: Saver, number: int) -> float:
+    def stalled(saver: Saver, number: int) -> Spent:
         def save() -> None:
             saver.save(Progress(number, number), {})
             saver.collect()
 
         _timed(save)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        return saver.records[-1].stall_seconds
+        return Spent(saver.records[-1].stall_seconds)
 
     rounds = asked.rounds
     return _in_turn(rounds, lambda at: stalled(background, 2 * at + 1), lambda at: stalled(waiting, 2 * at + 2))

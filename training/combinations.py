@@ -59,6 +59,11 @@ def _given(config: Options, *names: str) -> str:
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(config, name)), "")
 
 
+def _parallel(config: Options) -> list[str]:
+    """The ways to divide a model, beside sharding, that the run asks for."""
+    return [f"--{name}" for name in ("tp", "pp", "ep") if getattr(config, name) > 1]
+
+
 FSDP_OPTIONS = ("cpu_offload", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
 PIPELINED = ("zero0", "zero1")
@@ -126,6 +131,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "parallel",
+        lambda config: len(_parallel(config)) > 1,
+        lambda config: (
+            f"{', '.join(_parallel(config)[:-1])} and {_parallel(config)[-1]} do not go together here; give one of them"
+        ),
+    ),
+    Rule(
         "tp strategy",
         lambda config: config.tp > 1 and not _is_fully_sharded(config),
         lambda config: f"--tp goes together with FSDP2, and --strategy is {config.sharding.name}",
@@ -168,11 +180,6 @@ RULES: tuple[Rule, ...] = (
         lambda config: (
             f"--pp {config.pp} is more stages than the {_facts(config).layers} layers of --model {config.model}"
         ),
-    ),
-    Rule(
-        "pp tp",
-        lambda config: config.pp > 1 and config.tp > 1,
-        lambda config: "--pp and --tp do not go together here; leave one of them out",
     ),
     Rule(
         "pp workers",

@@ -66,9 +66,9 @@ def logits_of(output: Any) -> Tensor:
     return answer if isinstance(answer, Tensor) else answer.logits
 
 
-def added_loss_of(output: Any) -> Tensor | float:
+def added_loss_of(output: Any) -> Tensor | None:
     """What a model asks for beside right answers, such as an even use of its experts."""
-    return output[1] if isinstance(output, tuple) else 0.0
+    return output[1] if isinstance(output, tuple) else None
 
 
 def _hugging_face(folder: Path) -> ModelSpec:

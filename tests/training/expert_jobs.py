@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.training.strategy_jobs import tiny_config
+from training.engines import create_engine
 from training.engines.expert_parallel import deal_out_experts
-from training.language_model import WIDTH
+from training.language_model import CONTEXT, WIDTH
 from training.mixture import EXPERTS, Experts
+from training.schedule import schedule_for
 
 
 def seeded_experts() -> Experts:
@@ -41,3 +47,17 @@ def close(dealt: Tensor, whole: Tensor) -> bool:
     assert isinstance(dealt.grad, DTensor) and whole.grad is not None
     assert len(dealt.grad.to_local()) < EXPERTS
     return torch.allclose(dealt.grad.full_tensor(), whole.grad, rtol=1e-5, atol=1e-5)
+
+
+def overflowing() -> tuple[float, bool]:
+    """One step in fp16 whose scale is far too large: the scale after it, and whether an expert's weight moved."""
+    config = tiny_config(Path("/run"), model="lm-moe", strategy="full_shard", ep=2, precision="fp16")
+    engine: Any = create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
+    engine._app.scaler.scale = 2.0**100
+    weights = [each.to_local() for each in engine._app.model.parameters()]
+    before = [each.clone() for each in weights]
+    words = torch.zeros(1, CONTEXT, dtype=torch.int64)
+    engine.step(words, words)
+    engine.close()
+    moved = any(not torch.equal(*pair) for pair in zip(weights, before, strict=True))
+    return engine._app.scaler.scale, moved

@@ -106,6 +106,8 @@ def test_latest_in_a_folder_needs_no_record_of_ray(used: Path) -> None:
         (["--engine=fsdp2", "--out=x", "--epoch=three"], 2),
         (["--out=x"], 2),
         (["--strategy=full_shard", "--out=x", "--tp=3"], 2),
+        (["--strategy=full_shard", "--out=x", "--model=lm-moe", "--dataset=text", "--tp=2", "--ep=2"], 2),
+        (["--strategy=zero3", "--out=x", "--model=lm-moe", "--dataset=text", "--ep=2"], 2),
         (["--config=none", "--out=x"], 2),
         (["--engine=fsdp2", "--out=x", "--num-workers=3"], 2),
         (["--engine=fsdp2", "--out=x", "--dataset=fashion-mnist"], 2),

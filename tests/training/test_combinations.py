@@ -75,6 +75,18 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--reshard-after-forward is for --strategy full_shard, not no_shard",
         ),
     ],
+    "parallel": [
+        (
+            {"strategy": strategy, "num_workers": 8, **model, **dict.fromkeys(sizes, 2)},
+            f"{named} do not go together here; give one of them",
+        )
+        for strategy, model, sizes, named in (
+            ("full_shard", TEXT, ("tp", "pp"), "--tp and --pp"),
+            ("full_shard", EXPERTS, ("tp", "ep"), "--tp and --ep"),
+            ("shard_grad_op", EXPERTS, ("pp", "ep"), "--pp and --ep"),
+            ("zero2", EXPERTS, ("tp", "pp", "ep"), "--tp, --pp and --ep"),
+        )
+    ],
     "tp strategy": [
         ({"strategy": "zero3", "tp": 2, **TEXT}, "--tp goes together with FSDP2, and --strategy is zero3"),
     ],
@@ -84,7 +96,7 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--tp is for --model lm; the layers of vit cannot be dealt out",
         ),
         (
-            {"strategy": "full_shard", "tp": 2, "ep": 2, "num_workers": 4, **EXPERTS},
+            {"strategy": "full_shard", "tp": 2, **EXPERTS},
             "--tp is for --model lm; the layers of lm-moe cannot be dealt out",
         ),
     ],
@@ -120,12 +132,6 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"strategy": "full_shard", **PIPELINE, "pp": 5, "num_workers": 5},
             "--pp 5 is more stages than the 4 layers of --model lm",
-        )
-    ],
-    "pp tp": [
-        (
-            {"strategy": "full_shard", **PIPELINE, "tp": 2, "num_workers": 4},
-            "--pp and --tp do not go together here; leave one of them out",
         )
     ],
     "pp workers": [

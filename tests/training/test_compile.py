@@ -17,7 +17,7 @@ from training import frameworks
 from training.engines.blocks import build, prepare
 from training.frameworks import check_frameworks
 from training.result import RunResult
-from training.zoo import spec_of
+from training.zoo import logits_of, spec_of
 
 SECONDS = 1800
 
@@ -77,3 +77,61 @@ def test_a_compiled_run_learns_the_same_and_saves_the_same_names(
         expected, found = (RunResult.read(one.out / "result.json") for one in (plain, compiled))
         assert found.history[0].losses == pytest.approx(expected.history[0].losses, rel=1e-5), strategy
         assert list(ckpt_tools.open(found.checkpoint)) == list(ckpt_tools.open(expected.checkpoint)), strategy
+
+
+SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": {"intermediate_size": 64, "num_key_value_heads": 2},
+    "mixtral": {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+"""Layers that are all alike: dense ones of two kinds, and a mixture of experts."""
+
+
+def named(model: str, folder: Path) -> str:
+    """As ``--model`` names it."""
+    if model not in HUGGING_FACE:
+        return model
+    from transformers import AutoConfig
+
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    AutoConfig.for_model(model, **SMALL, **HUGGING_FACE[model], **ends).save_pretrained(folder / model)
+    return f"hf:{folder / model}"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it, and hides the warning
+@pytest.mark.parametrize("model", ["cnn", *HUGGING_FACE])
+def test_a_block_is_one_graph_that_is_compiled_once(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in it is left to Python, and no step compiles it again."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    asked = tiny_config(tmp_path, model=named(model, tmp_path), strategy="ddp", compile=True)
+    spec = spec_of(asked.model)
+    network = build(asked, spec, partial(prepare, asked)).train()
+    kinds = 2 if model == "cnn" else 1  # of blocks: those of one kind share a graph
+    assert len(spec.blocks_of(network)) == 2
+    for _ in range(2):
+        inputs = torch.randn(4, 1, 28, 28) if model == "cnn" else torch.randint(256, (4, 64))
+        logits_of(network(inputs)).square().mean().backward()
+        counted = torch._dynamo.utils.counters
+        assert (dict(counted["frames"]), dict(counted["graph_break"])) == ({"total": kinds, "ok": kinds}, {})
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
+@pytest.mark.parametrize("model", ["cnn", *HUGGING_FACE])
+def test_compiled_blocks_of_other_models_learn_the_same(
+    model: str, strategy: str, precision: str, tmp_path: Path
+) -> None:
+    same = {"model": named(model, tmp_path), "strategy": strategy, "precision": precision, "until": 1}
+    plain, compiled = (tiny_config(tmp_path / f"compile-{each}", compile=each, **same) for each in (False, True))
+    pool(2).run(train_each, plain, compiled, seconds=SECONDS)
+    expected, found = (RunResult.read(one.out / "result.json") for one in (plain, compiled))
+    tolerance = 1e-5 if precision == "fp32" else 0.01
+    assert found.history[0].losses == pytest.approx(expected.history[0].losses, rel=tolerance)
+    assert list(ckpt_tools.open(found.checkpoint)) == list(ckpt_tools.open(expected.checkpoint))

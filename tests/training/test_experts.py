@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import ckpt_tools
 from fixtures.launch import pool
-from tests.training.expert_jobs import exchange, seeded_experts
+from tests.training.expert_jobs import exchange, overflowing, seeded_experts
 from tests.training.strategy_jobs import tiny_config, train_each
 from tests.training.test_strategies import WITHIN, losses, result_of, resuming, saving, starting
 from training.language_model import CONTEXT, HIDDEN, WIDTH
@@ -181,6 +181,58 @@ def test_a_checkpoint_says_nothing_about_ep(runs: Path, each: Each) -> None:
             full = f"layers.3.feed_forward.experts.{weight}"
             assert other[full].shape == plain[full].shape, name
             assert abs(other[full][...] - plain[full][...]).max() < 2e-4, (name, full)
+
+
+def test_experts_go_on_in_fp16_with_their_scale(tmp_path: Path) -> None:
+    half = {**MODEL, "strategy": "full_shard", "precision": "fp16"}
+    whole = tiny_config(tmp_path / "whole", ep=2, **half, **saving("full_shard"))
+    again = resuming(tmp_path / "again", whole.out, WITHIN, ep=2, **half)
+    pool(NARROW).run(train_each, whole, again, seconds=SECONDS)
+    saved = ckpt_tools.open(result_of(again.out).checkpoint)
+    assert saved.manifest.extra["loss_scaler"] == {"scale": 2.0**16, "good_steps": 4}
+    assert losses(result_of(again.out)) == losses(result_of(whole.out))[-1:]
+    assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
+
+
+def test_all_workers_leave_a_step_out_if_gradients_of_experts_overflow() -> None:
+    scales, moved = zip(*pool(2).run(overflowing), strict=True)
+    assert set(scales) == {2.0**100 / 2}
+    assert not any(moved)
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "ep-fp16": {"strategy": "full_shard", "ep": 2, "precision": "fp16"},
+    "ep-bf16": {"strategy": "full_shard", "ep": 2, "precision": "bf16"},
+    "ep-offload-fp16": {"strategy": "full_shard", "ep": 2, "precision": "fp16", "cpu_offload": True},
+    "ep-hybrid-bf16": {"strategy": "hybrid_shard", "shard_size": 2, "ep": 2, "precision": "bf16"},
+    "ep-no_shard-fp16": {"strategy": "no_shard", "ep": 2, "precision": "fp16"},
+    "ddp": {"strategy": "ddp"},
+    "ddp-bf16": {"strategy": "ddp", "precision": "bf16"},
+    "hybrid_shard": {"strategy": "hybrid_shard", "shard_size": 2},
+    "offload": {"strategy": "full_shard", "cpu_offload": True},
+    "offload-fp16": {"strategy": "full_shard", "cpu_offload": True, "precision": "fp16"},
+    "zero2_offload": {"strategy": "zero2_offload"},
+    "zero2_offload-bf16": {"strategy": "zero2_offload", "precision": "bf16"},
+}
+"""With ``--ep`` in 16 bits, and without it in the ways to spread a model that the runs above leave out."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SPREAD)
+def test_experts_go_on_at_the_same_and_at_another_world_size(name: str, tmp_path: Path) -> None:
+    case = {**MODEL, **SPREAD[name]}
+    plain = tiny_config(tmp_path / "plain", strategy="zero2", **MODEL)
+    whole = tiny_config(tmp_path / "whole", num_workers=WIDE, save_every_steps=1, **case)
+    again = resuming(tmp_path / "again", whole.out, WITHIN, num_workers=WIDE, **case)
+    narrow = resuming(tmp_path / "narrow", whole.out, num_workers=NARROW, **case)
+    pool(WIDE).run(train_each, whole, again, seconds=SECONDS)
+    pool(NARROW).run(train_each, plain, narrow, seconds=SECONDS)
+    found = losses(result_of(whole.out))
+    is_whole = "precision" not in case
+    assert found == pytest.approx(losses(result_of(plain.out)), rel=1e-5 if is_whole else 0.01)
+    assert losses(result_of(again.out)) == found[-1:]
+    assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
+    assert losses(result_of(narrow.out)) == pytest.approx(found[2:], rel=1e-5 if is_whole else 1e-3)
 
 
 @pytest.mark.soak

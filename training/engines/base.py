@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ..progress import Progress as Progress
+from ..zoo import added_loss_of, logits_of
 
 Save = Callable[[Path], None]
 """Writes this rank's shards into a folder."""
@@ -55,6 +57,17 @@ class Engine(Protocol):
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross-entropy of every label, in float32."""
     return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+def loss_of(output: Any, labels: Tensor) -> Tensor:
+    """Of what a model returned, as it is differentiated."""
+    loss, added = mean_loss(logits_of(output), labels), added_loss_of(output)
+    return loss if added is None else loss + added
+
+
+def mean_of(losses: list[Tensor]) -> Tensor:
+    """Of the micro-batches of a step, 0-d. Of one alone nothing is computed."""
+    return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
 
 @runtime_checkable

@@ -81,11 +81,33 @@ def _calling(original: Callable[..., None], on_block: OnBlock) -> Callable[..., 
     return init
 
 
-@torch.no_grad()
-def average_buffers(model: nn.Module) -> None:
-    """Let every rank have the same buffers: batch norm's running averages are of a rank's own samples."""
-    world_size = torch.distributed.get_world_size()
-    for buffer in model.buffers():
-        if buffer.is_floating_point() and world_size > 1:
+class RunningAverages:
+    """What a model keeps of its own samples beside weights, as batch norm does. It is found once: to walk through all
+    modules at each step takes longer than a small model's step may.
+
+    Buffers that are not saved are constants, such as the frequencies of rotary positions.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._world_size = torch.distributed.get_world_size()
+        self._places = [
+            (module, name)
+            for module in (model.modules() if self._world_size > 1 else ())
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+        ]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Let every rank have the same; collective."""
+        for module, name in self._places:
+            # By name: loading a checkpoint may put another tensor in the place.
+            buffer = module.get_buffer(name)
             torch.distributed.all_reduce(buffer)
-            buffer /= world_size
+            buffer /= self._world_size
+
+
+def set_training(model: nn.Module) -> None:
+    """As ``model.train()``, which walks through all modules; at most steps there is nothing to change."""
+    if not model.training:
+        model.train()

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from ckpt_tools import load_into
 
 from ..config import Precision, TrainConfig
-from ..engines.base import Progress, mean_loss
+from ..engines.base import Progress, loss_of, mean_of
 from ..engines.resuming import apply_settings, as_zero, progress_of, scheduler_of
 from ..reading import reading
 from ..schedule import Schedule
 from ..settings import SETTINGS_ENTRY
 from ..starting import load_first_weights
-from ..zoo import added_loss_of, logits_of, spec_of
-from .blocks import OnBlock, average_buffers, build, prepare
+from ..zoo import logits_of, spec_of
+from .blocks import OnBlock, RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +44,7 @@ class DeepSpeedEngine:
             config=options,
             lr_scheduler=schedule.attach,
         )
+        self._averages = RunningAverages(self._engine.module)
 
     def _first_model(self, options: dict[str, Any], device: torch.device) -> nn.Module:
         return first_model(self._config, options, self._dtype)
@@ -57,16 +58,15 @@ class DeepSpeedEngine:
         return torch.distributed.get_rank()
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        self._engine.train()
+        set_training(self._engine.module)
         parts, losses = self._config.gradient_accumulation, []
         for micro_inputs, micro_labels in zip(inputs.chunk(parts), labels.chunk(parts), strict=True):
-            output = self._forward(micro_inputs)
-            loss = mean_loss(logits_of(output), micro_labels) + added_loss_of(output)
+            loss = loss_of(self._forward(micro_inputs), micro_labels)
             self._engine.backward(loss)
             self._engine.step()
             losses.append(loss.detach())
-        average_buffers(self._engine.module)
-        return torch.stack(losses).mean()
+        self._averages.average()
+        return mean_of(losses)
 
     @torch.no_grad()
     def logits(self, inputs: Tensor) -> Tensor:

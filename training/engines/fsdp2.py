@@ -8,8 +8,8 @@ the world size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from ckpt_tools import load_into
 
 from ..config import Settings, TrainConfig
-from ..engines.base import Progress, Save, mean_loss
+from ..engines.base import Progress, Save, loss_of, mean_of
 from ..engines.resuming import apply_settings, progress_of, scheduler_of
 from ..reading import reading
 from ..schedule import Schedule
 from ..settings import SETTINGS_ENTRY
 from ..starting import load_first_weights
-from ..zoo import added_loss_of, logits_of, spec_of
-from .blocks import average_buffers
+from ..zoo import logits_of, spec_of
+from .blocks import RunningAverages, set_training
 from .gradients import LossScaler, multiply, total_norm
 from .parallel import meshes_of, parallel_model
 from .pipeline import StageNames, names_of_stages
@@ -112,39 +112,42 @@ class Fsdp2Engine:
         self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler, stages)
         # DDP has no policy of its own for what it computes in.
         casts = config.precision == "bf16" and model is not self._module
-        self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=casts)
+        self._autocast: Callable[[], AbstractContextManager[Any]] = (
+            partial(torch.autocast, device.type, torch.bfloat16) if casts else nullcontext
+        )
+        self._averages = RunningAverages(model)
 
     @property
     def data_rank(self) -> int:
         return self._meshes.data_rank
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        self._app.model.train()
+        set_training(self._app.model)
         loss = self._train(inputs, labels)
         self._update()
-        average_buffers(self._app.model)
+        self._averages.average()
         return loss
 
     def _train(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """The gradients of all micro-batches, and their mean loss."""
         parts = self._config.gradient_accumulation
         micro_batches = list(zip(inputs.chunk(parts), labels.chunk(parts), strict=True))
-        losses = [self._backward(*one, is_last=at == parts) for at, one in enumerate(micro_batches, 1)]
-        return torch.stack(losses).mean()
+        return mean_of([self._backward(*one, is_last=at == parts) for at, one in enumerate(micro_batches, 1)])
 
     def _backward(self, inputs: Tensor, labels: Tensor, is_last: bool) -> Tensor:
         """Add the gradients of one micro-batch; ranks exchange them after the last."""
         with self._exchanging(is_last):
             with self._autocast():
                 output = self._module(inputs)
-            loss = mean_loss(logits_of(output), labels) + added_loss_of(output)
+            loss = loss_of(output, labels)
             self._scaled(loss).backward()
         return loss.detach()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """As a part of the step's loss, times the scale of fp16."""
         scale = 1.0 if self._app.scaler is None else self._app.scaler.scale
-        return loss * (scale / self._config.gradient_accumulation)
+        factor = scale / self._config.gradient_accumulation
+        return loss if factor == 1.0 else loss * factor
 
     @contextmanager
     def _exchanging(self, is_last: bool) -> Iterator[None]:
@@ -152,8 +155,9 @@ class Fsdp2Engine:
             with nullcontext() if is_last else self._module.no_sync():
                 yield
             return
-        assert isinstance(self._module, FSDPModule)
-        self._module.set_requires_gradient_sync(is_last)
+        if self._config.gradient_accumulation > 1:
+            assert isinstance(self._module, FSDPModule)
+            self._module.set_requires_gradient_sync(is_last)
         yield
 
     def _update(self) -> None:

@@ -1,0 +1,77 @@
+"""Each command of docs/training.md: a run of each in the soak, and everywhere that its options fit together.
+
+The commands of "Checkpoints, and how a run goes on" build on each other, and test_checkpointing runs them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import training
+from training.__main__ import main
+from training.compare import main as compare
+from training.comparison import cases_of
+from training.config import TrainConfig
+from training.result import RunResult
+from training.tune import main as tune
+from training.tune import runs_of
+
+ROOT = Path(training.__file__).parent.parent
+PAGE = (ROOT / "docs/training.md").read_text()
+APART = PAGE.split("## Checkpoints, and how")[1].split("\n## ")[0]
+SMALL = ["--launcher=torchrun", "--num-samples=64", "--epochs=1"]
+SECONDS = 900
+
+
+def commands(program: str, page: str = PAGE) -> list[str]:
+    """What follows the program on each of its lines."""
+    return re.findall(rf"(?m)^\$ {re.escape(program)} (.*)$", page)
+
+
+def is_for_this_machine(words: str) -> bool:
+    """test_s3 has a store, and nobody here has sixteen workers."""
+    return "s3://" not in words and "--num-workers 16" not in words
+
+
+RUNS = [words for words in commands("ckpt-tools train", PAGE.replace(APART, "")) if is_for_this_machine(words)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("words", RUNS)
+def test_a_documented_run_ends_with_a_result(words: str, tmp_path: Path) -> None:
+    """By torchrun, on a few samples; everything else as on the page."""
+    asked = shlex.split(words)
+    command = [sys.executable, "-m", "training", *asked, *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    out = main.make_context("training", asked).params["out"]
+    found = RunResult.read(tmp_path / out / "result.json")
+    assert Path(found.checkpoint).is_dir() and len(found.history) == 1
+
+
+def test_few_documented_runs_are_left_out() -> None:
+    assert len(RUNS) >= 17
+    left = [words for words in commands("ckpt-tools train") if not is_for_this_machine(words)]
+    assert len(left) == 4, left
+
+
+def test_the_documented_comparisons_are_runs(tmp_path: Path) -> None:
+    found = commands("python -m ckpt_tools_training.compare")
+    assert len(found) == 2
+    for words in found:
+        params = compare.make_context("compare", shlex.split(words)).params
+        assert len(cases_of(params["texts"], params["options"], tmp_path)) in (3, 11)
+
+
+def test_the_documented_learning_rates_are_runs() -> None:
+    [words] = commands("python -m ckpt_tools_training.tune")
+    params = tune.make_context("tune", shlex.split(words)).params
+    config = TrainConfig(**main.make_context("training", list(params["options"])).params)
+    assert [run.learning_rate for run in runs_of(config, params["rates"])] == [1e-3, 3e-3]
