@@ -228,7 +228,10 @@ class TensorLeaf:
         start = storage_start + tensor.storage_offset * item
         at = ByteRange(file, start, storage_start + max(tensor.stop, tensor.storage_offset) * item)
         shape = tuple(tensor.shape)
-        shard = Shard(Box.whole(shape), at, None if tensor.is_contiguous else tensor.strides)
+        if tensor.is_contiguous:
+            table = ShardTable.whole(shape, tensor.dtype, at)
+            return cls(table.shape, tensor.dtype, table)
+        shard = Shard(Box.whole(shape), at, tensor.strides)
         return cls(shape, tensor.dtype, ShardTable.build(shape, tensor.dtype, [shard]))
 
 
