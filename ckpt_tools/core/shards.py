@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -77,13 +78,141 @@ class _Unknown(Enum):
     UNKNOWN = "not computed yet"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardTable:
+class ShardTable(ABC):
     """The shards of one tensor as columns.
 
     ``shape`` is the geometry the boxes are in: the tensor's own, or ``(numel,)``. ``starts`` and ``stops`` are
     ``[num_shards, ndim]`` in elements, ``byte_starts`` and ``byte_stops`` ``[num_shards]``, ``file_ids`` index
     ``files``. ``strides`` are ``[num_shards, ndim]`` in elements, or None where every shard is row-major.
+    """
+
+    __slots__ = ()
+    shape: Shape
+    dtype: DType
+    starts: Ints
+    stops: Ints
+    files: Sequence[str]
+    file_ids: Ints
+    byte_starts: Ints
+    byte_stops: Ints
+    framing: Framing
+    strides: Ints | None
+    numels: Ints
+    """Elements of each shard."""
+    _covers: bool
+
+    @classmethod
+    def build(
+        cls,
+        shape: Shape,
+        dtype: DType,
+        shards: Sequence[Shard],
+        *,
+        framing: Framing = Framing.RAW,
+    ) -> ShardTable:
+        """The table of a few shards given one by one. Raises MalformedError also for a box of other dims."""
+        if any(len(shard.box.start) != len(shape) for shard in shards):
+            raise MalformedError(f"a shard of a tensor of shape {list(shape)} has a different number of dims")
+        files = list(dict.fromkeys(shard.at.file for shard in shards))
+        number = {file: index for index, file in enumerate(files)}
+        rows = (len(shards), len(shape))
+        strided = any(shard.strides is not None for shard in shards)
+        return RowTable(
+            shape=tuple(shape),
+            dtype=dtype,
+            starts=_int64([s.box.start for s in shards], rows),
+            stops=_int64([s.box.stop for s in shards], rows),
+            files=tuple(files),
+            file_ids=np.array([number[s.at.file] for s in shards], np.int64),
+            byte_starts=_int64([s.at.start for s in shards], rows[:1]),
+            byte_stops=_int64([s.at.stop for s in shards], rows[:1]),
+            framing=framing,
+            strides=_int64([s.strides or contiguous_strides(s.box.shape) for s in shards], rows) if strided else None,
+        )
+
+    @classmethod
+    def whole(cls, shape: Shape, dtype: DType, at: ByteRange, *, framing: Framing = Framing.RAW) -> ShardTable:
+        """The table of one row-major shard that is the whole tensor, as most are: 200,000 take a second and 100 MB
+        less than with ``build``. The columns that follow from the shape are shared, and cannot be written to."""
+        columns = _whole_columns(tuple(shape), dtype)
+        if at.stop > INT64_MAX:
+            raise MalformedError("a shard's offset is not a 64-bit number")
+        if framing is Framing.RAW and at.stop - at.start != columns.num_bytes:
+            raise MalformedError(
+                f"{at.stop - at.start} bytes cannot hold {prod(shape)} elements of {dtype.value}", path=at.file
+            )
+        return _WholeTable(columns, at, framing)
+
+    def __len__(self) -> int:
+        return len(self.file_ids)
+
+    @property
+    @abstractmethod
+    def flat(self) -> FlatIndex | None:
+        """The shards as intervals of the row-major order; None where one is no interval, or is not stored in that
+        order."""
+
+    def box(self, row: int) -> Box:
+        return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
+
+    def byte_range(self, row: int) -> ByteRange:
+        file = self.files[int(self.file_ids[row])]
+        return ByteRange(file, int(self.byte_starts[row]), int(self.byte_stops[row]))
+
+    def stride(self, row: int) -> Shape:
+        """Strides of a shard in elements."""
+        return (
+            tuple(self.strides[row].tolist()) if self.strides is not None else contiguous_strides(self.box(row).shape)
+        )
+
+    def __iter__(self) -> Iterator[Shard]:
+        for row in range(len(self)):
+            yield Shard(self.box(row), self.byte_range(row), None if self.strides is None else self.stride(row))
+
+    def rows(self, rows: Ints) -> ShardTable:
+        """The table of some of the shards."""
+        return RowTable(
+            shape=self.shape,
+            dtype=self.dtype,
+            starts=self.starts[rows],
+            stops=self.stops[rows],
+            files=self.files,
+            file_ids=self.file_ids[rows],
+            byte_starts=self.byte_starts[rows],
+            byte_stops=self.byte_stops[rows],
+            framing=self.framing,
+            strides=None if self.strides is None else self.strides[rows],
+        )
+
+    @abstractmethod
+    def below(self, prefix: str) -> ShardTable:
+        """The same shards in files whose names have ``prefix`` before them."""
+
+    def in_shape(self, shape: Shape) -> ShardTable:
+        """The same shards in the geometry of ``shape``; an interval of the flattening becomes its boxes."""
+        if self.shape == shape:
+            return self
+        assert len(self.shape) == 1 and prod(shape) == prod(self.shape), "only a flattening unfolds"
+        assert self.framing is Framing.RAW and self.strides is None, "only plain intervals unfold"
+        item = self.dtype.item_bytes
+        shards: list[Shard] = []
+        for row in range(len(self)):
+            at, start = self.byte_range(row), int(self.starts[row, 0])
+            cursor = at.start
+            for box in from_flat(start, start + int(self.numels[row]), shape):
+                shards.append(Shard(box, ByteRange(at.file, cursor, cursor + box.numel * item)))
+                cursor += box.numel * item
+        return ShardTable.build(shape, self.dtype, shards)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stored pieces, their framing included."""
+        return int((self.byte_stops - self.byte_starts).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable(ShardTable):
+    """A table of any shards.
 
     Raises:
         MalformedError: a box leaves the tensor, or a length disagrees with the elements it should hold; a number is
@@ -140,116 +269,15 @@ class ShardTable:
         ]
         return _int64(reach, (len(self),))
 
-    @classmethod
-    def build(
-        cls,
-        shape: Shape,
-        dtype: DType,
-        shards: Sequence[Shard],
-        *,
-        framing: Framing = Framing.RAW,
-    ) -> ShardTable:
-        """The table of a few shards given one by one. Raises MalformedError also for a box of other dims."""
-        if any(len(shard.box.start) != len(shape) for shard in shards):
-            raise MalformedError(f"a shard of a tensor of shape {list(shape)} has a different number of dims")
-        files = list(dict.fromkeys(shard.at.file for shard in shards))
-        number = {file: index for index, file in enumerate(files)}
-        rows = (len(shards), len(shape))
-        strided = any(shard.strides is not None for shard in shards)
-        return cls(
-            shape=tuple(shape),
-            dtype=dtype,
-            starts=_int64([s.box.start for s in shards], rows),
-            stops=_int64([s.box.stop for s in shards], rows),
-            files=tuple(files),
-            file_ids=np.array([number[s.at.file] for s in shards], np.int64),
-            byte_starts=_int64([s.at.start for s in shards], rows[:1]),
-            byte_stops=_int64([s.at.stop for s in shards], rows[:1]),
-            framing=framing,
-            strides=_int64([s.strides or contiguous_strides(s.box.shape) for s in shards], rows) if strided else None,
-        )
-
-    @classmethod
-    def whole(cls, shape: Shape, dtype: DType, at: ByteRange, *, framing: Framing = Framing.RAW) -> ShardTable:
-        """The table of one row-major shard that is the whole tensor, as most are: 200,000 take a second and 100 MB
-        less than with ``build``. The columns that follow from the shape are shared, and cannot be written to."""
-        columns = _whole_columns(tuple(shape), dtype)
-        if at.stop > INT64_MAX:
-            raise MalformedError("a shard's offset is not a 64-bit number")
-        if framing is Framing.RAW and at.stop - at.start != columns.num_bytes:
-            raise MalformedError(
-                f"{at.stop - at.start} bytes cannot hold {prod(shape)} elements of {dtype.value}", path=at.file
-            )
-        return _WholeTable(columns, at, framing)
-
-    def __len__(self) -> int:
-        return len(self.file_ids)
-
     @property
     def flat(self) -> FlatIndex | None:
-        """The shards as intervals of the row-major order; None where one is no interval, or is not stored in that
-        order."""
         if self._flat is _Unknown.UNKNOWN:
             object.__setattr__(self, "_flat", _flat_index(self))
         assert self._flat is not _Unknown.UNKNOWN
         return self._flat
 
-    def box(self, row: int) -> Box:
-        return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
-
-    def byte_range(self, row: int) -> ByteRange:
-        file = self.files[int(self.file_ids[row])]
-        return ByteRange(file, int(self.byte_starts[row]), int(self.byte_stops[row]))
-
-    def stride(self, row: int) -> Shape:
-        """Strides of a shard in elements."""
-        return (
-            tuple(self.strides[row].tolist()) if self.strides is not None else contiguous_strides(self.box(row).shape)
-        )
-
-    def __iter__(self) -> Iterator[Shard]:
-        for row in range(len(self)):
-            yield Shard(self.box(row), self.byte_range(row), None if self.strides is None else self.stride(row))
-
-    def rows(self, rows: Ints) -> ShardTable:
-        """The table of some of the shards."""
-        return ShardTable(
-            shape=self.shape,
-            dtype=self.dtype,
-            starts=self.starts[rows],
-            stops=self.stops[rows],
-            files=self.files,
-            file_ids=self.file_ids[rows],
-            byte_starts=self.byte_starts[rows],
-            byte_stops=self.byte_stops[rows],
-            framing=self.framing,
-            strides=None if self.strides is None else self.strides[rows],
-        )
-
     def below(self, prefix: str) -> ShardTable:
-        """The same shards in files whose names have ``prefix`` before them."""
         return replace(self, files=tuple(f"{prefix}{file}" for file in self.files))
-
-    def in_shape(self, shape: Shape) -> ShardTable:
-        """The same shards in the geometry of ``shape``; an interval of the flattening becomes its boxes."""
-        if self.shape == shape:
-            return self
-        assert len(self.shape) == 1 and prod(shape) == prod(self.shape), "only a flattening unfolds"
-        assert self.framing is Framing.RAW and self.strides is None, "only plain intervals unfold"
-        item = self.dtype.item_bytes
-        shards: list[Shard] = []
-        for row in range(len(self)):
-            at, start = self.byte_range(row), int(self.starts[row, 0])
-            cursor = at.start
-            for box in from_flat(start, start + int(self.numels[row]), shape):
-                shards.append(Shard(box, ByteRange(at.file, cursor, cursor + box.numel * item)))
-                cursor += box.numel * item
-        return ShardTable.build(shape, self.dtype, shards)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stored pieces, their framing included."""
-        return int((self.byte_stops - self.byte_starts).sum())
 
 
 class _WholeColumns(NamedTuple):
@@ -279,20 +307,23 @@ def _whole_columns(shape: Shape, dtype: DType) -> _WholeColumns:
 class _WholeTable(ShardTable):
     """One row-major shard that is the whole tensor: its range, and the columns that its shape has."""
 
-    __slots__ = ("_at", "_columns")
-    _at: ByteRange
+    __slots__ = ("_columns", "_file", "_start", "_stop", "framing")
     _columns: _WholeColumns
+    _file: str
+    _start: int
+    _stop: int
+
+    _covers = True
+    strides = None
 
     def __init__(self, columns: _WholeColumns, at: ByteRange, framing: Framing) -> None:
-        object.__setattr__(self, "_columns", columns)
-        object.__setattr__(self, "_at", at)
-        object.__setattr__(self, "framing", framing)
-        object.__setattr__(self, "strides", None)
-        object.__setattr__(self, "_covers", True)
+        self._columns = columns
+        self._file, self._start, self._stop = at.file, at.start, at.stop
+        self.framing = framing
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Workers in other processes share the columns of a shape too."""
-        return partial(ShardTable.whole, framing=self.framing), (self.shape, self.dtype, self._at)
+        return partial(ShardTable.whole, framing=self.framing), (self.shape, self.dtype, self.byte_range(0))
 
     shape = property(lambda self: self._columns.shape)
     dtype = property(lambda self: self._columns.dtype)
@@ -301,19 +332,20 @@ class _WholeTable(ShardTable):
     file_ids = property(lambda self: self._columns.file_ids)
     numels = property(lambda self: self._columns.numels)
     flat = property(lambda self: self._columns.flat)
-    files = property(lambda self: (self._at.file,))
-    byte_starts = property(lambda self: np.array([self._at.start], np.int64))
-    byte_stops = property(lambda self: np.array([self._at.stop], np.int64))
+    files = property(lambda self: (self._file,))
+    byte_starts = property(lambda self: np.array([self._start], np.int64))
+    byte_stops = property(lambda self: np.array([self._stop], np.int64))
 
     def below(self, prefix: str) -> ShardTable:
-        return _WholeTable(self._columns, replace(self._at, file=f"{prefix}{self._at.file}"), self.framing)
+        at = ByteRange(f"{prefix}{self._file}", self._start, self._stop)
+        return _WholeTable(self._columns, at, self.framing)
 
     def byte_range(self, row: int) -> ByteRange:
-        return (self._at,)[row]
+        return (ByteRange(self._file, self._start, self._stop),)[row]
 
     @property
     def num_bytes(self) -> int:
-        return self._at.stop - self._at.start
+        return self._stop - self._start
 
 
 def _shared(numbers: Sequence[int]) -> Ints:

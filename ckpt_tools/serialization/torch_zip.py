@@ -20,7 +20,7 @@ from ckpt_tools.core.values import StorageRef, StoredTensor, Value
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
-from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.serialization.pickle.load import FIRST_BYTES, FIRST_PART, check_start, loads
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
 from ckpt_tools.serialization.zip_archive import (
     ALIGNMENT,
@@ -101,6 +101,7 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
     _check_byte_order(directory, root, records, read)
     if records["data.pkl"].size > MAX_PICKLE_BYTES:
         raise MalformedError(f"its pickle has {records['data.pkl'].size:,} bytes", path=path)
+    _check_start(directory, f"{root}/data.pkl", read)
     value, storages = interpret(directory.read_record(read, f"{root}/data.pkl"), path)
     _check_storages(storages, records, path)
 
@@ -110,6 +111,17 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
         return {key: ranges[name] for key, name in names.items()}
 
     return TorchArchive(path, value, MappingProxyType(records), storages, locate, root)
+
+
+def _check_start(directory: Directory, name: str, read: ReadRange) -> None:
+    if directory.records[name].size >= FIRST_BYTES[0] * FIRST_PART:
+        start, stop = directory.payload_ranges(read, [name])[name]
+        check_start(
+            lambda first, last: read(start + first, start + last),
+            stop - start,
+            path=directory.path,
+            persistent_load=described_storage,
+        )
 
 
 def _no_archive(read: ReadRange, size: int, path: str) -> CkptError:

@@ -6,6 +6,7 @@ whoever gave it. It knows nothing of formats, staging or retries.
 
 from __future__ import annotations
 
+import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
@@ -16,6 +17,9 @@ from typing import Protocol
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 
 Buffer = bytes | bytearray | memoryview
+
+_LARGE_BYTES = 1 << 20
+"""From this size on a copy costs more memory than a longer way costs time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +205,20 @@ class Source:
         """Bytes ``[start, stop)`` of ``path``. Raises IncompleteError where the file ends before ``stop``."""
         if not 0 <= start <= stop <= self.size(path):
             raise IncompleteError(f"it ends at byte {self.size(path):,}, before byte {stop:,}", path=path)
+        if stop - start >= _LARGE_BYTES:
+            return self._read_once(path, start, stop)
         buffer = bytearray(stop - start)
         self.store.read_into(path, start, memoryview(buffer))
         return bytes(buffer)
+
+    def _read_once(self, path: str, start: int, stop: int) -> bytes:
+        """The same without a copy: ``getvalue`` hands out the bytes of the stream themselves."""
+        stream = io.BytesIO()
+        stream.seek(stop - start - 1)
+        stream.write(b"\0")
+        with stream.getbuffer() as buffer:
+            self.store.read_into(path, start, buffer)
+        return stream.getvalue()
 
     def read_all(self, path: str, *, limit_bytes: int) -> bytes:
         """The whole of a header file. Raises MalformedError where it is larger than any such file may be."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
+from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
@@ -258,7 +258,7 @@ class TestCover:
         rows, columns = np.divmod(np.arange(side * side), side)
         starts = np.stack([rows, columns], axis=1)[np.random.default_rng(0).permutation(side * side)]
         offsets = np.arange(side * side)
-        table = ShardTable(
+        table = RowTable(
             (side, side), DType.UINT8, starts, starts + 1, ("f",), np.zeros_like(offsets), offsets, offsets + 1
         )
         assert len(TensorEntry((side, side), DType.UINT8, Kind.PARAMETER, table).shards) == side * side

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import fixtures
-from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.values import to_json
 from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
 from ckpt_tools.stores.local import LocalStore
-from ckpt_tools.stores.overlay import Overlay
-from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.transfer.tensor_reader import TensorReader
+from ckpt_tools.stores.source import Source
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture
-from tests.support.truth import Truth, assert_same_bits, dtype_of
+from tests.support.manifests import assert_holds, gathered, groups_of
+from tests.support.truth import Truth, assert_same_bits
+from tests.support.zero_flavours import Changed
 
 OTHER_OPTIMIZERS = [
     Fixture("zero2-fp32", "rmsprop", 3),
@@ -42,29 +37,6 @@ def read(folder: Path, tag: str | None = None) -> Manifest:
     return DeepSpeedReader().read_manifest(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
 
 
-def elements(store: Store, entry: TensorEntry) -> np.ndarray:
-    out = bytearray(entry.num_bytes)
-    reader = TensorReader(store, scratch_bytes=1 << 20)
-    reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
-    return np.frombuffer(bytes(out), dtype_of(entry.dtype.value)).reshape(entry.shape)
-
-
-def gathered(folder: Path, manifest: Manifest) -> dict[tuple[str, str], np.ndarray]:
-    """Every tensor of the model and the optimizer, weights under their aliases too."""
-    store = Overlay(LocalStore(folder), manifest.literals)
-    entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
-    entries |= {StateKey(alias): manifest.tensors[StateKey(owner)] for alias, owner in manifest.aliases.items()}
-    return {tuple(key): elements(store, entry) for key, entry in entries.items()}
-
-
-def groups_of(manifest: Manifest) -> list[dict[str, Any]]:
-    return as_json([{"fqns": group.params, "options": group.options} for group in manifest.groups])
-
-
-def as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda f: f"{f.kind}-{f.case}-{f.world_size}")
 def test_reads_what_deepspeed_holds(wanted: Fixture, checkpoint: Callable[[str, str, int], Fixture]) -> None:
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
@@ -72,37 +44,7 @@ def test_reads_what_deepspeed_holds(wanted: Fixture, checkpoint: Callable[[str, 
 
 
 def assert_read(folder: Path, truth: Truth, *, stage: int) -> None:
-    """Tensors bit for bit, kinds, ties, groups and everything that is no tensor."""
-    manifest = read(folder)
-    assert_same_bits(truth.tensors, gathered(folder, manifest))
-    assert manifest.format == f"zero{stage}"
-    assert manifest.aliases == truth.facts["ties"]
-    kinds = {key.fqn: entry.kind.value for key, entry in manifest.tensors.items() if entry.kind is not Kind.STATE}
-    assert kinds == {fqn: kind for fqn, kind in truth.kinds.items() if fqn not in truth.facts["ties"]}
-    assert groups_of(manifest) == truth.facts["groups"]
-    assert_facts(manifest, truth.facts)
-
-
-def assert_facts(manifest: Manifest, facts: Mapping[str, Any]) -> None:
-    extra = manifest.extra
-    assert (manifest.step, manifest.world_size) == (facts["global_step"], facts["world_size"])
-    assert extra["global_step"] == facts["global_step"]
-    assert as_json(extra["lr_scheduler"]) == facts["scheduler"]
-    assert as_json(extra["client_state"]) == facts["client_state"]
-    assert extra["deepspeed"]["skipped_steps"] == facts["skipped_steps"]
-    scaler = {k: v for k, v in to_json(extra.get("loss_scaler", {})).items() if k != "dtype"}
-    assert scaler == facts["loss_scaler"]
-
-
-@dataclass(frozen=True, slots=True)
-class Changed(zero.Flavour):
-    """A flavour with other settings of ``zero_optimization``."""
-
-    changes: dict[str, Any] = field(default_factory=dict)
-
-    def config(self) -> dict[str, Any]:
-        config = zero.Flavour.config(self)
-        return config | {"zero_optimization": config["zero_optimization"] | self.changes}
+    assert_holds(read(folder), folder, truth, format_name=f"zero{stage}")
 
 
 CHANGED = {

@@ -18,6 +18,7 @@ from fixtures.corpus import deepspeed
 from fixtures.corpus.layout import State
 from tests.formats import zero_files
 from tests.layouts.contents import contents, of_tensor
+from tests.support.manifests import elements
 
 Saved = Callable[[int], tuple[Path, State, list[float]]]
 
@@ -85,7 +86,6 @@ def momentum_of(files: dict[str, Any], name: str) -> list[float]:
     from ckpt_tools.core.options import ReadOptions
     from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
     from ckpt_tools.stores.source import Source
-    from tests.formats.test_deepspeed import elements
 
     manifest = DeepSpeedReader().read_manifest(Source.open(source), ReadOptions())
     return elements(source, manifest.tensors[StateKey(name, "momentum_buffer")]).flatten().tolist()

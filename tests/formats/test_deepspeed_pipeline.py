@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,12 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.core.manifest import MASTER, StateKey
-from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import deepspeed, deepspeed_pipeline, make
 from fixtures.corpus.layout import State
 from tests.layouts.contents import contents
+from tests.support.damage import TAG, Damage, assert_is_named, copied_run, rename, save, unlink
 from tests.support.resumed import assert_goes_on
 from tests.support.saved_files import Change, change_file
 
@@ -24,29 +23,12 @@ from tests.support.saved_files import Change, change_file
 @pytest.fixture
 def native(tmp_path: Path) -> Path:
     """A copy of a run with ZeRO-1 of 2 stages, whose first and last layer are files of one tied module."""
-    shutil.copytree(make("deepspeed-pipeline-zero1-bf16").folder, tmp_path / "run")
-    return tmp_path / "run"
-
-
-def changed(folder: Path, name: str, change: Change) -> None:
-    change_file(folder / "global_step4" / name, change)
-
-
-def unlink(*names: str) -> Callable[[Path], object]:
-    return lambda tag: [(tag / name).unlink() for name in names]
-
-
-def rename(one: str, other: str) -> Callable[[Path], object]:
-    return lambda tag: (tag / one).rename(tag / other)
-
-
-def save(name: str, value: Any) -> Callable[[Path], object]:
-    return lambda tag: torch.save(value, tag / name)
+    return copied_run("deepspeed-pipeline-zero1-bf16", tmp_path)
 
 
 OPTIM = "bf16_zero_pp_rank_0_mp_rank_0{}_optim_states.pt"
 
-DAMAGED: dict[str, tuple[Callable[[Path], object], type[FormatError], str]] = {
+DAMAGED: dict[str, Damage] = {
     "a layer is missing": (unlink("layer_01-model_states.pt"), IncompleteError, r"1\.\S+: no file of a layer"),
     "both tied layers are missing": (
         unlink("layer_00-model_states.pt", "layer_06-model_states.pt"),
@@ -98,10 +80,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], type[FormatError], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_files_that_do_not_fit_are_an_error(name: str, native: Path) -> None:
-    change, kind, text = DAMAGED[name]
-    change(native / "global_step4")
-    with pytest.raises(kind, match=text):
-        contents(native)
+    assert_is_named(DAMAGED[name], native)
 
 
 def test_the_ranks_of_all_stages_are_counted(native: Path) -> None:
@@ -110,13 +89,13 @@ def test_the_ranks_of_all_stages_are_counted(native: Path) -> None:
 
 
 def test_stages_of_two_steps_are_refused(native: Path) -> None:
-    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
+    change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
     with pytest.raises(MalformedError, match="the step of stage 1"):
         ckpt_tools.inspect(native)
 
 
 def test_a_stage_that_holds_a_model_is_refused(native: Path) -> None:
-    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(module={}))
+    change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(module={}))
     with pytest.raises(MalformedError, match="files of a pipeline's layers lie beside it"):
         ckpt_tools.inspect(native)
 
@@ -139,14 +118,14 @@ def test_groups_that_differ_between_stages_stay_apart(native: Path) -> None:
     def change(content: Any) -> None:
         content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["weight_decay"] = 0.5
 
-    changed(native, OPTIM.format(1), change)
+    change_file(native / TAG / OPTIM.format(1), change)
     manifest = contents(native)[0]
     assert [len(group.params) for group in manifest.groups] == [3, 3, 2, 1]
     assert any("differ in them" in note.why for note in manifest.notes)
 
 
 def test_what_the_stages_have_for_themselves_is_noted(native: Path) -> None:
-    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
+    change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
     notes = [f"{note.what}: {note.why}" for note in contents(native)[0].notes]
     assert any("client_state of the other stages" in note for note in notes), notes
 
@@ -161,22 +140,22 @@ def test_plain_numbers_of_two_stages_stay_apart(native: Path) -> None:
 
         return change
 
-    changed(native, OPTIM.format(0), step(4))
-    changed(native, OPTIM.format(1), step(5))
+    change_file(native / TAG / OPTIM.format(0), step(4))
+    change_file(native / TAG / OPTIM.format(1), step(5))
     found = contents(native)[1]
     assert found[StateKey("1.up.weight", "step")] != found[StateKey("5.up.weight", "step")]
 
 
 def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path: Path) -> None:
-    shutil.copytree(make("deepspeed-pipeline-bf16").folder, tmp_path / "run")
+    run = copied_run("deepspeed-pipeline-bf16", tmp_path)
 
     def change(content: Any) -> None:
         group = content["optimizer_state_dict"]["param_slice_mappings"][0]
         group["tied_modules.embed.weight"].start += 1
 
-    changed(tmp_path / "run", OPTIM.format(0), change)
+    change_file(run / TAG / OPTIM.format(0), change)
     with pytest.raises(MalformedError, match="param_slice_mappings do not fit"):
-        contents(tmp_path / "run")
+        contents(run)
 
 
 # The names of the whole model

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +9,10 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from fixtures import launch
-from fixtures.corpus import deepspeed_pipeline_cut, make
-from tests.layouts.contents import contents
-from tests.support.saved_files import change_file
+from fixtures.corpus import deepspeed_pipeline_cut
+from tests.support.damage import Damage, assert_is_named, changed, copied_run, swap, unlink
 
 LAYER = "layer_{:02d}-model_{:02d}-model_states.pt"
 MODEL = "mp_rank_{:02d}_model_states.pt"
@@ -24,12 +21,7 @@ OPTIM = "zero_pp_rank_0_mp_rank_{:02d}_optim_states.pt"
 
 @pytest.fixture
 def native(tmp_path: Path) -> Path:
-    shutil.copytree(make("deepspeed-pipeline-tp-zero1-fp32").folder, tmp_path / "run")
-    return tmp_path / "run"
-
-
-def unlink(*names: str) -> Callable[[Path], object]:
-    return lambda tag: [(tag / name).unlink() for name in names]
+    return copied_run("deepspeed-pipeline-tp-zero1-fp32", tmp_path)
 
 
 def frozen(tag: Path) -> None:
@@ -37,8 +29,7 @@ def frozen(tag: Path) -> None:
         torch.save({"weight": torch.ones(9, 6)}, tag / LAYER.format(2, part))
 
 
-def without_rules(tag: Path) -> None:
-    change_file(tag / MODEL.format(0), lambda content: content.pop("universal_checkpoint_info"))
+without_rules = changed(MODEL.format(0), lambda content: content.pop("universal_checkpoint_info"))
 
 
 def fewer_parts(tag: Path) -> None:
@@ -48,7 +39,7 @@ def fewer_parts(tag: Path) -> None:
             torch.save(content, tag / LAYER.format(layer, number))
 
 
-DAMAGED: dict[str, tuple[Callable[[Path], object], type[FormatError], str]] = {
+DAMAGED: dict[str, Damage] = {
     "a part of a layer": (unlink(LAYER.format(3, 1)), IncompleteError, r"layer_03-model_01\S+: this file of a layer"),
     "a layer": (unlink(LAYER.format(3, 0), LAYER.format(3, 1)), IncompleteError, r"3\.\S+: no file of a layer"),
     "the last rank": (unlink(MODEL.format(3), OPTIM.format(3)), IncompleteError, "mp_rank_03 is missing"),
@@ -66,19 +57,12 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], type[FormatError], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_files_that_do_not_fit_are_an_error(name: str, native: Path) -> None:
-    change, kind, text = DAMAGED[name]
-    change(native / "global_step4")
-    with pytest.raises(kind, match=text):
-        contents(native)
+    assert_is_named(DAMAGED[name], native)
 
 
 def test_parts_that_are_swapped_are_refused(native: Path) -> None:
-    one, other = (native / "global_step4" / LAYER.format(1, part) for part in range(2))
-    data = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(data)
-    with pytest.raises(MalformedError, match="saved as layer_01-model_01"):
-        contents(native)
+    swapped = swap(LAYER.format(1, 0), LAYER.format(1, 1))
+    assert_is_named((swapped, MalformedError, "saved as layer_01-model_01"), native)
 
 
 def test_the_run_goes_on_without_parallelism(tmp_path: Path) -> None:

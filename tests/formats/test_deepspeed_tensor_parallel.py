@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from fixtures import launch
 from fixtures.corpus import deepspeed, make
 from tests.layouts.contents import contents
+from tests.support.damage import TAG, copied_run
 from tests.support.resumed import assert_goes_on
-from tests.support.saved_files import Change, change_file
+from tests.support.saved_files import change_file
 
 Shape = tuple[int, ...]
 
@@ -159,12 +159,7 @@ def test_what_cannot_be_joined_is_refused(name: str) -> None:
 @pytest.fixture
 def native(tmp_path: Path) -> Path:
     """A copy of a run with ZeRO-2 of 2 x 2 ranks."""
-    shutil.copytree(make("deepspeed-tp-zero2-fp32").folder, tmp_path / "run")
-    return tmp_path / "run"
-
-
-def changed(folder: Path, name: str, change: Change) -> None:
-    change_file(folder / "global_step4" / name, change)
+    return copied_run("deepspeed-tp-zero2-fp32", tmp_path)
 
 
 def test_a_part_that_is_missing_is_named(native: Path) -> None:
@@ -187,19 +182,19 @@ def test_an_optimizer_file_that_is_missing_is_named(native: Path) -> None:
 
 
 def test_parts_of_two_steps_are_refused(native: Path) -> None:
-    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
+    change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
     with pytest.raises(MalformedError, match="the step of tensor-parallel rank 1"):
         ckpt_tools.inspect(native)
 
 
 def test_runs_without_rules_are_refused(native: Path) -> None:
-    changed(native, "mp_rank_00_model_states.pt", lambda content: content.pop("universal_checkpoint_info"))
+    change_file(native / TAG / "mp_rank_00_model_states.pt", lambda content: content.pop("universal_checkpoint_info"))
     with pytest.raises(UnsupportedError, match="no universal_checkpoint_info"):
         ckpt_tools.inspect(native)
 
 
 def test_what_the_ranks_have_for_themselves_is_noted(native: Path) -> None:
-    changed(native, "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
+    change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
     notes = [f"{note.what}: {note.why}" for note in contents(native)[0].notes]
     assert any("client_state of the other ranks" in note for note in notes), notes
 

@@ -18,15 +18,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, Serializat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt_tools
-from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.reading import read_checkpoint
-from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures.store import Fixture
-from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits, dtype_of
+from tests.support.manifests import elements_in
+from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits
 
 Checkpoint = Callable[[str, str, int], Fixture]
 
@@ -48,15 +47,7 @@ def manifest_of(folder: Path) -> Manifest:
 def gathered(folder: Path) -> dict[Key, np.ndarray]:
     """Every weight, under its aliases too, and every tensor of the optimizer."""
     source, manifest = read_checkpoint(folder, ReadOptions())
-    entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
-    entries |= {StateKey(alias): entries[StateKey(owner)] for alias, owner in manifest.aliases.items()}
-    reader = TensorReader(source.store, scratch_bytes=1 << 20)
-    found = {}
-    for (fqn, slot), entry in entries.items():
-        out = bytearray(entry.num_bytes)
-        reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
-        found[fqn, slot] = np.frombuffer(bytes(out), dtype_of(entry.dtype.value)).reshape(entry.shape)
-    return found
+    return elements_in(source.store, manifest)
 
 
 @pytest.mark.parametrize("kind", TREES)

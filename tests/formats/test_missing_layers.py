@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-import ckpt_tools
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import Layer, Parameter, check
-from fixtures.corpus import deepspeed_pipeline, make
+from fixtures.corpus import deepspeed_pipeline
 from tests.layouts.contents import contents
+from tests.support.damage import assert_is_named, copied_run, unlink
 
 A, B, V = (4, 4), (4,), (16, 4)
 
@@ -99,10 +98,9 @@ def test_a_missing_layer_is_an_error(name: str) -> None:
 @pytest.mark.parametrize(("layer", "stage"), [(0, 0), (3, 0), (6, 1)])
 def test_a_file_that_is_missing(layer: int, stage: int, tmp_path: Path) -> None:
     """Layer 3 has two vectors, and a frozen one of their shape lies in its stage."""
-    shutil.copytree(make("deepspeed-pipeline-fp32").folder, tmp_path / "run")
-    (tmp_path / "run" / "global_step4" / f"layer_0{layer}-model_states.pt").unlink()
-    with pytest.raises(IncompleteError, match=rf"mp_rank_0{stage}_model_states.pt.*file of a layer is missing"):
-        ckpt_tools.inspect(tmp_path / "run")
+    damage = unlink(f"layer_0{layer}-model_states.pt")
+    run = copied_run("deepspeed-pipeline-fp32", tmp_path)
+    assert_is_named((damage, IncompleteError, rf"mp_rank_0{stage}_model_states.pt.*file of a layer is missing"), run)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

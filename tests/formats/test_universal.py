@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,16 @@ import pytest
 import torch
 
 import fixtures
-from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.values import to_json
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.deepspeed.universal.reader import UniversalReader
 from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
 from ckpt_tools.stores.local import LocalStore
-from ckpt_tools.stores.overlay import Overlay
-from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.transfer.tensor_reader import TensorReader
+from ckpt_tools.stores.source import Source
 from fixtures.store import Fixture
-from tests.support.truth import Truth, assert_same_bits, dtype_of
+from tests.support.manifests import assert_holds, gathered
+from tests.support.truth import Truth, assert_same_bits
 
 Checkpoint = Callable[[str, str, int], Fixture]
 
@@ -37,55 +33,14 @@ def read(folder: Path, tag: str | None = None) -> Manifest:
     return UniversalReader().read_manifest(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
 
 
-def elements(store: Store, entry: TensorEntry) -> np.ndarray:
-    out = bytearray(entry.num_bytes)
-    reader = TensorReader(store, scratch_bytes=1 << 20)
-    reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
-    return np.frombuffer(bytes(out), dtype_of(entry.dtype.value)).reshape(entry.shape)
-
-
-def gathered(folder: Path, manifest: Manifest) -> dict[tuple[str, str], np.ndarray]:
-    """Every tensor of the model and the optimizer, weights under their aliases too."""
-    store = Overlay(LocalStore(folder), manifest.literals)
-    entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
-    entries |= {StateKey(alias): manifest.tensors[StateKey(owner)] for alias, owner in manifest.aliases.items()}
-    return {tuple(key): elements(store, entry) for key, entry in entries.items()}
-
-
-def as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-def groups_of(manifest: Manifest) -> list[dict[str, Any]]:
-    return as_json([{"fqns": group.params, "options": group.options} for group in manifest.groups])
-
-
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda f: f"{f.kind}-{f.case}-{f.world_size}")
 def test_reads_what_deepspeed_holds(wanted: Fixture, checkpoint: Checkpoint) -> None:
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
-    assert_read(read(made.checkpoint), made.checkpoint, Truth.load(made.root))
+    assert_read(made.checkpoint, Truth.load(made.root))
 
 
-def assert_read(manifest: Manifest, folder: Path, truth: Truth) -> None:
-    """Tensors bit for bit, kinds, ties, groups and everything that is no tensor."""
-    assert_same_bits(truth.tensors, gathered(folder, manifest))
-    assert manifest.format == "universal"
-    assert manifest.aliases == truth.facts["ties"]
-    kinds = {key.fqn: entry.kind.value for key, entry in manifest.tensors.items() if entry.kind is not Kind.STATE}
-    assert kinds == {fqn: kind for fqn, kind in truth.kinds.items() if fqn not in truth.facts["ties"]}
-    assert groups_of(manifest) == truth.facts["groups"]
-    assert_facts(manifest, truth.facts)
-
-
-def assert_facts(manifest: Manifest, facts: Mapping[str, Any]) -> None:
-    extra = manifest.extra
-    assert (manifest.step, extra["global_step"]) == (facts["global_step"], facts["global_step"])
-    assert manifest.world_size == facts["world_size"]
-    assert as_json(extra["lr_scheduler"]) == facts["scheduler"]
-    assert as_json(extra["client_state"]) == facts["client_state"]
-    assert extra["deepspeed"]["skipped_steps"] == facts["skipped_steps"]
-    scaler = {k: v for k, v in to_json(extra.get("loss_scaler", {})).items() if k != "dtype"}
-    assert scaler == facts["loss_scaler"]
+def assert_read(folder: Path, truth: Truth) -> None:
+    assert_holds(read(folder), folder, truth, format_name="universal")
 
 
 @pytest.fixture
@@ -139,7 +94,7 @@ def test_a_folder_of_that_name_is_no_sign(tmp_path: Path) -> None:
 
 def test_reads_a_tag_folder_by_itself(edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
     folder = edited(STAGE1) / TAG
-    assert_read(read(folder), folder, truth_of(checkpoint, STAGE1))
+    assert_read(folder, truth_of(checkpoint, STAGE1))
 
 
 def test_latest_universal_chooses_and_a_tag_overrides(edited: Callable[[str], Path]) -> None:
@@ -198,7 +153,7 @@ def test_padding_that_older_versions_left_is_trimmed(edited: Callable[[str], Pat
     for name in ("fp32", "exp_avg"):
         path = folder / TAG / "zero/oddities.one" / f"{name}.pt"
         change(path, lambda flat: torch.cat([flat, torch.full((3,), 7.0)]))
-    assert_read(read(folder), folder, truth_of(checkpoint, STAGE3))
+    assert_read(folder, truth_of(checkpoint, STAGE3))
 
 
 def test_rows_that_a_vocabulary_lacks_are_zeros(edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
@@ -214,7 +169,7 @@ def test_elements_need_not_lie_in_order(edited: Callable[[str], Path], checkpoin
     folder = edited(STAGE1)
     path = folder / TAG / "zero/blocks.0.up.weight/exp_avg.pt"
     change(path, lambda value: {**value, "param": value["param"].T.contiguous().T})
-    assert_read(read(folder), folder, truth_of(checkpoint, STAGE1))
+    assert_read(folder, truth_of(checkpoint, STAGE1))
 
 
 def test_a_step_may_be_a_number(edited: Callable[[str], Path]) -> None:

@@ -36,7 +36,7 @@ from ckpt_tools.transfer.runners.threads import ThreadRunner
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture
 from tests.conftest import Resume
-from tests.formats.test_universal import gathered, groups_of
+from tests.support.manifests import gathered, groups_of
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
 Checkpoint = Callable[[str, str, int], Fixture]

@@ -36,7 +36,7 @@ from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.runners.threads import ThreadRunner
-from ckpt_tools.transfer.tensor_reader import TensorReader
+from tests.support.manifests import read_bytes
 
 DTYPES = {
     np.dtype(np.float32): DType.FLOAT32,
@@ -610,13 +610,8 @@ def checkpoints(draw: st.DrawFn) -> tuple[Checkpoint, Manifest]:
 
 def elements(made: MemoryStore, manifest: Manifest) -> dict[StateKey, tuple[tuple[int, ...], DType, bytes]]:
     """Shape, type and bytes of every tensor."""
-    reader = TensorReader(Overlay(made, manifest.literals), scratch_bytes=1 << 16)
-    found = {}
-    for key, entry in manifest.tensors.items():
-        out = bytearray(entry.num_bytes)
-        reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
-        found[key] = (entry.shape, entry.dtype, bytes(out))
-    return found
+    store = Overlay(made, manifest.literals)
+    return {key: (each.shape, each.dtype, read_bytes(store, each)) for key, each in manifest.tensors.items()}
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ Tests go by the number of processes, so that a pool of them serves many.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from fixtures.store import Fixture
 from fixtures.truth import Truth as Gathered
 from tests.conftest import Resume
 from tests.support.truth import MASTER, Truth, assert_same_bits, same_bits
+from tests.support.zero_flavours import Changed
 
 Change = Callable[[Manifest], Manifest]
 Made = Callable[[str, str, int], Fixture]
@@ -152,17 +153,6 @@ UNSCALED = {"cur_scale": 1.0, "dynamic": False}
 
 
 # Engines with other settings, resumed by jobs of our own
-
-
-@dataclass(frozen=True, slots=True)
-class Changed(zero.Flavour):
-    """A flavour with other settings of ``zero_optimization``."""
-
-    changes: dict[str, Any] = field(default_factory=dict)
-
-    def config(self) -> dict[str, Any]:
-        config = zero.Flavour.config(self)
-        return config | {"zero_optimization": config["zero_optimization"] | self.changes}
 
 
 def produce_changed(flavour: Changed, folder: str) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.formats.reading import read_checkpoint
-from ckpt_tools.transfer.tensor_reader import TensorReader
+from tests.support.manifests import read_bytes
 
 Contents = dict[StateKey, tuple[str, tuple[int, ...], bytes]]
 """Dtype, shape and bytes of each tensor."""
@@ -25,12 +24,9 @@ def contents(path: Path, options: ReadOptions = WHOLE) -> tuple[Manifest, Conten
     entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
     for alias, owner in manifest.aliases.items():
         entries |= {StateKey(alias, key.slot): entry for key, entry in entries.items() if key.fqn == owner}
-    reader = TensorReader(source.store, scratch_bytes=1 << 20)
     found: Contents = {}
     for key, entry in entries.items():
-        out = bytearray(entry.num_bytes)
-        reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
-        found[key] = (entry.dtype.value, tuple(entry.shape), bytes(out))
+        found[key] = (entry.dtype.value, tuple(entry.shape), read_bytes(source.store, entry))
     return manifest, found
 
 

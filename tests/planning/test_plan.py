@@ -19,7 +19,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import parse_size
-from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
+from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.planning.hits import FlatHit, Hit, hits
 from ckpt_tools.planning.plan import (
@@ -293,7 +293,7 @@ class TestHits:
         count = 1 << 20
         starts = np.arange(count, dtype=np.int64)[:, None] * 4
         offsets = starts[:, 0]
-        table = ShardTable(
+        table = RowTable(
             (4 * count,), DType.UINT8, starts, starts + 4, ("f",), np.zeros(count, np.int64), offsets, offsets + 4
         )
         first, last = hits(table, Box.whole((4 * count,)), (4 * count,), 4002, 4006)
@@ -304,7 +304,7 @@ class TestHits:
         ranks, shape = 10_000, (10_000, 64)
         starts = np.arange(ranks, dtype=np.int64)[:, None] * 64
         offsets = starts[:, 0]
-        table = ShardTable(
+        table = RowTable(
             (64 * ranks,), DType.UINT8, starts, starts + 64, ("f",), np.zeros(ranks, np.int64), offsets, offsets + 64
         )
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from math import prod
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.shards import ByteRange, Framing, Ints, ShardTable
+from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
 from ckpt_tools.core.values import Size, Value
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, errors_name
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TensorLeaf, TreePath
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
-from ckpt_tools.serialization.pickle.load import loads, refuse_call
+from ckpt_tools.serialization.pickle.load import check_start, loads, refuse_call
 from ckpt_tools.stores.source import Source, checked_name
 
 MAX_METADATA_BYTES = 4 << 30
@@ -60,14 +62,13 @@ def read_index(source: Source, path: str) -> Index:
     Raises:
         FormatError: it breaks a rule, or names a file or a range that is not there. UnsafeError: it names one outside.
     """
-    data = source.read_all(path, limit_bytes=MAX_METADATA_BYTES)
     with errors_name(path):
-        return _index_of(data, source, path)
+        return _index_of(source, path)
 
 
-def _index_of(data: bytes, source: Source, path: str) -> Index:
-    metadata = loads(data, path=path)
-    del data
+def _index_of(source: Source, path: str) -> Index:
+    check_start(partial(source.read, path), source.size(path), path=path)
+    metadata = loads(source.read_all(path, limit_bytes=MAX_METADATA_BYTES), path=path)
     refuse_call(metadata, path)
     if not isinstance(metadata, Metadata):
         raise MalformedError("it does not contain DCP metadata", path=path)
@@ -105,23 +106,31 @@ class _Files:
         starts = self._column(map(attrgetter("offset"), infos), len(infos))
         lengths = self._column(map(attrgetter("length"), infos), len(infos))
         sizes = np.array(self._sizes, np.int64)[numbers]
-        self._refuse_cut_off(numbers, sizes, lengths > sizes - starts, infos)
+        self._refuse_cut_off(numbers, lengths > sizes - starts, infos)
         return numbers, starts, starts + lengths
+
+    def place(self, info: StorageInfo) -> ByteRange:
+        """The same of one item."""
+        number, stop = self._number(info.relative_path), info.offset + info.length
+        if stop > self._sizes[number]:
+            raise self._cut_off(number, stop)
+        return ByteRange(self.names[number], info.offset, stop)
 
     @staticmethod
     def _column(values: Iterable[int], count: int) -> Ints:
         return np.fromiter(values, np.int64, count)
 
-    def _refuse_cut_off(
-        self, numbers: Ints, sizes: Ints, wrong: NDArray[np.bool_], infos: Sequence[StorageInfo]
-    ) -> None:
+    def _refuse_cut_off(self, numbers: Ints, wrong: NDArray[np.bool_], infos: Sequence[StorageInfo]) -> None:
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
-            stop = infos[row].offset + infos[row].length
-            raise IncompleteError(
-                f"it has {int(sizes[row]):,} bytes, but one of its items ends at byte {stop:,}; the file is truncated",
-                path=self.names[int(numbers[row])],
-            )
+            raise self._cut_off(int(numbers[row]), infos[row].offset + infos[row].length)
+
+    def _cut_off(self, number: int, stop: int) -> IncompleteError:
+        size = self._sizes[number]
+        return IncompleteError(
+            f"it has {size:,} bytes, but one of its items ends at byte {stop:,}; the file is truncated",
+            path=self.names[number],
+        )
 
     def _number(self, relative_path: str) -> int:
         number = self._numbers.get(relative_path)
@@ -135,7 +144,7 @@ class _Files:
         return number
 
 
-Items = Mapping[MetadataIndex, StorageInfo]
+Items = dict[MetadataIndex, StorageInfo]
 
 ZSTD = re.compile(r"stream\.zstd/1(?:\..*)?")
 """What torch's ``ZStandard`` calls itself, with its version (checkpoint/_extension.py)."""
@@ -165,12 +174,14 @@ def _is_compressed(infos: Sequence[StorageInfo]) -> bool:
 
 
 def _object(fqn: str, items: Items, files: _Files) -> ByteRange:
-    numbers, starts, stops = files.places([_info(fqn, None, items)])
-    return ByteRange(files.names[int(numbers[0])], int(starts[0]), int(stops[0]))
+    return files.place(_info(fqn, None, items))
 
 
 def _info(fqn: str, offsets: Size | None, items: Items) -> StorageInfo:
-    found = items.get(MetadataIndex(fqn, offsets))
+    return _there(items.get(MetadataIndex(fqn, offsets)), fqn, offsets)
+
+
+def _there(found: StorageInfo | None, fqn: str, offsets: Size | None) -> StorageInfo:
     if found is None:
         where = "" if offsets is None else f" at {list(offsets)}"
         raise IncompleteError(f"its piece{where} is not in any file", key=fqn)
@@ -182,6 +193,31 @@ def _extents(sizes: Iterable[Size], num_rows: int, ndim: int) -> Ints:
 
 
 def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files) -> TensorLeaf:
+    if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.size and not any(entry.chunks[0].offsets):
+        return _stored_whole(fqn, entry, items, files)
+    return _stored_in_pieces(fqn, entry, items, files)
+
+
+def _stored_whole(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files) -> TensorLeaf:
+    """One piece, as most are where a rank keeps whole tensors: 200,000 take a tenth of the time, and half the memory
+    because what is said of a piece goes when the piece is known."""
+    offsets = entry.chunks[0].offsets
+    if 0 in entry.size:
+        return _stored_in_pieces(fqn, entry, items, files)
+    info = _there(items.pop(MetadataIndex(fqn, offsets), None), fqn, offsets)
+    dtype = entry.properties.element_type
+    is_compressed = bool(info.transform_descriptors) and _is_compressed([info])
+    framing = Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM
+    table = ShardTable.whole(entry.size, dtype, files.place(info), framing=framing)
+    num_bytes = prod(entry.size) * dtype.item_bytes
+    if not is_compressed and info.length < num_bytes:
+        raise _no_room(fqn, offsets)
+    if not is_compressed and info.length == num_bytes:
+        raise _safetensors(table.files[0])
+    return TensorLeaf(table.shape, dtype, table)
+
+
+def _stored_in_pieces(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files) -> TensorLeaf:
     shape = tuple(entry.size)
     chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
     if any(len(chunk.sizes) != len(shape) for chunk in chunks):
@@ -190,24 +226,19 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files)
     is_compressed = _is_compressed(infos)
     numbers, byte_starts, byte_stops = files.places(infos)
     dtype = entry.properties.element_type
-    framing = Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM
-    if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
-        at = ByteRange(files.names[int(numbers[0])], int(byte_starts[0]), int(byte_stops[0]))
-        table = ShardTable.whole(shape, dtype, at, framing=framing)
-    else:
-        starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
-        extents = _extents(map(attrgetter("sizes"), chunks), len(chunks), len(shape))
-        table = ShardTable(
-            shape=shape,
-            dtype=dtype,
-            starts=starts,
-            stops=starts + extents,
-            files=files.names,
-            file_ids=numbers,
-            byte_starts=byte_starts,
-            byte_stops=byte_stops,
-            framing=framing,
-        )
+    starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
+    extents = _extents(map(attrgetter("sizes"), chunks), len(chunks), len(shape))
+    table = RowTable(
+        shape=shape,
+        dtype=dtype,
+        starts=starts,
+        stops=starts + extents,
+        files=files.names,
+        file_ids=numbers,
+        byte_starts=byte_starts,
+        byte_stops=byte_stops,
+        framing=Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM,
+    )
     if not is_compressed:
         _check_room(fqn, table)
         _refuse_safetensors(table)
@@ -219,20 +250,25 @@ def _refuse_safetensors(table: ShardTable) -> None:
     and the length of the piece alone; torch's zip of a tensor is longer."""
     bare = (table.byte_stops - table.byte_starts == table.numels * table.dtype.item_bytes) & (table.numels > 0)
     if bare.any():
-        raise UnsupportedError(
-            "its tensors were saved as safetensors under an index that does not say where they are, which torch cannot "
-            "read either; save with HuggingFaceStorageWriter, or without serialization_format",
-            path=table.files[int(table.file_ids[int(np.flatnonzero(bare)[0])])],
-        )
+        raise _safetensors(table.files[int(table.file_ids[int(np.flatnonzero(bare)[0])])])
+
+
+def _safetensors(file: str) -> UnsupportedError:
+    return UnsupportedError(
+        "its tensors were saved as safetensors under an index that does not say where they are, which torch cannot "
+        "read either; save with HuggingFaceStorageWriter, or without serialization_format",
+        path=file,
+    )
 
 
 def _check_room(fqn: str, table: ShardTable) -> None:
     small = table.byte_stops - table.byte_starts < table.numels * table.dtype.item_bytes
     if small.any():
-        row = int(np.flatnonzero(small)[0])
-        raise MalformedError(
-            f"its piece at {list(table.box(row).start)} is larger than the item that holds it", key=fqn
-        )
+        raise _no_room(fqn, table.box(int(np.flatnonzero(small)[0])).start)
+
+
+def _no_room(fqn: str, offsets: Sequence[int]) -> MalformedError:
+    return MalformedError(f"its piece at {list(offsets)} is larger than the item that holds it", key=fqn)
 
 
 def _paths(metadata: Metadata) -> dict[str, TreePath]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.shards import ByteRange, Ints, ShardTable
+from ckpt_tools.core.shards import ByteRange, Ints, RowTable, ShardTable
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.dcp.index import Index
@@ -70,7 +70,7 @@ def _table(tables: Sequence[ShardTable]) -> ShardTable:
     starts, stops = (np.concatenate([getattr(table, name) for table in tables]) for name in ("starts", "stops"))
     rows = _first_of_each(np.concatenate([starts, stops], axis=1))
     first = tables[0]
-    return ShardTable(
+    return RowTable(
         shape=first.shape,
         dtype=first.dtype,
         starts=starts[rows],

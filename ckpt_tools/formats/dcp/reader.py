@@ -47,7 +47,7 @@ class DcpReader:
         index, of_ranks = merged(source, indexes) if is_of_one_rank(paths[0]) else (_joined(indexes), ())
         refuse_megatron(source, paths, index)
         ties = ties_among(index.tensors)
-        tensors = {fqn: tensor for fqn, tensor in index.tensors.items() if fqn not in ties}
+        tensors = {fqn: each for fqn, each in index.tensors.items() if fqn not in ties} if ties else index.tensors
         inner: dict[StateKey, TensorLeaf] = {}
         literals: dict[str, bytes] = {}
         objects = {

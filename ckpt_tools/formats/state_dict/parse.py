@@ -228,7 +228,10 @@ class TensorLeaf:
         start = storage_start + tensor.storage_offset * item
         at = ByteRange(file, start, storage_start + max(tensor.stop, tensor.storage_offset) * item)
         shape = tuple(tensor.shape)
-        shard = Shard(Box.whole(shape), at, None if tensor.is_contiguous else tensor.strides)
+        if tensor.is_contiguous:
+            table = ShardTable.whole(shape, tensor.dtype, at)
+            return cls(table.shape, tensor.dtype, table)
+        shard = Shard(Box.whole(shape), at, tensor.strides)
         return cls(shape, tensor.dtype, ShardTable.build(shape, tensor.dtype, [shard]))
 
 
@@ -276,15 +279,17 @@ def manifest_of(
     doubts = () if model_key is not None else _doubts(leaves, numels, tree)
     parameters = _parameter_shapes(leaves, tree, buffers)
     leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order, parameters)
+    del numels, parameters
     roles = {name: _role(name, leaves, tree) for name in leaves.paths}
     refuse_weights(dotted(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
     aliases, twins = _aliases(ties or {}, roles)
     numbers = {
         name: number_table(leaves.objects[name], name) for name in leaves.objects if isinstance(roles[name], State)
     }
-    tensors = {**leaves.tensors, **{name: leaves.tensors[owner] for name, owner in twins.items()}}
-    tensors |= {name: TensorLeaf((), table.dtype, table) for name, (table, _) in numbers.items()}
-    leaves = replace(leaves, tensors=tensors)
+    more = {name: leaves.tensors[owner] for name, owner in twins.items()}
+    more |= {name: TensorLeaf((), table.dtype, table) for name, (table, _) in numbers.items()}
+    if more:
+        leaves = replace(leaves, tensors={**leaves.tensors, **more})
     extra, homes = _extras(leaves, roles, tree)
     return Manifest(
         format_name,

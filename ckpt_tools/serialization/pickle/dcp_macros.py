@@ -12,6 +12,8 @@ from ckpt_tools.serialization.pickle.dcp_metadata import (
     MetadataIndex,
     Record,
     StorageInfo,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 from ckpt_tools.serialization.pickle.machine import UNSET, Machine, Unset
 from ckpt_tools.serialization.pickle.opcodes import U32
@@ -30,23 +32,28 @@ MAX_ATTEMPTS = 100
 MAX_KEPT_SIZES = 1 << 16
 """Sizes kept by their opcodes: the chunks of a tensor have few sizes, but each its own offsets."""
 
+MAX_KEPT_ENTRIES, MAX_KEPT_ENTRY_BYTES, MAX_KEPT_ENTRY_SIZES = 1 << 12, 1 << 12, 1 << 6
+"""Tensors kept by their opcodes and by what these mean: those of a model have few shapes."""
+
 
 class RecordMacro(ABC):
     """Reads whole records of one class where they are written as torch and ``dumps`` write them.
 
     After the class was fetched from the memo that is a new object without arguments, a dict of its fields, BUILD. Field
     names and ``torch.Size`` are fetched from the memo too, so the pattern is made once the first record was read opcode
-    by opcode. Either every value is memoised in order (MEMOIZE, protocol 4) or none is (``dumps``); the tuples and
-    dicts that only ever serve to build a record get a place in the memo, but cannot be fetched from it.
+    by opcode. Either every value is memoised in order (MEMOIZE, protocol 4) or none is (``dumps``). Of what has a place
+    in the memo only names and sizes are kept there: a pickle that fetches a record, or the tuples and dicts of which it
+    was built, is read again without macros.
     """
 
-    __slots__ = ("attempts", "machine", "put", "start", "tail")
+    __slots__ = ("attempts", "lengths", "machine", "put", "start", "tail")
 
     fields: tuple[str, ...]
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.attempts = 0
+        self.lengths: dict[bytes, int] = {}
         self.put = b""
         # No record starts so, until it is known how they start here.
         self.start = b"."
@@ -65,8 +72,9 @@ class RecordMacro(ABC):
         """Read what follows ``start``."""
 
     @abstractmethod
-    def patterns(self, size: bytes, fetches: list[bytes]) -> tuple[bytes, bytes]:
-        """Opcodes from the first field's name on: those that are always the same, and a pattern of the rest."""
+    def patterns(self, size: bytes, fetches: list[bytes]) -> tuple[bytes, bytes] | None:
+        """Opcodes from the first field's name on: those that are always the same, and a pattern of the rest; None
+        where it is not known yet how the rest starts."""
 
     def _prepare(self, at: int) -> bool:
         self.attempts += 1
@@ -75,7 +83,10 @@ class RecordMacro(ABC):
         if self.attempts > MAX_ATTEMPTS or not size or len(fetches) < len(self.fields):
             return False
         self.put = b"\x94" if self.machine.data[at + 2 : at + 3] == b"\x94" else b""
-        start, tail = self.patterns(size, fetches)
+        patterns = self.patterns(size, fetches)
+        if patterns is None:
+            return False
+        start, tail = patterns
         self.start = b")\x81" + self.put + b"}" + self.put + b"(" + fetches[0] + start
         self.tail = re.compile(rb"(?s:" + tail + rb"ub)")
         return True
@@ -84,15 +95,25 @@ class RecordMacro(ABC):
         """The opcode that fetches ``wanted`` from the memo; empty where it is in none of the likely places."""
         memo = self.machine.memo
         last = len(memo) - 1
-        for index in (*range(last, max(-1, last - NAMES_ARE_NEAR), -1), *range(min(last, NAMES_ARE_EARLY))):
-            if type(memo[index]) is type(wanted) and memo[index] == wanted:
-                return b"h%c" % index if index < 256 else b"j" + U32.pack(index)
+        if wanted is None:
+            return b""
+        for position in (*range(last, max(-1, last - NAMES_ARE_NEAR), -1), *range(min(last, NAMES_ARE_EARLY))):
+            if type(memo[position]) is type(wanted) and memo[position] == wanted:
+                place = memo.place_of(position)
+                return b"h%c" % place if place < 256 else b"j" + U32.pack(place)
         return b""
+
+    def fetched(self, opcode: bytes) -> Value:
+        """What an opcode fetches from the memo."""
+        return self.machine.memo.fetch(opcode[1] if len(opcode) == 2 else U32.unpack_from(opcode, 1)[0])
 
     def extents(self) -> bytes:
         """A group that matches a tuple of integers."""
-        put = re.escape(self.put)
-        return rb"(\)|\(?(?:" + _INTEGER + rb")*+[\x85-\x87t]" + put + rb")"
+        return rb"(" + self.integers() + rb")"
+
+    def integers(self) -> bytes:
+        """The same without the group."""
+        return rb"(?:\)|\(?(?:" + _INTEGER + rb")*+[\x85-\x87t]" + re.escape(self.put) + rb")"
 
     def call(self) -> bytes:
         """What makes a ``Size`` of the tuple on the stack."""
@@ -110,17 +131,37 @@ class RecordMacro(ABC):
                 kept[written] = found
         return found
 
+    def length(self, written: bytes) -> int:
+        """The integer that an opcode pushes; equal ones are one."""
+        if len(self.lengths) >= MAX_KEPT_ENTRIES:
+            self.lengths.clear()
+        return self.lengths.setdefault(written, _decoded(written))
+
     def remember(self, *values: Value) -> None:
-        if self.put:
-            self.machine.memo.extend(values)
+        """Put ``values``, of which only names and sizes take room."""
+        memo = self.machine.memo
+        if not self.put:
+            return
+        if not self.machine.language.leaves_out:
+            memo.extend(values)
+            return
+        left_out = 0
+        for value in values:
+            if type(value) is Size or type(value) is str:
+                memo.leave_out(left_out)
+                memo.append(value)
+                left_out = 0
+            else:
+                left_out += 1
+        memo.leave_out(left_out)
 
     def text(self, at: int) -> tuple[str | None, int, bool]:
         """The string written or fetched at ``at``, the position after it, and whether it takes a place in the memo."""
         data = self.machine.data
         if data[at] == _BINGET:
-            value, after = self.machine.memo[data[at + 1]], at + 2
+            value, after = self.machine.memo.fetch(data[at + 1]), at + 2
         elif data[at] == _LONG_BINGET:
-            value, after = self.machine.memo[U32.unpack_from(data, at + 1)[0]], at + 5
+            value, after = self.machine.memo.fetch(U32.unpack_from(data, at + 1)[0]), at + 5
         elif data[at] == _SHORT_TEXT:
             after = at + 2 + data[at + 1]
             value = str(data[at + 2 : after], "utf-8", "surrogatepass")
@@ -155,10 +196,7 @@ class _ChunkMacro(RecordMacro):
         chunk = object.__new__(ChunkStorageMetadata)
         chunk.set(offsets, sizes)
         self.machine.stack.append(chunk)
-        if len(offsets) and len(sizes):
-            self.remember(chunk, UNSET, UNSET, UNSET, offsets, UNSET, UNSET, sizes)
-        else:
-            self.remember(chunk, UNSET, *_places(offsets), UNSET, offsets, *_places(sizes), UNSET, sizes)
+        self.remember(chunk, UNSET, *_places_of_size(offsets), *_places_of_size(sizes))
         return found.end()
 
 
@@ -184,8 +222,8 @@ class _IndexMacro(RecordMacro):
         if fqn is None or found is None:
             return 0
         hint, extents, fetched = found.groups()
-        offset = self.size(extents) if extents is not None else self._fetched(fetched)
-        if offset is None and fetched != b"N":
+        offset = self.size(extents) if extents is not None else None if fetched == b"N" else self.fetched(fetched)
+        if type(offset) is not Size and fetched != b"N":
             return 0
         index = object.__new__(MetadataIndex)
         index.set(fqn, offset, None if hint == b"N" else _decoded(hint))
@@ -193,11 +231,6 @@ class _IndexMacro(RecordMacro):
         made = () if extents is None or offset is None else (*_places(offset), UNSET, offset)
         self.remember(index, UNSET, *((fqn,) if is_new else ()), *made)
         return found.end()
-
-    def _fetched(self, opcode: bytes) -> Size | None:
-        memo = self.machine.memo
-        value = None if opcode == b"N" else memo[opcode[1] if len(opcode) == 2 else U32.unpack_from(opcode, 1)[0]]
-        return value if type(value) is Size else None
 
 
 class _InfoMacro(RecordMacro):
@@ -216,10 +249,128 @@ class _InfoMacro(RecordMacro):
         if path is None or found is None:
             return 0
         info = object.__new__(StorageInfo)
-        info.set(path, _decoded(found[1]), _decoded(found[2]), None)
+        info.set(path, _decoded(found[1]), self.length(found[2]), None)
         self.machine.stack.append(info)
         self.remember(info, UNSET, *((path,) if is_new else ()))
         return found.end()
+
+
+class _TensorMacro(RecordMacro):
+    """Reads a tensor with its properties and chunks. Those with the same opcodes share one record, whose parts nothing
+    in the pickle can reach: nothing can change them."""
+
+    __slots__ = ("chunk", "kept", "spelled")
+
+    fields = ("properties", "size", "chunks", "offsets", "sizes")
+    chunk: re.Pattern[bytes]
+    kept: dict[Value, TensorStorageMetadata]
+    spelled: dict[bytes, tuple[TensorStorageMetadata, tuple[Value, ...]]]
+
+    def patterns(self, size: bytes, fetches: list[bytes]) -> tuple[bytes, bytes] | None:
+        kinds = [self._fetch(self._class(kind)) for kind in (TensorProperties, ChunkStorageMetadata)]
+        if not all(kinds):
+            return None
+        self.kept, self.spelled = {}, {}
+        names = [re.escape(fetch) for fetch in fetches]
+        new_chunk = re.escape(kinds[1] + b")\x81" + self.put + b"}" + self.put + b"(")
+        groups, one = (
+            new_chunk + names[3] + self._size(size, *marks) + names[4] + self._size(size, *marks) + rb"ub"
+            for marks in ((rb"(", rb")"), (rb"(?:", rb")"))
+        )
+        self.chunk = re.compile(rb"(?s:" + groups + rb")")
+        fetch, flag = rb"(?:h.|j....)", rb"[\x88\x89]"
+        facts = rb"(" + fetch + fetch + flag + fetch + flag + rb")(N|" + self.integers() + rb")?"
+        state = facts + rb"t" + re.escape(self.put) + rb"b"
+        chunks = rb"((?:" + one + rb"a|\((?:" + one + rb")++e)*+)"
+        start = kinds[0] + b")\x81" + self.put + b"("
+        made = state + names[1] + self._size(size, rb"(", rb")") + names[2] + re.escape(b"]" + self.put)
+        return start, made + chunks
+
+    def _size(self, size: bytes, start: bytes, stop: bytes) -> bytes:
+        """A size that is made here, or one that was made before."""
+        made = re.escape(size) + start + self.integers() + stop + self.call()
+        return rb"(?:" + made + rb"|" + start + rb"h.|j...." + stop + rb")"
+
+    def _class(self, kind: type[Record]) -> Value:
+        """The name by which the pickle knows a class."""
+        return next((ref for name, ref in self.machine.names.items() if CLASSES.get(name) is kind), None)
+
+    def read(self, at: int) -> int:
+        assert self.tail is not None
+        found = self.tail.match(self.machine.data, at)
+        if found is None:
+            return 0
+        kept = self.spelled.get(found[0]) or self._made(found)
+        if kept is None:
+            return 0
+        entry, values = kept
+        self.machine.stack.append(entry)
+        self.remember(*values)
+        return found.end()
+
+    def _made(self, found: re.Match[bytes]) -> tuple[TensorStorageMetadata, tuple[Value, ...]] | None:
+        """The entry, and what takes a place in the memo with it; None where it is not made as it should be."""
+        facts, strides, made, known, chunks = found.groups()
+        # The record and its state, the properties, their strides if they have an item, and the state of these.
+        places: list[Value] = [UNSET] * (4 if strides in (None, b"N", b")") else 5)
+        sizes = [self._found_size(made, known, places)]
+        places.append(UNSET)
+        for offsets, known_offsets, extents, known_extents in self.chunk.findall(chunks):
+            places += [UNSET, UNSET]
+            sizes += [self._found_size(offsets, known_offsets, places)]
+            sizes += [self._found_size(extents, known_extents, places)]
+        entry = self._entry(facts, strides, sizes) if all(type(size) is Size for size in sizes) else None
+        if entry is None:
+            return None
+        if len(found[0]) <= MAX_KEPT_ENTRY_BYTES:
+            _keep(self.spelled, found[0], (entry, tuple(places)))
+        return entry, tuple(places)
+
+    def _found_size(self, made: bytes, known: bytes, places: list[Value]) -> Value:
+        """A size with its ``places``, or one out of the memo, or one of the places that this record has before it."""
+        if made:
+            size = self.size(made)
+            places += () if size is None else _places_of_size(size)
+            return size
+        place = known[1] if len(known) == 2 else U32.unpack_from(known, 1)[0]
+        own = place - self.machine.memo.next_place if self.put else -1
+        return self.machine.memo.fetch(place) if own < 0 else places[own]
+
+    def _entry(self, facts: bytes, strides: bytes | None, sizes: list[Value]) -> TensorStorageMetadata | None:
+        """The one entry of these properties, of the size and of the chunks that follow it."""
+        key = (facts, strides, *sizes)
+        entry = self.kept.get(key)
+        if entry is None:
+            properties = self._properties(facts, strides)
+            if properties is None:
+                return None
+            chunks = [ChunkStorageMetadata(*sizes[at : at + 2]) for at in range(1, len(sizes), 2)]
+            entry = TensorStorageMetadata(properties, sizes[0], chunks)
+            if len(sizes) <= MAX_KEPT_ENTRY_SIZES:
+                _keep(self.kept, key, entry)
+        return entry
+
+    def _properties(self, facts: bytes, strides: bytes | None) -> TensorProperties | None:
+        state: list[Value] = [flag == b"\x88" if flag else self.fetched(fetch) for flag, fetch in _FACTS.findall(facts)]
+        if strides is not None:
+            dims = _decoded_tuple(strides)
+            state.append(None if strides == b"N" else UNSET if dims is None else dims)
+        if any(value is UNSET for value in state):
+            return None
+        properties = object.__new__(TensorProperties)
+        properties.build(tuple(state))
+        return properties
+
+
+def _keep(kept: dict[Value, Value], key: Value, value: Value) -> None:
+    if len(kept) >= MAX_KEPT_ENTRIES:
+        kept.clear()
+    kept[key] = value
+
+
+def _places_of_size(size: Size) -> tuple[Value, ...]:
+    """The memo entries of a size: the tuple behind it, the arguments, and itself."""
+    return (*_places(size), UNSET, size)
 
 
 def _decoded(written: bytes) -> int:
@@ -229,13 +380,20 @@ def _decoded(written: bytes) -> int:
 
 
 def _decoded_size(written: bytes) -> Size | None:
+    dims = _decoded_tuple(written)
+    return None if dims is None else Size(dims)
+
+
+def _decoded_tuple(written: bytes) -> tuple[int, ...] | None:
+    """The tuple of integers that some opcodes make; None where these make none."""
     marked, written = written.startswith(b"("), written.removesuffix(b"\x94")
     dims = tuple(map(_decoded, _INTEGERS.findall(written, 1 if marked else 0, len(written) - 1)))
     wanted = {b")": 0, b"\x85": 1, b"\x86": 2, b"\x87": 3}.get(written[-1:], -1)
-    return Size(dims) if (marked if wanted < 0 else wanted == len(dims) and not marked) else None
+    return dims if (marked if wanted < 0 else wanted == len(dims) and not marked) else None
 
 
 _INTEGERS = re.compile(rb"(?s:" + _INTEGER + rb")")
+_FACTS = re.compile(rb"(?s:([\x88\x89])|(h.|j....))")
 
 
 _KINDS: dict[type[Record], type[RecordMacro]] = {
@@ -244,7 +402,12 @@ _KINDS: dict[type[Record], type[RecordMacro]] = {
     StorageInfo: _InfoMacro,
 }
 
-MACROS: dict[tuple[str, str], type[RecordMacro]] = {
+RECORD_MACROS: dict[tuple[str, str], type[RecordMacro]] = {
     name: _KINDS[kind] for name, kind in CLASSES.items() if kind in _KINDS
 }
-"""The macros by the classes that call for them."""
+"""The macros that give each object what its own opcodes say, by the classes that call for them."""
+
+MACROS: dict[tuple[str, str], type[RecordMacro]] = RECORD_MACROS | {
+    name: _TensorMacro for name, kind in CLASSES.items() if kind is TensorStorageMetadata
+}
+"""With those after which equal ones are shared."""

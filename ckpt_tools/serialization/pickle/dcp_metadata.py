@@ -40,6 +40,15 @@ class Record:
         names: tuple[str, ...] = type(self).__slots__
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether it got its fields; macros share what is, so that it must not change any more."""
+        first: tuple[str, ...] = type(self).__slots__[:1]
+        try:
+            return bool([getattr(self, name) for name in first])
+        except MalformedError:
+            return False
+
     def check(self) -> tuple[Value, ...]:
         """The values inside it that could be anything, once the fields that could not are found in order.
 

@@ -12,18 +12,18 @@ also resolves the extension registry past ``find_class``, allocates whatever mem
 whatever it finds.
 
 A Python loop over 60 million opcodes takes a minute, so the records that a DCP repeats a million times are read by
-macros (``unpickler.macros``): where one of its three hot classes starts, one regular expression takes the whole record
-and leaves the stack and the memo as its opcodes would. Measured on the 2-core reference machine, a ``.metadata`` of one
-million chunks (146 MB, protocol 4): 8.3 s of processor time and 640 MB at the peak, the data included. The C unpickler
-into plain classes, without a check, takes 2.7 s and 1.4 GB.
+macros (``dcp_macros``): where one of its four hot classes starts, one regular expression takes the whole record and
+leaves the stack as its opcodes would. Tensors of the same properties, size and chunks share one record, and the memo
+keeps no more than names and sizes of them. A pickle that refers to anything else of a record is read again without
+macros.
 """
 
 from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,30 @@ def load_first(data: bytes, *, path: str, persistent_load: PersistentLoad | None
     return _first(data, path, persistent_load, is_prefix=True)
 
 
+FIRST_BYTES = (1 << 22, 1 << 25)
+"""How much of a pickle is read first, and next, before all of it is."""
+
+FIRST_PART = 8
+"""How many times longer a pickle is at least, so that its beginning takes little of the time."""
+
+
+def check_start(
+    read: Callable[[int, int], bytes], size: int, *, path: str, persistent_load: PersistentLoad | None = None
+) -> None:
+    """Refuse by its first bytes what is no pickle, or one of which no more need be read: a file may be a hole of
+    gigabytes behind a short pickle, or within a string of it.
+
+    Raises:
+        FormatError: as ``loads`` would, or TooLongError.
+    """
+    for num_bytes in FIRST_BYTES:
+        if size < num_bytes * FIRST_PART:
+            return
+        with suppress(EndsEarlyError):
+            first = load_first(read(0, num_bytes), path=path, persistent_load=persistent_load)
+            raise MalformedError(f"more data follows the end of the pickle at byte {first.stop - 1:,}", path=path)
+
+
 def _first(data: bytes, path: str, persistent_load: PersistentLoad | None, *, is_prefix: bool) -> FirstPickle:
     machine = Machine(data, _LANGUAGE, persistent_load)
     with interpreting(machine, path):
@@ -88,6 +112,7 @@ def run_checked(machine: Machine, *, is_prefix: bool) -> int:
     stop = machine.run_first()
     if stop != len(machine.data) and not is_prefix:
         raise MalformedError(f"more data follows the end of the pickle at byte {machine.position:,}")
+    machine.forget()
     Checker(stop).check(machine.stack[-1])
     return stop
 

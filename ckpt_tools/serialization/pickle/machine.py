@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 from ckpt_tools.core.values import GlobalRef, Opaque, Size, Value
-from ckpt_tools.errors import MalformedError
+from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.serialization.pickle.memo import LeftOutError, Memo
 
 PersistentLoad = Callable[[Value], Value]
 """What a persistent id stands for."""
@@ -36,8 +37,12 @@ class EndsEarlyError(MalformedError):
     """The data ends within the pickle, or may do so."""
 
 
+class TooLongError(UnsupportedError):
+    """A string, or a number of bytes, is longer than any that is read."""
+
+
 class Unset:
-    """What a memo index holds that was never put, or that a macro left out: part of a record, never referred to."""
+    """What a memo index holds that was never put, or that a macro does not know: part of a record."""
 
 
 UNSET = Unset()
@@ -53,11 +58,16 @@ class Macro(Protocol):
 @dataclass(frozen=True, slots=True)
 class Language:
     """What a machine understands: a step for each opcode, the functions that a pickle may call, and macros for the
-    classes whose objects it may read at once."""
+    classes whose objects it may read at once.
+
+    With ``leaves_out`` macros give no place in the memo to what no pickler refers to again; ``run_first`` starts again
+    without them where one does.
+    """
 
     steps: Sequence[Step]
     calls: Mapping[tuple[str, str], Call]
     macros: Mapping[tuple[str, str], Callable[[Machine], Macro]]
+    leaves_out: bool = True
 
 
 class Machine:
@@ -87,24 +97,27 @@ class Machine:
     def __init__(self, data: bytes, language: Language, persistent_load: PersistentLoad | None) -> None:
         self.data = data
         self.language = language
+        self.resolve = persistent_load
+        self._start()
+
+    def _start(self) -> None:
         self.position = 0
         self.stack: list[Value] = []
         self.marks: list[list[Value]] = []
-        self.memo: list[Value] = []
+        self.memo = Memo()
         self.factories: list[tuple[int, GlobalRef]] = []
         self.is_framed = False
         self.protocol = 0
         # Every object that was recorded instead of being interpreted, with the position at which it was made.
         self.objects: list[tuple[int, Opaque | SetState]] = []
-        self.resolve = persistent_load
         self.names: dict[tuple[str, str], GlobalRef] = {}
         # By the id of the one GlobalRef of a name, whose hash would be slow to take.
         self.calls: dict[int, Call] = {}
         self.macros: dict[int, Macro] = {}
         self.sizes: dict[bytes, Size] = {}
         self.key_hashes: dict[int, tuple[Value, list[int], set[int]]] = {}
-        self.budget = SPARE_CONTAINERS + len(data) // 2
-        self.bytes_to_copy = 4096 + 4 * len(data)
+        self.budget = SPARE_CONTAINERS + len(self.data) // 2
+        self.bytes_to_copy = 4096 + 4 * len(self.data)
 
     def run_first(self) -> int:
         """Interpret up to the first STOP, and leave the value on the stack; the position after it.
@@ -112,6 +125,21 @@ class Machine:
         A frame ends where an opcode does, and no frame starts within another: CPython's C unpickler takes frames for
         nothing but hints, and the Python one reads other bytes where a frame cuts an opcode.
         """
+        try:
+            return self._run_first()
+        except LeftOutError:
+            self.language = replace(self.language, macros={})
+            self._start()
+            return self._run_first()
+
+    def forget(self) -> None:
+        """Let go of all that only reading needs: the value is whole."""
+        self.memo = Memo()
+        self.sizes.clear()
+        self.macros.clear()
+        self.key_hashes.clear()
+
+    def _run_first(self) -> int:
         data, position, limit = self.data, 0, len(self.data)
         steps = self.language.steps
         while True:

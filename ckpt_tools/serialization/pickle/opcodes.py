@@ -17,7 +17,10 @@ from typing import NoReturn
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, kind_of
 from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES, Record
 from ckpt_tools.serialization.pickle.key_limits import checked_keys, insert
-from ckpt_tools.serialization.pickle.machine import UNSET, FrameStarts, Machine, Step, Stop
+from ckpt_tools.serialization.pickle.machine import UNSET, FrameStarts, Machine, Step, Stop, TooLongError
+
+MAX_VALUE_BYTES = 1 << 28
+"""Bytes of one string: an array that numpy pickles is one. Longer ones would be held in memory several times over."""
 
 MAX_INT_BYTES = 1024
 """Bytes of an integer, and characters of a number in text form. Longer ones are slow to print."""
@@ -100,6 +103,7 @@ def read_span(machine: Machine, at: int, width: int) -> tuple[int, int]:
     """The payload that a length of ``width`` bytes announces; it must be there."""
     start = at + width
     stop = start + int.from_bytes(machine.data[at:start], "little")
+    _check_length(machine, stop - start)
     if stop > len(machine.data):
         machine.fail_early("a value is longer than the data")
     return start, stop
@@ -158,8 +162,18 @@ def _long(width: int) -> Step:
     return step
 
 
+def _check_length(machine: Machine, num_bytes: int) -> None:
+    """Before it is known whether all of it is there: what is too long is not read any further."""
+    if num_bytes > MAX_VALUE_BYTES:
+        raise TooLongError(
+            f"the pickle holds a string of {num_bytes:,} bytes at byte {machine.position:,}, and at most "
+            f"{MAX_VALUE_BYTES:,} are read; save large arrays as tensors, with torch.save or safetensors"
+        )
+
+
 def read_line(machine: Machine, at: int) -> tuple[bytes, int]:
     newline = machine.data.find(b"\n", at)
+    _check_length(machine, (newline if newline >= 0 else len(machine.data)) - at)
     if newline < 0:
         machine.fail_early("a line does not end")
     return machine.data[at:newline], newline + 1
@@ -317,6 +331,8 @@ def _build(machine: Machine, at: int) -> int:
         machine.fail(f"it sets the state of a {kind_of(target)}, which has none")
     if state is None:
         machine.fail("it sets a state of nothing")
+    if isinstance(target, Record) and target.is_filled:
+        machine.fail(f"it sets the state of one {kind_of(target)} twice, which no pickler does")
     # A copy: an unpickler copies the items, and keeps no hold of the dict.
     target.build(dict(state) if type(state) is dict else state)
     return at
@@ -378,7 +394,7 @@ def _put(machine: Machine, index: int) -> None:
     if index == 1 and not memo:
         # Python 2 counted from one.
         memo.append(UNSET)
-    if index != len(memo):
+    if index != memo.next_place:
         machine.fail("a place of the memo is out of order")
     memo.append(machine.stack[-1])
 
@@ -413,11 +429,13 @@ def _fetched(machine: Machine, value: Value, at: int) -> int:
 
 
 def _binget(machine: Machine, at: int) -> int:
-    return _fetched(machine, machine.memo[machine.data[at]], at + 1)
+    place, memo = machine.data[at], machine.memo
+    return _fetched(machine, memo[place] if place < memo.dense else memo.fetch(place), at + 1)
 
 
 def _long_binget(machine: Machine, at: int) -> int:
-    return _fetched(machine, machine.memo[U32.unpack_from(machine.data, at)[0]], at + 4)
+    place, memo = U32.unpack_from(machine.data, at)[0], machine.memo
+    return _fetched(machine, memo[place] if place < memo.dense else memo.fetch(place), at + 4)
 
 
 def _get_line(machine: Machine, at: int) -> int:
@@ -425,7 +443,7 @@ def _get_line(machine: Machine, at: int) -> int:
     index = _whole(machine, line)
     if index < 0:
         machine.fail("a memo index that is not a number")
-    return _fetched(machine, machine.memo[index], at)
+    return _fetched(machine, machine.memo.fetch(index), at)
 
 
 # Containers

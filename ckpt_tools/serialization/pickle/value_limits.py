@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import NoReturn
 
 from ckpt_tools.core.values import DefaultDict, GlobalRef, Opaque, OrderedDict, Size, StorageRef, StoredTensor, Value
 from ckpt_tools.errors import MalformedError
@@ -18,6 +19,7 @@ SPARE_NODES = 1 << 16
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, Size, StorageRef, GlobalRef})
 _FLAT = frozenset({list, tuple, dict, OrderedDict, DefaultDict, set, frozenset})
 _OPEN = -1
+_SMALL = 8
 
 
 class Checker:
@@ -38,6 +40,11 @@ class Checker:
         """How deep ``value``, itself ``depth`` deep, nests. Raises MalformedError."""
         if type(value) in _SCALARS:
             return 0
+        if type(value) is tuple and len(value) <= _SMALL and _SCALARS.issuperset(map(type, value)):
+            # A DCP has a path for each tensor: what is known of each would take more room than the path.
+            if depth >= MAX_DEPTH:
+                self._refuse_depth()
+            return 1
         height = self._heights.get(id(value))
         if height is None:
             height = self._fresh(value, depth)
@@ -46,12 +53,12 @@ class Checker:
                 raise MalformedError("a container contains itself")
             return 0
         if depth + height > MAX_DEPTH:
-            raise MalformedError(f"values are nested more than {MAX_DEPTH} levels deep")
+            self._refuse_depth()
         return height
 
     def _fresh(self, value: Value, depth: int) -> int:
         if depth >= MAX_DEPTH:
-            raise MalformedError(f"values are nested more than {MAX_DEPTH} levels deep")
+            self._refuse_depth()
         self._heights[id(value)] = _OPEN
         inner, size = 0, 1
         for group in _parts(value):
@@ -65,6 +72,9 @@ class Checker:
         if inner:
             self._sizes[id(value)] = size
         return inner + 1
+
+    def _refuse_depth(self) -> NoReturn:
+        raise MalformedError(f"values are nested more than {MAX_DEPTH} levels deep")
 
     def _size(self, value: Value) -> int:
         """Parts that a checked value unfolds to; those of one that holds only scalars are not kept, but counted."""

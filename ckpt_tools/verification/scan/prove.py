@@ -19,8 +19,8 @@ from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeErro
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
 from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
-from ckpt_tools.serialization.pickle.load import load_first
-from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
+from ckpt_tools.serialization.pickle.load import check_start
+from ckpt_tools.serialization.pickle.machine import PersistentLoad, TooLongError
 from ckpt_tools.serialization.pickle.proof import Proof, Refusal, prove
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
@@ -100,8 +100,7 @@ class Prover:
             raise NotLookedIntoError(kinds.unknown_kind(head))
         if piece.size > MAX_PICKLE_BYTES:
             raise NotLookedIntoError("a pickle of more than 4 GB")
-        if piece.size > _START_BYTES:
-            _check_start(piece)
+        check_start(piece.read, piece.size, path=piece.file)
         proof = self._pickle(piece, piece.whole(), "")
         if piece.file.endswith(".metadata"):
             self._note_metadata(piece, proof)
@@ -159,6 +158,9 @@ class Prover:
         def resolve(pid: Value) -> StorageRef:
             return noted(storages, described_storage(pid))
 
+        start, stop = ranges[f"{root}/data.pkl"]
+        inner = piece.part(start, stop, "")
+        check_start(inner.read, inner.size, path=piece.file, persistent_load=described_storage)
         data = directory.read_record(piece.read, f"{root}/data.pkl")
         self._pickle(piece, data, f"{root}/data.pkl", resolve)
         _check_records(piece, records, storages)
@@ -200,19 +202,6 @@ class Prover:
         if is_small and hashlib.sha256(piece.whole()).hexdigest() in kinds.KNOWN_PROGRAMS:
             return
         self._notebook.add(piece.file, piece.place, Danger.COULD_RUN, "it is a program")
-
-
-_START_BYTES = 1 << 22
-
-
-def _check_start(piece: Piece) -> None:
-    """Refuse by its first bytes what is no pickle, or a short one in front of much else: a file may be a hole of
-    gigabytes, which would all be read."""
-    try:
-        first = load_first(piece.head(_START_BYTES), path=piece.file)
-    except EndsEarlyError:
-        return
-    raise MalformedError(f"more data follows the end of the pickle at byte {first.stop - 1:,}")
 
 
 _SMALL = {
@@ -380,7 +369,7 @@ def danger_of(error: CkptError) -> Danger:
     """The kind of finding that an error is."""
     if error.message == TORCHSCRIPT:
         return Danger.RUNS
-    if isinstance(error, NotLookedIntoError):
+    if isinstance(error, NotLookedIntoError | TooLongError):
         return Danger.NOT_LOOKED_INTO
     if isinstance(error, CouldRunError):
         return Danger.COULD_RUN

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import Ints, ShardTable
+from ckpt_tools.core.shards import Ints, RowTable, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError
 
 ABSENT = -1
@@ -95,7 +95,7 @@ class Flats:
         self._refuse(pieces, short, "has fewer elements than param_shapes states", MalformedError)
         dtype = self._dtype(pieces)
         byte_starts = starts + pieces.offsets * dtype.item_bytes
-        return ShardTable(
+        return RowTable(
             shape=(pieces.numel,),
             dtype=dtype,
             starts=pieces.starts[:, None],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ckpt_tools.core.values import GlobalRef, Value
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.serialization.pickle.dcp_macros import MACROS
+from ckpt_tools.serialization.pickle.dcp_macros import RECORD_MACROS
 from ckpt_tools.serialization.pickle.machine import Language, Machine, Step
 from ckpt_tools.serialization.pickle.opcodes import STEPS, read_line, read_span
 from ckpt_tools.serialization.pickle.trace import lenient
@@ -268,5 +268,5 @@ for _opcode, _step in {
 }.items():
     _STEPS[_opcode[0]] = _step
 
-TRACING = Language(_STEPS, {}, MACROS)
+TRACING = Language(_STEPS, {}, RECORD_MACROS, leaves_out=False)
 """What a recorder understands."""
