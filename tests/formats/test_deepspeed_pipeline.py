@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.core.manifest import MASTER, StateKey
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import deepspeed, deepspeed_pipeline, make
 from fixtures.corpus.layout import State
@@ -164,8 +165,7 @@ def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path: Path) -> None:
 @pytest.fixture
 def named(tmp_path: Path) -> Path:
     """A copy of a run that says what its layers are called in the whole model."""
-    shutil.copytree(make("deepspeed-pipeline-named").folder, tmp_path / "run")
-    return tmp_path / "run"
+    return copied_run("deepspeed-pipeline-named", tmp_path)
 
 
 def names(change: Callable[[Any], object]) -> Change:
@@ -203,7 +203,7 @@ WRONG_NAMES: dict[str, tuple[Change, type[FormatError], str]] = {
 @pytest.mark.parametrize("case", WRONG_NAMES)
 def test_names_that_do_not_fit_the_layers_are_an_error(case: str, named: Path) -> None:
     change, kind, text = WRONG_NAMES[case]
-    changed(named, "mp_rank_00_model_states.pt", change)
+    change_file(named / TAG / "mp_rank_00_model_states.pt", change)
     with pytest.raises(kind, match=text):
         ckpt_tools.inspect(named)
 
@@ -211,7 +211,9 @@ def test_names_that_do_not_fit_the_layers_are_an_error(case: str, named: Path) -
 def test_a_run_that_says_its_names_shows_a_layer_of_frozen_parameters_that_is_missing(named: Path) -> None:
     """Which nothing else in the checkpoint would show."""
     for stage in (0, 1):
-        changed(named, f"mp_rank_0{stage}_model_states.pt", names(lambda found: found.update({"2": ["frozen"]})))
+        change_file(
+            named / TAG / f"mp_rank_0{stage}_model_states.pt", names(lambda found: found.update({"2": ["frozen"]}))
+        )
     torch.save({"weight": torch.ones(3)}, named / "global_step4" / "layer_02-model_states.pt")
     assert StateKey("frozen.weight") in contents(named)[0].tensors
     (named / "global_step4" / "layer_02-model_states.pt").unlink()
@@ -234,8 +236,7 @@ def test_other_formats_have_the_names_and_not_the_entry(named: Path, tmp_path: P
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """A copy of a run without ZeRO whose optimizer has names for its parameters."""
-    shutil.copytree(make("deepspeed-pipeline-fp32-named").folder, tmp_path / "run")
-    return tmp_path / "run"
+    return copied_run("deepspeed-pipeline-fp32-named", tmp_path)
 
 
 def test_a_stage_whose_optimizer_has_no_names_leaves_out_the_optimizer(bare: Path) -> None:
@@ -246,9 +247,9 @@ def test_a_stage_whose_optimizer_has_no_names_leaves_out_the_optimizer(bare: Pat
             group.pop("param_names")
 
     for stage in (0, 1):
-        changed(bare, f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
+        change_file(bare / TAG / f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
     assert {*ckpt_tools.inspect(bare).optimizer_slots} == {"exp_avg", "exp_avg_sq", "step"}
-    changed(bare, "mp_rank_01_model_states.pt", forget)
+    change_file(bare / TAG / "mp_rank_01_model_states.pt", forget)
     found = ckpt_tools.inspect(bare)
     assert found.optimizer_slots == ()
     assert any("numbers the parameters of each stage" in note.why for note in found.notes)
@@ -259,14 +260,14 @@ def test_an_optimizer_of_other_shapes_than_the_layers_is_refused(bare: Path) -> 
         for group in content["optimizer"]["param_groups"]:
             group["param_names"].reverse()
 
-    changed(bare, "mp_rank_00_model_states.pt", change)
+    change_file(bare / TAG / "mp_rank_00_model_states.pt", change)
     with pytest.raises(MalformedError, match="shapes"):
         ckpt_tools.inspect(bare)
 
 
 def test_without_names_of_the_whole_model_a_missing_layer_still_shows(bare: Path) -> None:
     for stage in (0, 1):
-        changed(bare, f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
+        change_file(bare / TAG / f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
     (bare / "global_step4" / "layer_03-model_states.pt").unlink()
     with pytest.raises(IncompleteError, match="no file of a layer contains it"):
         ckpt_tools.inspect(bare)
