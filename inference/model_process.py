@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.errors import CkptError
 from ckpt_tools.signals import STOPPING
 
+from .garbage import settle
 from .model_messages import Broken, Decode, Load, Loaded, Predict
 
 if TYPE_CHECKING:
@@ -31,10 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A batch may be asked for while another is at work: it waits for its ``turn``, which then begins at once."""
+    """All its batches are predicted by one thread, whose memory is warm. One may be asked for while another is at work:
+    it begins as soon as that has ended."""
 
     predictor: Predictor
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "model"))
 
 
 class Models:
@@ -54,7 +57,13 @@ class Models:
                 connection.send(self._try(asked))
         except (EOFError, OSError):
             if number is not None:
-                self._found.pop(number, None)
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        if model := self._found.pop(number, None):
+            model.thread.shutdown(wait=False)
+            del model
+            settle()
 
     def _try(self, asked: Load | Predict | Decode) -> Any:
         try:
@@ -72,8 +81,7 @@ class Models:
                 return self._load(asked)
             case Predict(number, inputs):
                 model, given = self._found[number], [torch.from_numpy(each) for each in inputs]
-                with model.turn:
-                    return model.predictor.predict(given)
+                return model.thread.submit(model.predictor.predict, given).result()
             case Decode(number, data, name):
                 return self._found[number].predictor.decode(data, name).numpy()
 
@@ -88,6 +96,7 @@ class Models:
             asked.url, name=asked.name, architecture=asked.architecture, device=asked.device, **names
         )
         self._found[asked.number] = Model(found)
+        settle()
         return Loaded.of(found)
 
 

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ckpt_tools.errors import CkptError
 from ckpt_tools.signals import Stopped
 
+from .garbage import settle
 from .settings import HEAD_SECONDS, MAX_HEAD_BYTES
 
 # Requests that are whole are answered well within it; a client that hangs holds the end no longer.
@@ -96,6 +97,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        settle()
         if self.started:
             self.announce()
 
