@@ -34,32 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kill-seed", default="7", help="in the soak: the seed of the moments of these kills")
 
 
-LONG_FIRST = (
-    "layouts/test_gallery.py",
-    "training/test_s3.py",
-    "training/test_checkpointing.py",
-    "training/test_ray_train.py",
-    "training/test_strategies.py",
-    "training/test_stopping.py",
-    "training/test_kills.py",
-    "packaging/test_extras.py",
-    "end_to_end/test_convert.py",
-    "formats/test_deepspeed.py",
-    "end_to_end/test_matrix.py",
-    "inference/test_batch.py",
-    "transfer/runners/test_ray_signals.py",
-    "verification/test_scan.py",
-    "formats/test_universal_writer.py",
-    "inference/test_same_bits.py",
-    "inference/test_on_ray_serve.py",
-    "training/test_engines.py",
-    "training/test_experts.py",
-    "benchmarks/test_bench.py",
-    "packaging/test_distributions.py",
-)
-"""Files of tests that take above half a minute, the longest first. A worker takes whole files: a long one that comes
-last leaves the other without work."""
-
 NO_GPU = "not run: torch finds no GPU on this machine"
 
 
@@ -74,17 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if for_soak and not config.getoption("--soak"):
         config.hook.pytest_deselected(items=for_soak)
         items[:] = [item for item in items if item not in for_soak]
-    items.sort(key=_place)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not importlib.import_module("torch").cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
-
-
-def _place(item: pytest.Item) -> int:
-    """Of the test's file among those of ``LONG_FIRST``; all others come after them, in their own order."""
-    name = item.path.relative_to(Path(__file__).parent).as_posix()
-    return LONG_FIRST.index(name) if name in LONG_FIRST else len(LONG_FIRST)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
