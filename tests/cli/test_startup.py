@@ -60,12 +60,12 @@ ALLOWED = {
     "convert --help": LISTING,
     "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 60, {"click", "numpy", "rich"}),
     "inspect torch": Allowed(
-        {"cli", *MACHINERY}, {"sharded", "torch_leaves", "torch_save"}, 80, {"click", "numpy", "rich"}
+        {"cli", *MACHINERY}, {"sharded", "torch_leaves", "torch_save"}, 81, {"click", "numpy", "rich"}
     ),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"model_files", "safetensors", "torch_leaves", "torch_save"},
-        103,
+        104,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
@@ -83,11 +83,11 @@ ALLOWED = {
     "diff": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 91, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 88, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 89, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", *MACHINERY},
         {"dcp", "deepspeed", "megatron", "plugins", "safetensors", "sharded", "torch_leaves", "torch_save"},
-        119,
+        120,
         {"click", "numpy", "rich"},
     ),
     "clean": Allowed({"cli", "core", "stores"}, set(), 42, {"click"}),
