@@ -70,7 +70,7 @@ class Batcher(Generic[Item, Result]):
             raise ValueError(f"a batch of {self.max_batch} and a queue of {self.max_waiting}: both must be at least 1")
 
     def __enter__(self) -> Batcher[Item, Result]:
-        self._is_closed = False
+        self._is_closed, self._num_at_work = False, 0
         self._threads = [
             threading.Thread(target=self._run, name="batcher", daemon=True) for _ in range(self.num_threads)
         ]
