@@ -16,6 +16,7 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from .architectures import architecture_of
 from .beside import folder_beside
 from .programs import PROGRAMS, SCRIPTED, check_asked, load_program
+from .reading import Reading
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +69,7 @@ def load_model(
         >>> model["encoder"].weight[1, :3].tolist()
         [8.0, 9.0, 10.0]
     """
-    names = {"include": include, "exclude": exclude, "rename": rename, "key_map": key_map, "model_key": model_key}
-    reading = {name: value for name, value in names.items() if value}
+    reading = Reading(model_key, include, exclude, rename, key_map).given()
     if isinstance(model, str) and model in PROGRAMS:
         if reading or dtype is not None:
             raise UsageError(

@@ -29,7 +29,7 @@ JSON_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"
 ROW_GROUP_ROWS = 4096
 
 # What files that this module left behind begin with, so that a file of somebody else is never taken for one.
-ROWS_MAGIC, PARQUET_MAGIC, RUN_MAGIC = b'{"name": ', b"PAR1", b'{"predictions of": '
+ROWS_MAGIC, PARQUET_MAGIC, RUN_MAGIC = b'{"name":', b"PAR1", b'{"predictions of": '
 
 LEFT = "holds the rows of a run that did not finish; --resume goes on with them, --overwrite starts afresh"
 
@@ -188,7 +188,7 @@ class LocalWriter:
 
 
 def encoded(rows: Iterable[Row], columns: Columns) -> bytes:
-    return "".join(columns.line(row) for row in rows).encode()
+    return b"".join([columns.line(row) for row in rows])
 
 
 def row_of(line: bytes, where: str) -> dict[str, Any]:

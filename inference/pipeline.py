@@ -26,8 +26,12 @@ from .tensor_specs import TensorSpec
 AHEAD = 3
 """Windows that are decoded while one is predicted."""
 
-TEXT_PASSES = 16
-"""Texts of one length share a forward pass. Among so many passes' worth of texts, enough are of one length."""
+PASSES = 16
+"""Forward passes of a window. What is done once a window is then little beside them. Texts of one length share a pass,
+and among so many passes' worth of texts, enough are of one length."""
+
+WINDOW_BYTES = 4 << 20
+"""Large inputs have windows of fewer passes, so that no more bytes of them are held."""
 
 READERS = 8
 """Threads that decode. Reading from a store takes much longer than decoding, and more of them wait than work."""
@@ -69,7 +73,9 @@ def takes_texts(predictor: Predictor) -> bool:
 
 def window_of(predictor: Predictor) -> int:
     """How many inputs are predicted together."""
-    return predictor.max_batch * (TEXT_PASSES if takes_texts(predictor) else 1)
+    row_bytes = predictor.inputs[0].row_bytes
+    fitting = PASSES if row_bytes is None else WINDOW_BYTES // (row_bytes * predictor.max_batch)
+    return predictor.max_batch * max(1, min(PASSES, fitting))
 
 
 def predicted(

@@ -19,6 +19,7 @@ from ckpt_tools.errors import FormatError, UsageError
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
 from .beside import CONFIG, folder_beside, read_config
 from .loading import filled
+from .reading import Reading
 from .results import Prediction as Prediction
 from .task import Task as Task
 from .tensor_specs import TensorSpec as TensorSpec
@@ -139,8 +140,7 @@ def load_predictor(
 
     if architecture is not None:
         Architecture.parse(architecture)
-    names = {"model_key": model_key, "include": include, "exclude": exclude, "rename": rename, "key_map": key_map}
-    reading = {name: value for name, value in names.items() if value}
+    reading = Reading(model_key, include, exclude, rename, key_map).given()
     summary = ckpt_tools.inspect(url, storage_options=storage_options)
     with folder_beside(summary.source, storage_options) as folder:
         chosen = architecture_of(architecture, folder)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -19,11 +20,11 @@ class Reading:
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Sequence[str] = ()
-    key_map: str | None = None
+    key_map: str | Path | None = None
 
     def given(self) -> dict[str, Any]:
         """Those that are not left out, as arguments."""
-        return {name: value for name, value in asdict(self).items() if value}
+        return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Reading:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 Datatype = Literal["FP32", "UINT8", "INT64", "BYTES"]
@@ -25,6 +26,13 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         assert self.shape[:1] == (BATCH,), self.shape
+
+    @property
+    def row_bytes(self) -> int | None:
+        """Of one input or output; None if they are not all of one size."""
+        if self.datatype == "BYTES" or BATCH in self.shape[1:]:
+            return None
+        return prod(self.shape[1:]) * {"FP32": 4, "UINT8": 1, "INT64": 8}[self.datatype]
 
 
 def embedding_spec(num_features: int) -> TensorSpec:

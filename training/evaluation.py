@@ -57,14 +57,13 @@ def plain_logits(model: nn.Module) -> Logits:
 
 def all_logits(logits: Logits, pixels: Tensor) -> Tensor:
     """Logits of uint8 [n, 28, 28], float32 [n, 10], one chunk at a time in this process."""
-    parts = [logits(to_input(padded(chunk)))[: len(chunk)] for chunk in pixels.split(CHUNK)]
-    return torch.cat(parts).float()
+    return torch.cat([logits(chunk) for chunk in to_input(padded(pixels)).split(CHUNK)])[: len(pixels)].float()
 
 
-def padded(chunk: Tensor) -> Tensor:
-    """A chunk of 1 to ``CHUNK`` images, filled up with copies of its last one."""
-    missing = CHUNK - len(chunk)
-    return torch.cat([chunk, chunk[-1:].expand(missing, *chunk.shape[1:])]) if missing else chunk
+def padded(images: Tensor) -> Tensor:
+    """Images up to whole chunks, the last of which is filled up with copies of its last image."""
+    missing = -len(images) % CHUNK
+    return torch.cat([images, images[-1:].expand(missing, *images.shape[1:])]) if missing else images
 
 
 def evaluate(logits: Logits, samples: Samples, device: torch.device, *, rank: int, world_size: int) -> Evaluation:

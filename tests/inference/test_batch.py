@@ -22,7 +22,7 @@ from pyarrow import parquet
 
 from ckpt_tools.errors import DestinationExistsError
 from inference import inputs as inputs_module
-from inference import progress
+from inference import pipeline, progress
 from inference.batch import main
 from inference.items import Item
 from inference.loading import load_model
@@ -395,23 +395,28 @@ def test_a_run_that_fails_before_the_first_prediction_leaves_nothing(forms: Path
 # --- memory
 
 
-def test_some_windows_of_images_are_held(forms: Path, image_folder: Path) -> None:
+@pytest.mark.parametrize(("window_bytes", "passes"), [(0, 1), (2 * evaluation.CHUNK * 28 * 28, 2), (1 << 40, 16)])
+def test_some_windows_of_images_are_held(
+    window_bytes: int, passes: int, forms: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many passes as fit, and always of one."""
+    monkeypatch.setattr(pipeline, "WINDOW_BYTES", window_bytes)
     predictor = load_predictor(forms / "model.pt")
     image = (image_folder / "000.png").read_bytes()
-    num_taken = 0
+    window, num_taken = passes * evaluation.CHUNK, 0
 
     def items() -> Iterator[Item]:
         nonlocal num_taken
-        for number in range(300):
+        for number in range(6 * window):
             num_taken += 1
-            yield Item(str(number), image, None, number / 300)
+            yield Item(str(number), image, None, number / (6 * window))
 
     num_rows = 0
     for rows in predicted(items(), predictor):
-        assert len(rows) == evaluation.CHUNK
-        assert num_taken - num_rows <= (AHEAD + 1) * evaluation.CHUNK
+        assert len(rows) == window
+        assert num_taken - num_rows <= (AHEAD + 1) * window
         num_rows += len(rows)
-    assert num_rows == 300
+    assert num_rows == 6 * window
 
 
 def peak_bytes(images: Path, model: Path, out: Path) -> int:
@@ -444,6 +449,7 @@ def test_progress_is_a_line_now_and_then(
     forms: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "QUIET_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "PASSES", 1)
     args = ["--model", forms / "model.pt", f"--input={image_folder}", f"--output={tmp_path / 'x.jsonl'}", "--overwrite"]
     lines = predict(*args).stderr.splitlines()
     assert [re.sub(r"[\d,.]+/s, [\d:]+ left", "RATE", line) for line in lines] == [

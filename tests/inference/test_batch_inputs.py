@@ -142,7 +142,7 @@ def test_embeddings_are_what_the_last_layer_gets(
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the run fail after so many windows."""
+    """Let the run fail after so many windows, each of a pass."""
 
     def after_windows(count: int) -> None:
         real, left = pipeline.rows_of, [count]
@@ -154,6 +154,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             return real(*args)
 
         monkeypatch.setattr(pipeline, "rows_of", failing)
+        monkeypatch.setattr(pipeline, "PASSES", 1)
 
     return after_windows
 

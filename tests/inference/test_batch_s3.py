@@ -25,9 +25,10 @@ PART_ROWS = 30
 
 KILLED = """
 import os, signal, sys
-from inference import remote_output
+from inference import pipeline, remote_output
 from inference.batch import main
 
+pipeline.PASSES = 1
 remote_output.PART_ROWS = int(sys.argv.pop(1))
 store, stored = remote_output.RemoteWriter.store, []
 
