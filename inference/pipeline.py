@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
+from .garbage import libraries_left_alone
 from .items import Item, Pixels, content_of
 from .predictor import Predictor
 from .results import Prediction
@@ -50,15 +51,17 @@ class Truths:
         """Raises FormatError if there is no such class. An empty cell is not known."""
         if value is None or value == "":
             return None
-        number = self.labels.index(str(value)) if self.labels and str(value) in self.labels else _number(value)
+        text = str(value) if self.labels else ""
+        number = self.labels.index(text) if self.labels and text in self.labels else _number(value)
         if number is None or not 0 <= number < self.num_classes:
             raise FormatError(f"its true label {value!r} is not a class of the model")
         return number
 
 
 def _number(value: str | int) -> int | None:
-    text = str(value)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+    if isinstance(value, int):
+        return value
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 
 
 def truths_of(predictor: Predictor) -> Truths:
@@ -84,8 +87,9 @@ def predicted(
     """Rows in the order of ``items``, a window at a time."""
     pool = ThreadPoolExecutor(readers, thread_name_prefix="decode")
     try:
-        for window in _ahead(pool, items, predictor, readers):
-            yield rows_of(window, predictor)
+        with libraries_left_alone():
+            for window in _ahead(pool, items, predictor, readers):
+                yield rows_of(window, predictor)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -96,9 +100,14 @@ def _ahead(
     windows = _windows(iter(items), window_of(predictor))
     started: deque[list[Future[list[Decoded]]]] = deque()
     for window in windows:
-        started.append(_start(pool, window, predictor, readers))
-        if len(started) > AHEAD:
+        are_ready = all(isinstance(item.content, Pixels) for item in window)
+        if not are_ready:
+            started.append(_start(pool, window, predictor, readers))
+        while len(started) > (0 if are_ready else AHEAD):
             yield _finish(started.popleft())
+        if are_ready:
+            # Another thread would only take the interpreter from the model.
+            yield decode_all(window, predictor)
     while started:
         yield _finish(started.popleft())
 
@@ -111,14 +120,7 @@ def _windows(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
 def _start(
     pool: ThreadPoolExecutor, window: Sequence[Item], predictor: Predictor, readers: int
 ) -> list[Future[list[Decoded]]]:
-    """A thread takes several items at once: handing over each would cost as much as decoding a small image.
-
-    Pixels are there already. Another thread would only take the interpreter from the model.
-    """
-    if all(isinstance(item.content, Pixels) for item in window):
-        ready: Future[list[Decoded]] = Future()
-        ready.set_result(decode_all(window, predictor))
-        return [ready]
+    """A thread takes several items at once: handing over each would cost as much as decoding a small image."""
     size = -(-len(window) // readers)
     return [pool.submit(decode_all, window[start : start + size], predictor) for start in range(0, len(window), size)]
 

@@ -25,4 +25,4 @@ class Prediction:
 
     def __post_init__(self) -> None:
         assert (self.label is None) == (self.probabilities is None)
-        assert (self.label, self.text, self.embedding) != (None, None, None)
+        assert self.label is not None or self.text is not None or self.embedding is not None
