@@ -192,7 +192,7 @@ def take_turns(rounds: int, threads: int) -> dict[str, list[Taken]]:
 LOADING = """
 import json, sys
 from pathlib import Path
-import safetensors.torch, torch, transformers
+import ckpt_tools.torch.load_into, safetensors.torch, torch, transformers
 from benchmarks.inference import resident_bytes, timed
 from inference.architectures import Architecture
 from inference.loading import load_model

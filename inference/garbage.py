@@ -23,8 +23,8 @@ def settle() -> None:
 
 @contextmanager
 def libraries_left_alone() -> Iterator[None]:
-    """Within the block, look at nothing of what is there now, and rarely at what is new, which has no circles. If
-    somebody has already arranged it so, it stays."""
+    """Within the block, or the function, look at nothing of what is there now, and rarely at what is new, which has no
+    circles. If somebody has already arranged it so, it stays."""
     if gc.get_freeze_count():
         yield
         return

@@ -15,6 +15,7 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from .architectures import architecture_of
 from .beside import folder_beside
+from .garbage import libraries_left_alone
 from .programs import PROGRAMS, SCRIPTED, check_asked, load_program
 from .reading import Reading
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@libraries_left_alone()
 def load_model(
     url: str | Path,
     *,

@@ -18,6 +18,7 @@ from ckpt_tools.errors import FormatError, UsageError
 
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
 from .beside import CONFIG, folder_beside, read_config
+from .garbage import libraries_left_alone
 from .loading import filled
 from .reading import Reading
 from .results import Prediction as Prediction
@@ -96,6 +97,7 @@ class Predictor:
         return self.task.predict(inputs)
 
 
+@libraries_left_alone()
 def load_predictor(
     url: str | Path,
     *,
