@@ -32,10 +32,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pools_of_its_own() -> Iterator[None]:
-    """A run changes how its processes compute: with AMX, 16-bit models had other last bits afterwards, and tests of
-    formats compare these with what other processes wrote down."""
+@pytest.fixture(scope="package", autouse=True)
+def pools_of_their_own() -> Iterator[None]:
+    """For the tests of this folder. A run changes how its processes compute: with AMX, 16-bit models had other last
+    bits afterwards, and tests of formats compare these with what other processes wrote down."""
+    close_pools()
     yield
     close_pools()
 

@@ -13,6 +13,8 @@ from tests.training.conftest import SmallRun
 from tests.training.jobs import EPOCHS, NUM_SAMPLES
 from training.result import RunResult
 
+pytestmark = pytest.mark.soak  # tests/training/test_s3.py and test_kills.py train under Ray in `make test`
+
 # One process and one local Ray for all: starting Ray and its workers is most of the time.
 SCRIPT = """
 import json, sys
