@@ -31,10 +31,9 @@ browser:
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium; } || \
 		echo 'Chromium is not installed and could not be: tests/inference/test_page.py will fail; install it by hand.'
 
-# Three processes at a time, since a quarter of the time of each is waiting; each has whole files of tests, so that what
-# a file's tests share is made once.
+# Two processes at a time, each with whole files of tests, so that what a file's tests share is made once.
 test: check browser
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The full matrix of formats and world sizes, with its table, every damage to every layout of the corpus, the casts of
 # all 2**32 float32 patterns, a kill at every system call that writes, 3,000 calls that fail, 20,000 random trees around

@@ -125,15 +125,14 @@ def _loads(text: bytes) -> object:
 
 
 def _items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Tensor, ...]:
-    specs = {spec.name: spec for spec in predictor.inputs}
-    if len(inputs) != len(specs):
+    if len(inputs) != len(predictor.inputs):
         raise BadRequestError(f"the request has {len(inputs)} inputs; the model takes {_names(predictor.inputs)}")
     (spec,) = predictor.inputs
     given = _object(inputs[0], "an input")
     _known(given, TENSOR_FIELDS, "an input")
-    if given.get("name") not in specs:
+    if given.get("name") != spec.name:
         raise BadRequestError(
-            f"the input is called {_shown(given.get('name'))}; the model takes {_names(specs.values())}"
+            f"the input is called {_shown(given.get('name'))}; the model takes {_names(predictor.inputs)}"
         )
     shape = _shape(given, spec, max_rows)
     if given.get("datatype") != spec.datatype:

@@ -27,10 +27,10 @@ def test_what_was_there_is_left_alone_until_the_block_ends() -> None:
 
 def test_what_somebody_else_arranged_stays() -> None:
     gc.freeze()
-    before = gc.get_freeze_count()
+    threshold = gc.get_threshold()
     with libraries_left_alone():
-        assert gc.get_freeze_count() == before
-    assert gc.get_freeze_count() == before
+        assert gc.get_threshold() == threshold
+    assert gc.get_freeze_count() > 1000
 
 
 def test_an_error_ends_it_too() -> None:

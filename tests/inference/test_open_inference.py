@@ -202,6 +202,7 @@ NAN = '{"inputs":[{"name":"image","shape":[1,28,28],"datatype":"UINT8","data":[N
         ({**a_request(ONE), "outputs": [{}] * 10**6}, "there is no output None"),
         ({"inputs": [3]}, "an input has to be a JSON object"),
         (a_request(ONE, name="pixels"), "is called 'pixels'; the model takes image"),
+        (a_request(ONE, name=["image"]), "is called"),
         (a_request(ONE, datatype="FP32"), "has the datatype 'FP32'; it must be UINT8"),
         (a_request(ONE, datatype=["UINT8"]), "has the datatype"),
         (a_request(ONE, shape=[1, 784]), "has the shape [1, 784]"),
