@@ -51,17 +51,15 @@ class Truths:
         """Raises FormatError if there is no such class. An empty cell is not known."""
         if value is None or value == "":
             return None
-        text = str(value) if self.labels else ""
-        number = self.labels.index(text) if self.labels and text in self.labels else _number(value)
+        number = self.labels.index(str(value)) if self.labels and str(value) in self.labels else _number(value)
         if number is None or not 0 <= number < self.num_classes:
             raise FormatError(f"its true label {value!r} is not a class of the model")
         return number
 
 
 def _number(value: str | int) -> int | None:
-    if isinstance(value, int):
-        return value
-    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def truths_of(predictor: Predictor) -> Truths:

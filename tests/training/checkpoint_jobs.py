@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,9 @@ STOPPED_AFTER = 6
 
 ENGINES = ("fsdp2", "zero3")
 
+IN_THE_SOAK = ("zero1",)
+"""Engines that the soak stops as well."""
+
 
 class AskedAfter:
     """On the last rank alone: the request to stop, once the ranks have agreed so many times."""
@@ -34,13 +37,13 @@ class AskedAfter:
         return self.left < 0
 
 
-def runs(out: Path) -> Iterator[tuple[TrainConfig, int | None]]:
+def runs(out: Path, engines: Sequence[str]) -> Iterator[tuple[TrainConfig, int | None]]:
     """Configurations, and the steps after which they are asked to stop.
 
     ``<engine>-stopped`` is stopped and goes on by itself. ``each-step`` and ``each-step-async`` save after each step.
     ``ended`` is stopped at the last step of an epoch, before its evaluation, and ``after-ended`` goes on from there.
     """
-    for engine in ENGINES:
+    for engine in engines:
         config = small_config(out / f"{engine}-stopped", engine=engine)
         yield config, STOPPED_AFTER
         yield replace(config, resume="auto"), None
@@ -74,9 +77,9 @@ def check_randomness() -> None:
     assert len({tuple(each) for each in ranks}) == len(ranks)
 
 
-def train_all(out: Path) -> None:
+def train_all(out: Path, engines: Sequence[str]) -> None:
     check_randomness()
-    for config, stopped_after in runs(out):
+    for config, stopped_after in runs(out, engines):
         config.out.mkdir(exist_ok=True)
         torch.distributed.barrier()
         # The first question comes before the first step.

@@ -21,7 +21,7 @@ import training
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from fixtures.launch import pool
 from tests.training import checkpoint_jobs, upload_jobs
-from tests.training.checkpoint_jobs import ENGINES, STOPPED_AFTER
+from tests.training.checkpoint_jobs import ENGINES, IN_THE_SOAK, STOPPED_AFTER
 from tests.training.conftest import SmallRun
 from tests.training.jobs import EPOCHS, NUM_WORKERS, SECONDS, STEPS_PER_EPOCH, small_config
 from tests.training.strategy_jobs import train_each
@@ -39,9 +39,10 @@ WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     out = tmp_path_factory.mktemp("stopped")
-    pool(NUM_WORKERS).run(checkpoint_jobs.train_all, out, seconds=SECONDS)
+    engines = ENGINES + IN_THE_SOAK if pytestconfig.getoption("--soak") else ENGINES
+    pool(NUM_WORKERS).run(checkpoint_jobs.train_all, out, engines, seconds=SECONDS)
     return out
 
 
@@ -60,7 +61,7 @@ def check_same_end(resumed: RunResult, whole: RunResult) -> None:
     assert ckpt_tools.diff(resumed.checkpoint, whole.checkpoint).equal
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, *(pytest.param(each, marks=pytest.mark.soak) for each in IN_THE_SOAK)])
 def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit(engine: str, runs: Path, small_run: SmallRun) -> None:
     resumed = result_of(runs / f"{engine}-stopped")
     assert [path.name for path in saved_checkpoints(runs / f"{engine}-stopped")] == ["epoch_0001", WITHIN, "epoch_0002"]
