@@ -11,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.transfer.buffers import populate
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -52,13 +55,14 @@ class TensorFill:
 
 
 def fill_all(fillings: Iterable[TensorFill], tensor_reader: TensorReader) -> None:
-    """Fill every target, several at a time.
+    """Fill every target, several at a time, the largest first: no thread is left alone with one of them at the end.
 
     Raises:
         UnsupportedError: a stored dtype cannot become that of its target. StoreError, FormatError: reading failed.
     """
+    largest_first = sorted(fillings, key=lambda filling: filling.target.nbytes, reverse=True)
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        for _ in pool.map(lambda filling: fill(filling, tensor_reader), fillings):
+        for _ in pool.map(lambda filling: fill(filling, tensor_reader), largest_first):
             pass
 
 
@@ -100,7 +104,9 @@ def _fill(target: torch.Tensor, tensor_reader: TensorReader, entry: TensorEntry,
     if not box.numel:
         return
     if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
-        tensor_reader.read(entry, box, entry.shape, 0, box.numel, _bytes_of(target))
+        room = _bytes_of(target)
+        populate(np.frombuffer(room, np.uint8))
+        tensor_reader.read(entry, box, entry.shape, 0, box.numel, room)
     elif box.numel * entry.dtype.item_bytes > BLOCK_BYTES:
         for part in _halves(box):
             origin = part.relative_to(box.start)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
+from functools import cache
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,3 +22,35 @@ def page_aligned(num_bytes: int) -> NDArray[np.uint8]:
     block = np.empty(num_bytes + PAGE_BYTES, np.uint8)
     first = -block.__array_interface__["data"][0] % PAGE_BYTES
     return block[first : first + num_bytes]
+
+
+MIN_POPULATED_BYTES = 1 << 20
+POPULATE_WRITE = 23
+"""``MADV_POPULATE_WRITE`` of Linux 5.14: pages are there as if each had been written to, and keep what they hold."""
+
+
+def populate(memory: NDArray[np.uint8]) -> None:
+    """Have Linux provide the pages of ``memory``, which is about to be overwritten, all at once.
+
+    Otherwise each page of new memory interrupts the read that first reaches it. A DCP of 1 GB in the page cache takes
+    0.59 s of a processor so, and 0.48 s into memory that was populated before. Where it cannot be done, nothing is:
+    the pages come one by one then.
+    """
+    page = mmap.PAGESIZE
+    first = -memory.__array_interface__["data"][0] % page
+    whole = memory[first : first + max(0, memory.nbytes - first) // page * page]
+    if sys.platform == "linux" and whole.nbytes >= MIN_POPULATED_BYTES and not _is_resident(whole):
+        _libc().madvise(whole.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(whole.nbytes), POPULATE_WRITE)
+
+
+def _is_resident(pages: NDArray[np.uint8]) -> bool:
+    """Whether the page in the middle is there: memory that is in use already is so as a whole."""
+    middle = pages[pages.nbytes // mmap.PAGESIZE // 2 * mmap.PAGESIZE :]
+    found = ctypes.c_ubyte()
+    _libc().mincore(middle.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(1), ctypes.byref(found))
+    return bool(found.value & 1)
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
