@@ -19,6 +19,7 @@ import ckpt_tools
 from ckpt_tools.errors import IncompleteError, UsageError
 from fixtures.store import Fixture
 from tests.support.ray_cluster import NODE, cluster, processes
+from tests.support.running import wait_until
 from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server
 
 __all__ = ["cluster"]
@@ -105,6 +106,8 @@ def test_a_lost_node_changes_nothing(large: Path, cluster: Cluster, tmp_path: Pa
 
     def lose_it(done: int, total: int) -> None:
         if not lost and 10 * done >= total:
+            # Nothing more is handed out meanwhile. A busy machine takes seconds to start a worker on the new node.
+            wait_until(lambda: processes(cluster, node))
             lost.append(len(processes(cluster, node)))
             cluster.remove_node(node, allow_graceful=False)
 
