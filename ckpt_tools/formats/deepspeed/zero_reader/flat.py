@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import Ints, RowTable, ShardTable
+from ckpt_tools.core.shards import ByteRange, Ints, RowTable, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError
 
 ABSENT = -1
@@ -95,6 +95,10 @@ class Flats:
         self._refuse(pieces, short, "has fewer elements than param_shapes states", MalformedError)
         dtype = self._dtype(pieces)
         byte_starts = starts + pieces.offsets * dtype.item_bytes
+        if len(numels) == 1 and numels[0] == pieces.numel:
+            start = int(byte_starts[0])
+            at = ByteRange(self.files[int(pieces.ranks[0])], start, start + pieces.numel * dtype.item_bytes)
+            return ShardTable.whole((pieces.numel,), dtype, at)
         return RowTable(
             shape=(pieces.numel,),
             dtype=dtype,
