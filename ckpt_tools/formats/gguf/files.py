@@ -17,7 +17,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.core.shards import Shard, ShardTable
+from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.transforms import is_chosen
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
@@ -125,8 +125,7 @@ def _entry(name: str, info: TensorInfo) -> TensorEntry:
             key=name,
         )
     kind = Kind.PARAMETER if info.dtype.is_floating else Kind.BUFFER
-    table = ShardTable.build(info.shape, info.dtype, [Shard(Box.whole(info.shape), info.at)])
-    return TensorEntry(info.shape, info.dtype, kind, table)
+    return TensorEntry(info.shape, info.dtype, kind, ShardTable.whole(info.shape, info.dtype, info.at))
 
 
 def _left_out(left: list[TensorInfo]) -> tuple[Note, ...]:

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import to_numpy
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef, TreePath, dotted
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, IncompleteError, SeveralCheckpointsError, UnsupportedError, UsageError
 from ckpt_tools.formats.orbax.arrays import FILE_PREFIX, Array, ArrayStore, Drivers, decoding_bytes
@@ -167,7 +166,7 @@ class _Reading:
     def _entry(self, path: TreePath, roles: Roles) -> TensorEntry:
         array = self.arrays[path]
         at = ByteRange(self.names[path], 0, array.num_bytes)
-        table = ShardTable.build(array.shape, array.dtype, [Shard(Box.whole(array.shape), at)])
+        table = ShardTable.whole(array.shape, array.dtype, at)
         kind = Kind.PARAMETER if array.dtype.is_floating else Kind.BUFFER
         if path not in roles.weights:
             kind = Kind.STATE if path in roles.moments else Kind.EXTRA

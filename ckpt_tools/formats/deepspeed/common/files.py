@@ -57,11 +57,12 @@ class File:
 
     def table(self, tensor: StoredTensor) -> ShardTable:
         """``tensor`` as a table of one shard."""
-        start = self.start(tensor)
+        shape, start = tuple(tensor.shape), self.start(tensor)
         extent = max(0, tensor.stop - tensor.storage_offset)
         at = ByteRange(self.path, start, start + extent * tensor.dtype.item_bytes)
-        strides = None if tensor.is_contiguous else tuple(tensor.strides)
-        return ShardTable.build(tuple(tensor.shape), tensor.dtype, [Shard(Box.whole(tuple(tensor.shape)), at, strides)])
+        if tensor.is_contiguous:
+            return ShardTable.whole(shape, tensor.dtype, at)
+        return ShardTable.build(shape, tensor.dtype, [Shard(Box.whole(shape), at, tuple(tensor.strides))])
 
     def get(self, name: str, kind: type[Kind]) -> Kind:
         """``content[name]``, which has to be of ``kind``."""

@@ -91,7 +91,7 @@ class Slots:
         content = self._open(path)
         if isinstance(content.value, StoredTensor) and content.value.numel == 1:
             at = _range(path, content.start, content.value, 1)
-            return ShardTable.build((), content.value.dtype, [Shard(Box.whole(()), at)])
+            return ShardTable.whole((), content.value.dtype, at)
         return self.number(path, content.value)
 
     def number(self, name: str, value: Value) -> ShardTable:
@@ -158,15 +158,15 @@ def _range(path: str, start: int, tensor: StoredTensor, numel: int) -> ByteRange
 
 def _table(path: str, start: int, tensor: StoredTensor) -> ShardTable:
     shape, extent = tuple(tensor.shape), max(0, tensor.stop - tensor.storage_offset)
-    strides = None if tensor.is_contiguous else tuple(tensor.strides)
-    shard = Shard(Box.whole(shape), _range(path, start, tensor, extent), strides)
-    return ShardTable.build(shape, tensor.dtype, [shard])
+    at = _range(path, start, tensor, extent)
+    if tensor.is_contiguous:
+        return ShardTable.whole(shape, tensor.dtype, at)
+    return ShardTable.build(shape, tensor.dtype, [Shard(Box.whole(shape), at, tuple(tensor.strides))])
 
 
 def _flat_table(path: str, start: int, tensor: StoredTensor, numel: int) -> ShardTable:
     """The first ``numel`` elements: older versions left the padding of stage 3 at the end."""
-    shard = Shard(Box((0,), (numel,)), _range(path, start, tensor, numel))
-    return ShardTable.build((numel,), tensor.dtype, [shard])
+    return ShardTable.whole((numel,), tensor.dtype, _range(path, start, tensor, numel))
 
 
 def _is_padded(stored: Shape, wanted: Shape) -> bool:
