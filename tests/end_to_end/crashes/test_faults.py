@@ -84,7 +84,7 @@ def test_every_call_may_fail(name: str, overwrite: bool, made_case: MakeCase, ru
         injected += ended.num_injected
         check_ended(case, ended, before)
         check_clean(case, runs)
-    assert injected >= min(0.9 * len(points), len(points) - 1), "the calls of one run are those of the next, nearly"
+    assert injected >= 0.9 * len(points), "the calls of one run are those of the next"
 
 
 @WRITERS

@@ -74,7 +74,8 @@ def test_killed_at_every_call(name: str, overwrite: bool, made_case: MakeCase, r
     calls = write_calls(case, runs, words, before)
     points = sampled(calls, None if soak else POINTS_IN_SAMPLE)
     killed = sum(kill_and_resume(case, runs, call, words, before) for call in points)
-    assert killed >= min(0.9 * len(points), len(points) - 1), "the calls of one run are those of the next, nearly"
+    # Of a few points one may be a call that some runs have and others do not.
+    assert 0 < killed >= min(0.9 * len(points), len(points) - 1), "the calls of one run are those of the next, nearly"
 
 
 def terminate(case: Case, runs: Runs, call: Call, words: list[str], before: dict[str, bytes]) -> bool:
