@@ -3,6 +3,8 @@
 A verb hands its own parameters on as ``locals()``, which is read before anything else is assigned: a list of 27 names
 written five times is a list in which one is forgotten.
 
+``refusing_empty`` refuses empty paths, names and patterns for each of them.
+
 A verb imports its implementation when it is called, because every command imports this module.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.arguments import refusing_empty
 from ckpt_tools.core.option_names import (
     DEFAULT_MEMORY,
     DEFAULT_RUNNER,
@@ -55,6 +58,7 @@ def _silent(done: int, total: int) -> None:
     """The progress of a caller that wants none."""
 
 
+@refusing_empty
 def inspect(
     src: str | Path,
     *,
@@ -102,11 +106,14 @@ def inspect(
     options = _options(asked)
     check_storage_options(storage_options, src)
     src = named(src, storage_options)
-    source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
+    source, manifest = read_checkpoint(
+        src, options.reading, format_name=from_, storage_options=storage_options, may_be_empty=True
+    )
     check_reading(manifest, options.reading)
     return summarize(manifest, str(src), source.files)
 
 
+@refusing_empty
 def open(
     src: str | Path,
     *,
@@ -143,11 +150,14 @@ def open(
 
     options = _options(asked)
     check_storage_options(storage_options, src)
-    source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
+    source, manifest = read_checkpoint(
+        src, options.reading, format_name=from_, storage_options=storage_options, may_be_empty=True
+    )
     check_reading(manifest, options.reading)
     return Checkpoint.of(source.store, manifest)
 
 
+@refusing_empty
 def plan(
     src: str | Path,
     dst: str | Path,
@@ -208,6 +218,7 @@ def plan(
     return plan_report(_prepared(asked))
 
 
+@refusing_empty
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -319,6 +330,7 @@ def convert(
     return run(prepared, pool=pool, fsync=fsync, on_progress=on_progress or _silent, resume=resume)
 
 
+@refusing_empty
 def consolidate(
     src: str | Path,
     dst: str | Path,
@@ -378,6 +390,7 @@ def consolidate(
     return convert(**{**asked, "to": chosen, "state": "model"})
 
 
+@refusing_empty
 def reshard(
     src: str | Path,
     dst: str | Path,
@@ -432,6 +445,7 @@ def reshard(
     return convert(**{**locals(), "to": _SAME})
 
 
+@refusing_empty
 def make_loadable(
     src: str | Path,
     dst: str | Path,
@@ -484,6 +498,7 @@ def make_loadable(
     )
 
 
+@refusing_empty
 def verify(
     src: str | Path,
     dst: str | Path | None = None,
@@ -564,6 +579,7 @@ def verify(
     return verify_pair(source, manifest, dst, chosen, how)
 
 
+@refusing_empty
 def diff(
     a: str | Path,
     b: str | Path,
@@ -627,6 +643,7 @@ def diff(
     )
 
 
+@refusing_empty
 def checksum(
     src: str | Path,
     *,
@@ -682,6 +699,7 @@ def checksum(
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
+@refusing_empty
 def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping[str, Any] | None = None) -> ScanReport:
     """Prove that loading any file of ``src`` runs nothing, or list what is not proved; run nothing.
 
@@ -714,6 +732,7 @@ def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping
     return scan_source(open_source(src, storage_options), str(src), tuple(allow))
 
 
+@refusing_empty
 def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> RunListing:
     """List the checkpoints of a run of any trainer, the newest first, and say of each whether it is complete.
 
@@ -742,6 +761,7 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     return listing(open_run(run, storage_options), url=str(run), is_remote=is_remote(run))
 
 
+@refusing_empty
 def prune(
     run: str | Path,
     *,
@@ -793,6 +813,7 @@ def prune(
     return prune_run(run, rules, yes=yes, storage_options=storage_options)
 
 
+@refusing_empty
 def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> CleanReport:
     """Remove what killed or failed runs of ``convert`` left at ``dst`` or beside it, and nothing else.
 
@@ -820,6 +841,7 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
     return clean_place(open_place(dst, storage_options), dry_run=dry_run)
 
 
+@refusing_empty
 def sign(
     src: str | Path, *, private_key: str | Path, signature: str | Path | None = None, overwrite: bool = False
 ) -> SignReport:
@@ -852,6 +874,7 @@ def sign(
     return sign_with_key(named(src), private_key=private_key, signature=signature, overwrite=overwrite)
 
 
+@refusing_empty
 def formats() -> tuple[FormatInfo, ...]:
     """List the formats that can be read and written.
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box, Shape
-from ckpt_tools.core.dtypes import to_numpy
+from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.wording import count, listed, nearest
 from ckpt_tools.errors import UnsupportedError
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     import torch
 
 SCRATCH_BYTES = 4 << 20
-"""Blocks read to be placed strided; the result itself is the caller's memory."""
+"""Blocks read to be placed strided, and rows read ahead of an iteration; a result is the caller's memory."""
+
+_HOST = (1, 0)
+"""DLPack's device type ``kDLCPU``, and the device's number."""
+
+_NO_VIEW = "a stored tensor is read into new memory; copy=False cannot be had"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +86,13 @@ class LazyTensor:
             raise TypeError("a 0-d tensor has no length")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        """Arrays along the first dim, read in blocks."""
+        row_bytes = max(1, self.nbytes // max(1, len(self)))
+        step = max(1, SCRATCH_BYTES // row_bytes)
+        for first in range(0, len(self), step):
+            yield from self[first : first + step]
+
     def __getitem__(self, index: Any) -> NDArray[Any]:
         """The elements at ``index``, as numpy would give them of the whole array. Raises IndexError."""
         return self._part(index).view(self.dtype)
@@ -101,15 +113,32 @@ class LazyTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
-            raise ValueError("a stored tensor is read into new memory; copy=False cannot be had")
+            raise ValueError(_NO_VIEW)
         return self[...].astype(dtype or self.dtype, copy=False)
+
+    def __dlpack__(self, *, copy: bool | None = None, **asked: Any) -> Any:
+        """A capsule with the tensor's elements. torch takes it before it looks for a length and items.
+
+        Raises:
+            BufferError: ``copy=False``. UnsupportedError: only torch has this dtype, and the installed one does not.
+        """
+        if copy is False:
+            raise BufferError(_NO_VIEW)
+        # ml_dtypes adds types to numpy that numpy cannot hand on.
+        is_numpys = self.entry.dtype is not DType.COMPLEX32 and self.dtype.isbuiltin == 1
+        return (self.numpy() if is_numpys else self.torch()).__dlpack__(**asked)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _HOST
 
     def _part(self, index: Any) -> NDArray[Any]:
         """The elements at ``index`` as bare bytes of an element's width."""
         slices, kept = _regular(index, self.shape)
         spans = [_span(part) for part in slices]
         read = self._read(Box(tuple(s.start for s in spans), tuple(s.stop for s in spans)))
-        found = read[tuple(_inside(part) for part in slices)]
+        # Without dims, only an ellipsis gives an array.
+        inside: tuple[Any, ...] = (*map(_inside, slices), ...)
+        found: NDArray[Any] = read[inside]
         return found.reshape([extent for extent, keep in zip(found.shape, kept, strict=True) if keep])
 
     def _read(self, box: Box) -> NDArray[Any]:
@@ -207,7 +236,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._reader.release(_Closed())
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.manifest.format}, {count(len(self), 'weight')}, step={self.manifest.step})"
+        return f"Checkpoint({self.manifest.format}, {count(len(self), 'weight')}, step={self.step})"
 
     def _repr_html_(self) -> str:
         cells = [(name, self[name]) for name in islice(self, MAX_ROWS)]
@@ -258,6 +287,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return sum(key.slot == WEIGHT for key in self.manifest.tensors) + len(self.manifest.aliases)
+
+    @property
+    def step(self) -> int | None:
+        """The training step."""
+        return self.manifest.step
 
     @property
     def bytes_read(self) -> int:

@@ -6,34 +6,34 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.core.applicability import SHARDED as MODEL_FOLDERS
 from ckpt_tools.core.applicability import WRITING, check
 from ckpt_tools.core.apply_options import apply_options
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Note, Outcome, settled
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.notes import Note, merged
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.options import ConvertOptions, WriteOptions
+from ckpt_tools.core.options import ConvertOptions, ReadOptions, WriteOptions
 from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.trainer_folder import FILE
+from ckpt_tools.core.transforms import cast_notes
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import DestinationExistsError, LossError, UsageError
-from ckpt_tools.formats.base import Writer, kept_entries
+from ckpt_tools.errors import DestinationExistsError, LossError, UnsupportedError, UsageError
+from ckpt_tools.formats.base import AsksModelType, Writer, kept_entries
 from ckpt_tools.formats.model_files import find_model_files, missing_note, with_model_files
-from ckpt_tools.formats.reading import case_of, named, read_checkpoint
+from ckpt_tools.formats.reading import case_of, named, own_keys, read_checkpoint
 from ckpt_tools.formats.registry import writer_for
-from ckpt_tools.planning.plan import CopyRules, Plan, make_plan, reading_bytes
+from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.destination import Claim, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.output_form import OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, already_exists
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.urls import StorageOptions, check_ending, implied_format, open_place
+from ckpt_tools.stores.urls import StorageOptions, check_apart, check_ending, implied_format, is_remote, open_place
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.workers import WorkerPool
@@ -48,6 +48,7 @@ class Prepared:
 
     store: Store
     plan: Plan
+    figures: Figures
     notes: tuple[Note, ...]
     source_format: str
     target_format: str
@@ -58,6 +59,8 @@ class Prepared:
     """What is there now and goes: names and sizes."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     storage_options: StorageOptions = None
+    keys: ReadOptions = field(default_factory=ReadOptions)
+    """With which the output is read, if it has the tree of a source that was read with them."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -65,6 +68,18 @@ class PlanReport(Shown):
     """What a conversion will do. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
     files that will hold them. ``renamed`` are the names that change, by their old ones.
     ``removed_files`` lie at the destination now and are replaced."""
+
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "source_format",
+        "target_format",
+        "num_tensors",
+        "bytes_read",
+        "bytes_written",
+        "files",
+        "peak_memory_bytes",
+        "notes",
+    )
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("file_bytes", "removed_bytes")
 
     source_format: str
     target_format: str
@@ -87,27 +102,21 @@ class PlanReport(Shown):
     def removed_bytes(self) -> int:
         return sum(self.removed_files.values())
 
-    def shown(self) -> dict[str, object]:
-        return {
-            "source_format": self.source_format,
-            "target_format": self.target_format,
-            "num_tensors": self.num_tensors,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "files": len(self.files),
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "notes": len(self.notes),
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self, "file_bytes", "removed_bytes")
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConvertReport(Shown):
     """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again; of
     ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` says where
     the digests lie that were asked for."""
+
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "destination",
+        "target_format",
+        "num_tensors",
+        "bytes_written",
+        "seconds",
+        "notes",
+    )
 
     plan: PlanReport
     destination: str
@@ -118,18 +127,32 @@ class ConvertReport(Shown):
     seconds: float
     digests: str | None = None
 
-    def shown(self) -> dict[str, object]:
-        return {
-            "destination": self.destination,
-            "target_format": self.plan.target_format,
-            "num_tensors": self.plan.num_tensors,
-            "bytes_written": self.bytes_written,
-            "seconds": round(self.seconds, 3),
-            "notes": len(self.plan.notes),
-        }
+    @property
+    def source_format(self) -> str:
+        return self.plan.source_format
 
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
+    @property
+    def target_format(self) -> str:
+        return self.plan.target_format
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The files of the output with their sizes."""
+        return self.plan.files
+
+    @property
+    def num_tensors(self) -> int:
+        return self.plan.num_tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors."""
+        return self.plan.num_bytes
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """Outcomes: what was cast, set to a default, kept or dropped."""
+        return self.plan.notes
 
 
 def is_whole(options: ConvertOptions, writer: Writer) -> bool:
@@ -160,19 +183,23 @@ def prepare(
     src, place = named(src, storage_options), open_place(dst, storage_options)
     writer = None if to == SAME else _writer(to, place.name)
     source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
-    source_format, reading = manifest.format, reading_bytes(manifest)
+    check_apart(src, dst, storage_options)
+    source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
     writer = writer or _same_writer(manifest, place.name)
     whole = is_whole(options, writer)
     check(
         WRITING, options.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
     )
     writing = _write_options(place.form, manifest, options)
+    if isinstance(writer, AsksModelType):
+        writing = replace(writing, model_type=_model_type(src, source, manifest, storage_options))
     made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters, kept=kept_entries(writer))
-    manifest, notes = made.manifest, made.notes
+    manifest = made.manifest
     layout = writer.layout(manifest, writing)
     source, layout, carried = _with_model_files(src, source, manifest, layout, options, place, writer, storage_options)
-    manifest, notes = _with_copied(manifest, layout, notes, carried)
-    notes = settled(notes + layout.notes)
+    manifest = _with_copied(manifest, layout, carried)
+    cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
+    notes = merged(manifest.notes + cast + layout.notes)
     if strict:
         _refuse_losses(notes)
     plan = make_plan(
@@ -183,16 +210,16 @@ def prepare(
         is_limit=memory_is_limit,
         wanted_bytes=_wanted_bytes(place, layout),
         reading_bytes=reading,
+        remote_bytes=remote_bytes(src, dst),
         copies=_copies(source, place),
     )
-    removed = NOTHING
-    if overwrite:
-        removed = removed_files(src, dst, place, layout, checksum=checksum, storage_options=storage_options)
-    else:
-        check_absent(place, checksum=checksum, storage_options=storage_options)
+    figures = plan.figures()
+    _refuse_nothing(written_tensors(manifest, figures), has_weights=has_weights, options=options)
+    removed = removed_at(place, layout, overwrite=overwrite, checksum=checksum, storage_options=storage_options)
     return Prepared(
         source.store,
         plan,
+        figures,
         notes,
         source_format,
         writer.name,
@@ -202,7 +229,13 @@ def prepare(
         removed,
         made.renamed,
         storage_options,
+        own_keys(source_format, writer.name, options),
     )
+
+
+def remote_bytes(*urls: str | Path) -> int:
+    """Memory of the clients of stores that are not local."""
+    return REMOTE_BYTES if any(map(is_remote, urls)) else 0
 
 
 def _with_model_files(
@@ -228,16 +261,21 @@ def _with_model_files(
     return replace(source, store=found.store), with_model_files(layout, found, manifest), found.sources
 
 
-def _with_copied(
-    manifest: Manifest, layout: Layout, notes: tuple[Note, ...], carried: frozenset[str]
-) -> tuple[Manifest, tuple[Note, ...]]:
-    """The manifest with the files that the layout copies as they are, and the notes without those on what a reader made
-    of them: the layout says what becomes of each."""
+def _model_type(src: str | Path, source: Source, manifest: Manifest, storage_options: StorageOptions) -> str | None:
+    """``model_type`` of the source's ``config.json``; None if it has none."""
+    found = find_model_files(src, source, manifest, config=None, storage_options=storage_options)
+    model_type = None if found is None else found.config.get("model_type")
+    return model_type if isinstance(model_type, str) else None
+
+
+def _with_copied(manifest: Manifest, layout: Layout, carried: frozenset[str]) -> Manifest:
+    """The manifest with the files that the layout copies as they are, without the notes on what a reader made of them:
+    the layout says what becomes of each."""
     if layout.copied is None:
-        return manifest, notes
+        return manifest
     sources = manifest.trainer.sources if manifest.trainer is not None and not carried else carried
-    notes = tuple(note for note in notes if note.what not in sources)
-    return replace(manifest, tensors={**manifest.tensors, **layout.copied}), notes
+    notes = tuple(note for note in manifest.notes if note.what not in sources)
+    return replace(manifest, tensors={**manifest.tensors, **layout.copied}, notes=notes)
 
 
 def _wanted_bytes(place: Place, layout: Layout) -> int:
@@ -261,7 +299,7 @@ def _writer(to: str | None, name: str) -> Writer:
     check_ending(name, to)
     implied = implied_format(name)
     if to is None and implied is None:
-        raise UsageError(f"say with {option('to')} in which format {name} is to be written")
+        raise UsageError(f"choose a format with {option('to')}: dcp, zero3, safetensors, ...")
     if to is not None and implied is not None and to != implied:
         raise UsageError(
             f"{name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop {option('to')}"
@@ -290,21 +328,55 @@ def _write_options(form: OutputForm, manifest: Manifest, options: ConvertOptions
 
 
 def _refuse_losses(notes: tuple[Note, ...]) -> None:
-    lost = [note.what for note in notes if note.outcome is Outcome.DROPPED and not note.asked]
+    lost = [note.what for note in notes if note.is_loss]
     if lost:
-        raise LossError(f"with {option('strict', True)} nothing may be left behind, and this would drop {listed(lost)}")
+        raise LossError(f"with {option('strict', True)} nothing may be lost, and this would lose {listed(lost)}")
+
+
+def written_tensors(manifest: Manifest, figures: Figures) -> Mapping[StateKey, TensorEntry]:
+    """The tensors whose elements a layout writes. A weight can be written as its fp32 master alone, and a number
+    of an optimizer's state as a value with the tensors of that state."""
+    stored = figures.tensors
+    of_state = {key.fqn for key in stored if manifest.tensors[key].kind is Kind.STATE}
+
+    def is_written(key: StateKey, entry: TensorEntry) -> bool:
+        is_number = entry.kind is Kind.STATE and not entry.shape and key.fqn in of_state
+        return (
+            key in stored
+            or is_number
+            or not entry.numel
+            or (key.slot == WEIGHT and StateKey(key.fqn, MASTER) in stored)
+        )
+
+    return {key: entry for key, entry in manifest.tensors.items() if key.slot != FILE and is_written(key, entry)}
+
+
+def _refuse_nothing(written: Mapping[StateKey, TensorEntry], *, has_weights: bool, options: ConvertOptions) -> None:
+    """Raises UsageError or UnsupportedError where no tensor is written, or no weight though the source has some and the
+    user selected no others."""
+    is_selected = bool(options.include or options.exclude)
+    if not written and is_selected:
+        raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor that could be written")
+    if not written:
+        raise UnsupportedError("no tensor would be written: the target format has no place for those of the source")
+    if has_weights and not is_selected and not holds_weights(written):
+        raise UnsupportedError("none of the model's weights would be written")
+
+
+def holds_weights(tensors: Mapping[StateKey, TensorEntry]) -> bool:
+    return any(entry.kind in (Kind.PARAMETER, Kind.BUFFER) for entry in tensors.values())
 
 
 def plan_report(prepared: Prepared) -> PlanReport:
     """The plan in figures."""
-    plan, figures = prepared.plan, prepared.plan.figures()
-    tensors = [entry for key, entry in plan.manifest.tensors.items() if key.slot != FILE]
+    plan, figures = prepared.plan, prepared.figures
+    tensors = written_tensors(plan.manifest, figures)
     return PlanReport(
         source_format=prepared.source_format,
         target_format=prepared.target_format,
         files=figures.files,
         num_tensors=len(tensors),
-        num_bytes=sum(entry.num_bytes for entry in tensors),
+        num_bytes=sum(entry.num_bytes for entry in tensors.values()),
         num_tasks=figures.num_tasks,
         bytes_read=figures.bytes_read,
         bytes_written=figures.bytes_written,
@@ -378,6 +450,7 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
         claim,
         prepared.place,
         prepared.target_format,
+        options=prepared.keys,
         num_workers=prepared.plan.num_workers,
         on_total=lambda total: Meter(on_progress, total).add,
     )
@@ -392,38 +465,41 @@ def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -
     return write_published(
         prepared.place,
         prepared.target_format,
+        options=prepared.keys,
         num_workers=prepared.plan.num_workers,
         on_total=lambda total: Meter(on_progress, total).add,
         storage_options=prepared.storage_options,
     )
 
 
-def check_absent(place: Place, *, checksum: bool, storage_options: StorageOptions = None) -> None:
+def removed_at(
+    place: Place, layout: Layout, *, overwrite: bool, checksum: bool, storage_options: StorageOptions = None
+) -> Mapping[str, int]:
+    """The files at the destination that the output replaces. Raises DestinationExistsError if others are there."""
+    if overwrite:
+        return _replaced(place, layout, checksum=checksum, storage_options=storage_options)
+    _check_absent(place, checksum=checksum, storage_options=storage_options)
+    return NOTHING
+
+
+def _check_absent(place: Place, *, checksum: bool, storage_options: StorageOptions = None) -> None:
     """Raises DestinationExistsError where something is at the destination, or digests that would be of another file."""
     place.check_free(overwrite=False)
     if (url := digests_beside(place, storage_options)) is not None:
         raise already_exists(url) if checksum else _of_another(url)
 
 
-def removed_files(
-    src: str | Path,
-    dst: str | Path,
-    place: Place,
-    layout: Layout,
-    *,
-    checksum: bool,
-    storage_options: StorageOptions = None,
+def _replaced(
+    place: Place, layout: Layout, *, checksum: bool, storage_options: StorageOptions = None
 ) -> Mapping[str, int]:
     """What goes of what is at the destination now: one checkpoint, and its digests where they lie beside it.
 
     Raises:
-        DestinationExistsError: the source would go, or something else than a checkpoint, or digests would be of
-        another file then.
+        DestinationExistsError: something else than a checkpoint would go, or digests would be of another file then.
     """
     from ckpt_tools.verification.digest_files import check_list
-    from ckpt_tools.verification.replacing import check_apart, replaced_files
+    from ckpt_tools.verification.replacing import replaced_files
 
-    check_apart(src, dst, storage_options)
     removed = replaced_files(place, [file.path for file in layout.files])
     url = digests_beside(place, storage_options)
     if url is None:

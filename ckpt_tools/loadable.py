@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ckpt_tools.conversion import Prepared, check_absent, removed_files, run
+from ckpt_tools.conversion import Prepared, remote_bytes, removed_at, run
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import DEFAULT_MEMORY, option
@@ -27,9 +24,8 @@ from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.destination import Place
-from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, implied_format, open_place, open_source
+from ckpt_tools.stores.urls import StorageOptions, check_apart, implied_format, open_place, open_source
 from ckpt_tools.transfer.workers import WorkerPool
 
 TORCH = "torch"
@@ -46,19 +42,6 @@ class LoadableReport(Shown):
     seconds: float
     left_out: tuple[LeftOut, ...]
     replaced: tuple[Replaced, ...]
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "source": self.source,
-            "destination": self.destination,
-            "num_storages": self.num_storages,
-            "bytes_written": self.bytes_written,
-            "left_out": len(self.left_out),
-            "replaced": len(self.replaced),
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
 
 
 def run_make_loadable(
@@ -81,26 +64,30 @@ def run_make_loadable(
         raise UsageError(f"{place.name}: name a file that ends in .pt, .pth or .bin")
     source = open_source(src, storage_options)
     archive = _open(source, src)
+    check_apart(src, dst, storage_options)
     made = _loadable(archive, strict=strict)
     manifest, layout = _manifest_and_layout(made.value, archive, place)
     pool = WorkerPool.choose("threads", None, None, src, dst)
+    plan = make_plan(
+        manifest,
+        layout,
+        memory_bytes=parse_size(DEFAULT_MEMORY),
+        num_workers=pool.workers_per_process,
+        is_limit=False,
+        remote_bytes=remote_bytes(src, dst),
+        wanted_bytes=place.parts.wanted_bytes(layout.size_bytes),
+    )
     prepared = Prepared(
         source.store,
-        make_plan(
-            manifest,
-            layout,
-            memory_bytes=parse_size(DEFAULT_MEMORY),
-            num_workers=pool.workers_per_process,
-            is_limit=False,
-            wanted_bytes=place.parts.wanted_bytes(layout.size_bytes),
-        ),
+        plan,
+        plan.figures(),
         (),
         TORCH,
         TORCH,
         place,
         overwrite,
         False,
-        _removed(src, dst, place, layout, overwrite=overwrite, storage_options=storage_options),
+        removed_at(place, layout, overwrite=overwrite, checksum=False, storage_options=storage_options),
         storage_options=storage_options,
     )
     report = run(prepared, pool=pool, fsync=fsync, on_progress=on_progress)
@@ -154,18 +141,3 @@ def _entry(storage: StorageRef, archive: TorchArchive) -> TensorEntry:
     shape = (storage.numel,)
     table = ShardTable.build(shape, dtype, [Shard(Box.whole(shape), ByteRange(archive.path, start, stop))])
     return TensorEntry(shape, dtype, Kind.EXTRA, table)
-
-
-def _removed(
-    src: str | Path,
-    dst: str | Path,
-    place: Place,
-    layout: Layout,
-    *,
-    overwrite: bool,
-    storage_options: StorageOptions,
-) -> Mapping[str, int]:
-    if overwrite:
-        return removed_files(src, dst, place, layout, checksum=False, storage_options=storage_options)
-    check_absent(place, checksum=False, storage_options=storage_options)
-    return NOTHING

@@ -30,6 +30,7 @@ with killed_by_interrupts():
     from .report import Report
     from .reporting import report_errors
     from .tally import Tally
+    from .training_package import commands
 
 if TYPE_CHECKING:
     from .job import Job
@@ -85,7 +86,7 @@ class Asked:
         ).settled()
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(cls=commands.Command, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--model", metavar="URL", required=True, help="A checkpoint of any format, local or remote.")
 @click.option("--input", "input_url", metavar="URL", required=True, help="Images, a table, a text, digits, ...")
 @click.option("--output", metavar="URL", required=True, help="The .jsonl or .parquet file to write.")

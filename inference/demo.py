@@ -28,7 +28,7 @@ with killed_by_interrupts():
     from .inputs import held_out_inputs
     from .pipeline import predict_all
     from .predictor import load_predictor
-    from .training_package import config, interruption, launchers, locking, result
+    from .training_package import commands, config, interruption, launchers, locking, result
 
 NUM_WORKERS = 2
 DEMO_ENGINES: tuple[config.EngineName, ...] = ("fsdp2", "zero3")
@@ -217,7 +217,7 @@ def run_demo(out: Path, console: Console) -> list[Row]:
     return rows
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command(cls=commands.Command, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--out", type=click.Path(path_type=Path), default="demo", help="The folder to write to.")
 def main(out: Path) -> None:
     """Train with FSDP2 and ZeRO-3, convert both checkpoints, and check that the files predict as the runs did."""

@@ -14,10 +14,8 @@ MAX_PORT = 65535
 GRPC_PORT = "--grpc-port"
 
 
-def check_address(host: str, port: int, option: str = "--port") -> None:
-    """Raise ``UsageError`` for what cannot be an address."""
-    if not host:
-        raise UsageError("--host is empty; 0.0.0.0 listens on every address of this machine")
+def check_port(port: int, option: str = "--port") -> None:
+    """Raise ``UsageError`` for what cannot be a port."""
     if not 0 <= port <= MAX_PORT:
         raise UsageError(f"{option} is a number from 0 to {MAX_PORT}, not {port}")
 

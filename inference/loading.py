@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ckpt_tools
+from ckpt_tools.arguments import refusing_empty
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from .architectures import architecture_of
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@refusing_empty
 @libraries_left_alone()
 def load_model(
     url: str | Path,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ckpt_tools
+from ckpt_tools.arguments import refusing_empty
 from ckpt_tools.errors import FormatError, UsageError
 
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
@@ -97,6 +98,7 @@ class Predictor:
         return self.task.predict(inputs)
 
 
+@refusing_empty
 @libraries_left_alone()
 def load_predictor(
     url: str | Path,

@@ -23,6 +23,7 @@ with killed_by_interrupts():
 
     import click
 
+    from ckpt_tools.arguments import refusing_empty
     from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
 
     from .files import check_model
@@ -32,7 +33,7 @@ with killed_by_interrupts():
         address_of,
         beside,
         bind,
-        check_address,
+        check_port,
         is_loopback,
         listen,
         reserve,
@@ -41,6 +42,7 @@ with killed_by_interrupts():
     from .reading import AS_IT_IS, Reading, reading_options
     from .reporting import printable, report_errors
     from .settings import Settings, read_token
+    from .training_package import commands
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -148,10 +150,14 @@ class Options:
 
 
 def _named(text: str) -> tuple[str, str]:
+    name, equals, url = text.partition("=")
+    if equals and not (name and url) and not Path(text).exists():
+        raise UsageError(f"--model {text} has an empty {'URL' if name else 'NAME'}; it is NAME=URL")
     match = None if Path(text).exists() else NAMED.fullmatch(text)
     return (match[1], match[2]) if match else (DEFAULT_NAME, text)
 
 
+@refusing_empty
 def create_app(model: str | Path) -> FastAPI:
     """The application over a checkpoint, which is loaded here: a bad one stops the start, not the first request."""
     return application(Options([str(model)], Settings()))
@@ -235,7 +241,7 @@ def _models(options: Options, ended: _Ended, worker: int = 0) -> AbstractContext
     return RemoteModels.running(options.architecture, options.reading, device, _num_threads(options), ended)
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command(cls=commands.Command, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False)
 @click.option(
     "--model",
@@ -256,7 +262,7 @@ def _models(options: Options, ended: _Ended, worker: int = 0) -> AbstractContext
     multiple=True,
     help="A name that requests may call this service by. On loopback, others than localhost are refused.",
 )
-@click.option("--watch", type=float, metavar="SECONDS", help="Look so often for a newer checkpoint, and serve it.")
+@click.option("--watch", type=float, metavar="SECONDS", help="Poll for a newer checkpoint every SECONDS, and serve it.")
 @click.option("--timeout", type=float, default=30.0, help="The seconds that a request may wait for the model.")
 @click.option("--drain", type=float, default=0.0, help="After a signal, serve so many seconds more, as not ready.")
 @click.option(
@@ -305,8 +311,8 @@ def main(
     address cannot be listened on, 7 refused as unsafe, 143, 130 and 129 ended by SIGTERM, SIGINT and SIGHUP.
     """
     with report_errors():
-        check_address(host, port)
-        check_address(host, grpc_port or 0, GRPC_PORT)
+        check_port(port)
+        check_port(grpc_port or 0, GRPC_PORT)
         word = None if token is None else read_token(token)
         settings = Settings(timeout=timeout, drain=drain, token=word, has_access_log=access_log)
         named = (*([model] if model else []), *models)

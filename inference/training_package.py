@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from training import (
+        commands,
         config,
         data,
         evaluation,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "commands",
     "config",
     "data",
     "evaluation",

@@ -25,10 +25,12 @@ from ckpt_tools.core import option_names
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.option_names import option, spelled
 from ckpt_tools.core.options import dtype_name
+from ckpt_tools.core.showing import Count, Shown
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.registry import readers, writers
 from ckpt_tools.stores.leftovers import CleanReport
 from ckpt_tools.verification.difference import Aspect
+from ckpt_tools.verification.signing import SignReport
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
 COMMANDS = [name for name, command in group.commands.items() if not isinstance(command, BesideCommand)]
@@ -180,7 +182,7 @@ def test_one_pattern_need_not_be_in_a_list(made: Path) -> None:
 
 MESSAGES: list[tuple[str, list[str], dict[str, Any], str, str]] = [
     ("convert", ["dcp", "model.safetensors"], {}, "overwrite=True", "--overwrite"),
-    ("convert", ["dcp", "out"], {}, "say with to= in", "say with --to in"),
+    ("convert", ["dcp", "out"], {}, "choose a format with to=", "choose a format with --to"),
     ("plan", ["dcp", "x.pt"], {"to": "dcp"}, "which to='dcp' contradicts", "which --to dcp contradicts"),
     ("plan", ["dcp", "x.pt"], {"world_size": 2}, "world_size= is for", "--world-size is for"),
     ("plan", ["dcp", "x.pt"], {"include": ["c.*"]}, "include='c.*' matches no", "--include 'c.*' matches no"),
@@ -264,6 +266,7 @@ def reports(made: Path) -> list[Any]:
     differing = ckpt_tools.diff(made / "dcp", out)
     many = replace(differing, differences=differing.differences * 100_000)
     torch.save({"f": torch.nn.Linear(2, 2)}, made / "evil.pt")
+    torch.save({"w": torch.ones(1), "class": torch.nn.Linear}, made / "foreign.pt")
     scanned = ckpt_tools.scan(made / "evil.pt")
     return [
         converted,
@@ -279,7 +282,17 @@ def reports(made: Path) -> list[Any]:
         replace(ckpt_tools.clean(out), destination="d" * 10_000),
         *ckpt_tools.formats(),
         ckpt_tools.inspect(out),
+        *reports_of_a_run(made),
+        ckpt_tools.make_loadable(made / "foreign.pt", made / "plain.pt"),
+        SignReport("s" * 1000),
     ]
+
+
+def reports_of_a_run(made: Path) -> list[Any]:
+    for step in (1, 2):
+        ckpt_tools.convert(made / "dcp", made / "run" / f"step_{step}", to="safetensors")
+    listed, pruned = ckpt_tools.ls(made / "run"), ckpt_tools.prune(made / "run", keep_last=1)
+    return [listed, *listed.checkpoints, pruned, *pruned.checkpoints]
 
 
 def test_results_are_one_short_line_whatever_their_size(made: Path) -> None:
@@ -287,6 +300,30 @@ def test_results_are_one_short_line_whatever_their_size(made: Path) -> None:
         shown = repr(report)
         assert len(shown) < 200 and "\n" not in shown, shown
         assert shown.startswith(f"{type(report).__name__}(")
+
+
+def test_what_is_shown_are_attributes_and_a_collection_is_its_count(made: Path) -> None:
+    seen = set()
+    for report in reports(made):
+        seen.add(type(report))
+        for name, shown in report.shown().items():
+            held = getattr(report, name)
+            if isinstance(shown, Count):
+                assert shown == len(held) and repr(shown) == f"<{len(held)}>", (type(report), name)
+            elif isinstance(held, float):
+                assert shown == pytest.approx(held, rel=1e-5), (type(report), name)
+            else:
+                assert shown in (held, getattr(held, "value", held), str(held)), (type(report), name)
+    public = {getattr(ckpt_tools, name) for name in ckpt_tools.__all__}
+    assert {each for each in public if isinstance(each, type) and issubclass(each, Shown)} == seen
+    assert {each.__qualname__ for each in Shown.__subclasses__()} == {each.__qualname__ for each in seen}
+
+
+def test_a_conversions_report_has_what_its_plan_says(made: Path) -> None:
+    report = ckpt_tools.convert(made / "dcp", made / "x.safetensors", dtype="float16")
+    for name in ("source_format", "target_format", "files", "num_tensors", "num_bytes", "notes"):
+        assert getattr(report, name) == getattr(report.plan, name)
+    assert report.notes and (report.source_format, report.target_format) == ("dcp", "safetensors")
 
 
 def test_notebooks_show_a_small_escaped_table(made: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +163,91 @@ def test_torch_gets_every_dtype_bit_for_bit(name: str, tmp_path: Path) -> None:
     part = found["w"].torch(np.s_[1, ::-1])
     assert part.view(torch.uint8).tolist() == raw.reshape(2, 3, -1)[1].flip(0).reshape(-1).tolist()
     assert found["w"].dtype_name == name
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_torchs_own_functions_take_every_dtype_bit_for_bit(name: str, tmp_path: Path) -> None:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    raw = (torch.arange(6 * dtype.itemsize) % (2 if name == "bool" else 256)).to(torch.uint8)
+    original = raw.view(dtype).reshape(2, 3)
+    state = {"w": original, "none": original[:0], "empty": original[:, :0], "one": original[0, 0].clone()}
+    torch.save({**state, "strided": original.T}, tmp_path / "m.pt")
+    found = ckpt_tools.open(tmp_path / "m.pt")
+    for key in (*state, "strided"):
+        wanted = found[key].torch()
+        for made in (torch.as_tensor, torch.tensor, torch.utils.dlpack.from_dlpack, torch.asarray):
+            got = made(found[key])
+            assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), (key, made)
+            assert torch.equal(got.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)), (key, made)
+
+
+def test_torch_takes_the_state_of_an_optimizer(checkpoint: Any) -> None:
+    import torch
+
+    found = ckpt_tools.open(checkpoint("fsdp2", "awkward", 3).checkpoint)
+    for slot in ("exp_avg", "exp_avg_sq", "step"):
+        tensor = found.state("embed.weight", slot)
+        assert torch.equal(torch.as_tensor(tensor), tensor.torch())
+        assert torch.as_tensor(tensor, dtype=torch.float64).dtype is torch.float64
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_torchs_own_functions_are_as_fast_as_the_method(name: str, tmp_path: Path) -> None:
+    import torch
+
+    torch.save(
+        {"w": torch.ones(32 << 20, dtype=torch.uint8).view(getattr(torch, name)).reshape(4096, -1)}, tmp_path / "m.pt"
+    )
+    tensor = ckpt_tools.open(tmp_path / "m.pt")["w"]
+
+    def seconds(work: Callable[[], object]) -> float:
+        def once() -> float:
+            started = time.process_time()
+            work()
+            return time.process_time() - started
+
+        return min(once() for _ in range(5))
+
+    method = seconds(tensor.torch)
+    for made in (torch.as_tensor, torch.tensor, torch.utils.dlpack.from_dlpack, np.asarray, list):
+        assert seconds(partial(made, tensor)) < 5 * method + 0.02, made
+
+
+def test_iterating_gives_what_numpy_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_tools.checkpoint.SCRATCH_BYTES", 2 * WHOLE[0].nbytes)
+    assert [row.tolist() for row in opened()["w"]] == WHOLE.tolist()
+    assert opened()["w"].numpy().tolist() == np.from_dlpack(opened()["w"]).tolist()
+
+
+def test_a_view_of_a_stored_tensor_cannot_be_had() -> None:
+    import torch
+
+    with pytest.raises(BufferError, match="copy=False"):
+        torch.utils.dlpack.from_dlpack(opened()["w"], copy=False)
+    with pytest.raises(BufferError, match="copy=False"):
+        np.from_dlpack(opened()["w"], copy=False)
+
+
+def test_a_scalar_is_an_array_without_dims(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"a": np.ones((), np.float32)}, tmp_path / "m.safetensors")
+    tensor = ckpt_tools.open(tmp_path / "m.safetensors")["a"]
+    for found in (tensor.numpy(), tensor[...], tensor[()], np.asarray(tensor)):
+        assert isinstance(found, np.ndarray) and found.shape == () and found == 1
+    with pytest.raises(TypeError, match="0-d"):
+        list(tensor)
+
+
+def test_what_numpy_does_not_have_is_refused_with_the_way_to_read_it(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"w": torch.zeros(3, dtype=torch.complex32)}, tmp_path / "m.pt")
+    tensor = ckpt_tools.open(tmp_path / "m.pt")["w"]
+    for taken in (np.asarray, np.array, list, lambda tensor: tensor[0]):
+        with pytest.raises(ckpt_tools.UnsupportedError, match=r"numpy has no complex32; read it with \.torch\(\)"):
+            taken(tensor)
 
 
 def test_a_tensor_shares_the_memory_that_was_read() -> None:

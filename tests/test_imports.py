@@ -34,16 +34,28 @@ PACKAGES = (
 APART = {frozenset({"formats", "transfer"}), frozenset({"verification", "torch"})}
 """Packages that know nothing of each other, though one stands before the other."""
 
-FACE = {"__main__", "api", "checkpoint", "conversion", "errors", "guard", "guard_process", "loadable", "signals"}
+FACE = {
+    "__main__",
+    "api",
+    "arguments",
+    "checkpoint",
+    "conversion",
+    "errors",
+    "guard",
+    "guard_process",
+    "loadable",
+    "signals",
+}
 """The modules at the root, beside the package itself."""
 
-EVERYWHERE = {"errors", "guard", "signals"}
+EVERYWHERE = {"arguments", "errors", "guard", "signals"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
 LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wording"}
 """What the command line imports beside the public API: it costs nothing."""
 
 FORMATS_SHARED = {
+    "accelerate",
     "base",
     "completeness",
     "deepspeed_files",

@@ -15,6 +15,7 @@ with killed_by_interrupts():
 
     from ckpt_tools.errors import CkptError
 
+    from .commands import Command
     from .config import (
         DATASETS,
         LAUNCHERS,
@@ -33,7 +34,7 @@ with killed_by_interrupts():
     from .strategies import ENGINES, STRATEGIES
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option(
     "--config",
     metavar="FILE|NAME",

@@ -23,6 +23,7 @@ with killed_by_interrupts():
     from ckpt_tools.errors import CkptError, DestinationExistsError
     from ckpt_tools.guard import guarded
 
+    from .commands import Command
     from .comparison import DEFAULT_CASES, DEFAULTS, RESUMED, RUN, Case, Figures, Row, cases_of
     from .config import TrainConfig
     from .interruption import interruptible
@@ -38,7 +39,8 @@ WIDTH = 160
 
 
 @click.command(
-    context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
+    cls=Command,
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the runs and the table.")
 @click.option(

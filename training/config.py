@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from ckpt_tools.arguments import check_not_empty
 from ckpt_tools.errors import UsageError
 
 from .combinations import broken_rule
@@ -102,6 +103,8 @@ class TrainConfig(Options):
     """A training run. Raises ``UsageError`` for values that do not fit, naming options as a user types them."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            check_not_empty(f"--{spelt(field.name)}", getattr(self, field.name))
         self._check_choices()
         self._check_counts()
         self._check_together()

@@ -26,8 +26,8 @@ def shipped_text(name: str) -> str:
 
 def read_defaults(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     """Let the file's options hold where the command line gives none. Raises ``click.BadParameter``."""
-    if value is None:
-        return
+    if not value:
+        return  # an empty one is refused by the command
     given = _parsed(value)
     known = {option.name: option for option in context.command.params if option is not parameter}
     for key in given:

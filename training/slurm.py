@@ -18,6 +18,7 @@ from ckpt_tools.errors import CkptError, UsageError
 
 from .__main__ import config_of
 from .__main__ import main as train_command
+from .commands import Command
 from .config import RESUME_AUTO, TrainConfig
 from .stopping import EXIT_CODE
 
@@ -94,7 +95,8 @@ def script(job: Job, config: TrainConfig, python: str) -> str:
 
 
 @click.command(
-    context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
+    cls=Command,
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
 )
 @click.option("--nodes", type=int, default=1, help="Machines; the workers are dealt out over them.")
 @click.option("--gpus-per-node", type=int, help="GPUs of each machine.")

@@ -12,13 +12,14 @@ with killed_by_interrupts():
     import os
     import sys
     from dataclasses import asdict, dataclass, replace
-    from pathlib import Path
 
     import click
 
     from ckpt_tools.errors import CkptError, UsageError
 
+    from .__main__ import config_of
     from .__main__ import main as train_command
+    from .commands import Command
     from .config import TrainConfig
     from .installed import check_installed
     from .interruption import interruptible
@@ -94,7 +95,8 @@ def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
 
 
 @click.command(
-    context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
+    cls=Command,
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
 )
 @click.option("--learning-rate", "rates", type=float, multiple=True, required=True, help="Of one trial; repeatable.")
 @click.option("--at-once", type=click.IntRange(min=1), default=1, help="Trials that run beside each other.")
@@ -105,9 +107,8 @@ def main(rates: tuple[float, ...], at_once: int, options: tuple[str, ...]) -> No
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     try:
         params = train_command.make_context("training", list(options)).params
-        paths = {key: Path(params[key]).absolute() for key in ("out", "data_root", "deepspeed_config") if params[key]}
         with interruptible(lambda: "start it again, with another --out"):
-            trials = tuned(TrainConfig(**(params | paths)), rates, at_once)
+            trials = tuned(config_of(params), rates, at_once)
     except CkptError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)

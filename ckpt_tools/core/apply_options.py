@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Note
+from ckpt_tools.core.notes import without_gone
 from ckpt_tools.core.options import ConvertOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A manifest as it is to be written, with notes on what was cast or left behind; ``renamed`` has the new names by
-    the old ones."""
+    """A manifest as it is to be written, whose notes say what was left behind; ``uncast`` is the same in the dtypes
+    that it had, ``renamed`` has the new names by the old ones."""
 
     manifest: Manifest
-    notes: tuple[Note, ...]
+    uncast: Manifest
     renamed: Mapping[str, str]
 
 
@@ -33,15 +33,22 @@ def apply_options(
         UsageError: the options do not fit this checkpoint or each other.
     """
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
+    before = _items(manifest)
     for step in _steps(options, whole, holds_masters, kept):
         manifest, more = step(manifest)
         notes += more
+    notes = without_gone(notes, before, _items(manifest))
     new_name = transforms.substitutions(options.rename, options.names)
     renamed = transforms.new_names(manifest, new_name) if options.rename or options.names else {}
     if renamed:
         manifest, _ = transforms.rename(manifest, new_name)
-    manifest, more = transforms.cast(manifest, options.target_dtype)
-    return Applied(manifest, notes + more, renamed)
+    made, more = transforms.cast(manifest, options.target_dtype)
+    return Applied(replace(made, notes=notes + more), manifest, renamed)
+
+
+def _items(manifest: Manifest) -> frozenset[str]:
+    """Names of tensors, tied ones too, and of entries: what a note can say was kept."""
+    return frozenset([*manifest.fqns, *manifest.aliases, *map(str, manifest.extra)])
 
 
 def _steps(

@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.errors import UnsupportedError
 
+MAX_CAST_BYTES = 1 << 20
+"""Of the stored elements before a cast, at a time: they are still in the processor's cache afterwards."""
+
 CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 """The types between which weights are cast. The 8-bit ones mean nothing without the scales stored beside them."""
 

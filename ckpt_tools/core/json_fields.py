@@ -7,9 +7,20 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import isfinite
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_tools.core.wording import without_secrets
+
+
+class Jsonable:
+    """A dataclass that JSON has too: all its fields, then the properties that ``JSON_PROPERTIES`` names."""
+
+    __slots__ = ()
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The attributes by name, as plain dicts, lists, numbers and strings."""
+        return json_of(self, *self.JSON_PROPERTIES)
 
 
 def json_of(result: Any, *properties: str) -> dict[str, Any]:
@@ -23,7 +34,7 @@ def json_of(result: Any, *properties: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "to_json"):
+    if isinstance(value, Jsonable):
         return value.to_json()
     if is_dataclass(value):
         return json_of(value)

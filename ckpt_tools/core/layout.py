@@ -8,7 +8,7 @@ covers was written. Offsets follow from the order, so a layout cannot contradict
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from threading import Lock
@@ -177,12 +177,14 @@ class Layout:
 
     The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``). ``notes`` say what the
     writer could not carry or had to make up. ``copied`` are the small files of a trainer's folder, as tensors of bytes
-    to which payloads refer; None where no such folder is written.
+    to which payloads refer; None where no such folder is written. ``as_stored`` are buffers that the writer found among
+    the weights, which it writes in the dtype that the source has.
     """
 
     files: Sequence[FileSpec]
     notes: tuple[Note, ...] = ()
     copied: Mapping[StateKey, TensorEntry] | None = None
+    as_stored: Collection[str] = ()
 
     def __post_init__(self) -> None:
         assert len({file.path for file in self.files}) == len(self.files), "two files have the same name"

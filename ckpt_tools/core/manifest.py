@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.notes import Note
-from ckpt_tools.core.shards import ShardTable, check_cover
+from ckpt_tools.core.notes import Note, merged
+from ckpt_tools.core.shards import ByteRange, ShardTable, check_cover
 from ckpt_tools.core.trainer_folder import TrainerFolder
 from ckpt_tools.errors import MalformedError
 
@@ -148,8 +148,11 @@ class Manifest:
     ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is no tensor:
     global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
     itself. ``tree`` is None where the source is no tree of the user's making. ``notes`` say what reading it could not
-    settle. ``decoding_bytes`` is the memory that reading elements takes besides buffers, where they are compressed.
-    ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one.
+    settle and what was left out since, one for each item.
+    ``decoding_bytes`` is the memory that reading elements takes besides buffers, where they are compressed.
+    ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one. ``left_out`` are names of
+    tensors that cannot be read, and that the options did not choose. ``archives`` are zips within files, in which
+    tensors lie as in a file of their own: the objects of a DCP.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is no text.
@@ -167,12 +170,15 @@ class Manifest:
     notes: tuple[Note, ...] = ()
     decoding_bytes: int = 0
     trainer: TrainerFolder | None = None
+    left_out: frozenset[str] = frozenset()
+    archives: tuple[ByteRange, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))
         object.__setattr__(self, "aliases", _frozen(self.aliases))
         object.__setattr__(self, "extra", _frozen(self.extra))
         object.__setattr__(self, "literals", _frozen(self.literals))
+        object.__setattr__(self, "notes", merged(self.notes))
         names = self.fqns
         _check_text(chain(names, {key.slot for key in self.tensors}, self.aliases, map(str, self.extra)))
         for alias, owner in self.aliases.items():

@@ -11,6 +11,12 @@ from ckpt_tools.core.wording import listed, nearest
 from ckpt_tools.errors import UsageError
 
 
+def is_chosen(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a name matches a glob of ``include`` (none: any does) and none of ``exclude``."""
+    wanted = not include or any(fnmatchcase(fqn, glob) for glob in include)
+    return wanted and not any(fnmatchcase(fqn, glob) for glob in exclude)
+
+
 def check_globs(names: Collection[str], *, include: Iterable[str], exclude: Iterable[str]) -> None:
     """Raises UsageError for a glob that matches none of ``names``."""
     for name, globs in (("include", include), ("exclude", exclude)):
@@ -57,7 +63,7 @@ def _matches_nothing(name: str, pattern: str, letters: str, names: Collection[st
 
 def _nearest(wanted: str, names: Collection[str]) -> str:
     if not names:
-        return "the checkpoint holds no tensors"
+        return "there is no weight that it could name"
     found = nearest(wanted, names)
     return f"the nearest {'name is' if len(found) == 1 else 'names are'} {', '.join(found)} (see {option('tensors')})"
 

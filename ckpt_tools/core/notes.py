@@ -1,13 +1,15 @@
-"""What became of everything in the source, so that no loss is silent."""
+"""Notes: what was cast, defaulted, kept or dropped, so that no loss is silent."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
+
+ABSENT = "none is taken from the source"
+"""Reason for a default: the source has none, or none under names of parameters, or a step before left it out."""
 
 
 class Outcome(Enum):
@@ -16,11 +18,17 @@ class Outcome(Enum):
     CAST = "cast"
     """Written in another element type."""
     DEFAULTED = "defaulted"
-    """The target needs it and the source does not say; a stated value was used."""
+    """It is in the output, and it is not the source's: a stated value was used."""
     KEPT = "kept"
-    """It was not understood and goes along as the user's own entry."""
+    """It is in the output as the source has it, which may not be what is expected."""
     DROPPED = "dropped"
-    """The target has no place for it, or it was not asked for."""
+    """It is not in the output: the target has no place for it, or it was not asked for."""
+    MISSING = "missing"
+    """It is not in the output, because the source does not have it, and what loads the output may ask for it."""
+    NOT_LOADED = "not loaded"
+    """It is in the output, and the target's own loader does not restore it."""
+    NOT_COMPARED = "not compared"
+    """It is in what was compared, and was left out of the comparison."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -34,20 +42,41 @@ class Note(Shown):
     num_bytes: int = 0
     asked: bool = False
 
-    def shown(self) -> dict[str, object]:
-        return {
-            "outcome": self.outcome.value,
-            "what": self.what,
-            "why": self.why,
-            "count": self.count,
-            "num_bytes": self.num_bytes,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
+    @property
+    def is_loss(self) -> bool:
+        """Whether ``strict`` forbids it."""
+        return self.outcome in (Outcome.DROPPED, Outcome.NOT_LOADED) and not self.asked
 
 
-def settled(notes: tuple[Note, ...]) -> tuple[Note, ...]:
-    """``notes`` without those that say of an entry that it was kept, where a later one says that it was dropped."""
-    dropped = {note.what for note in notes if note.outcome is Outcome.DROPPED}
-    return tuple(note for note in notes if note.outcome is not Outcome.KEPT or note.what not in dropped)
+def merged(notes: Iterable[Note]) -> tuple[Note, ...]:
+    """One note for each item, from notes in the order of the steps that made them.
+
+    The last step that handled an item decides its outcome, because it saw what the steps before it left. A loss that
+    the user did not ask for stays a loss.
+    """
+    found: dict[str, Note] = {}
+    for note in notes:
+        before = found.get(note.what)
+        found[note.what] = note if before is None else _later(before, note)
+    return tuple(found.values())
+
+
+def _later(before: Note, note: Note) -> Note:
+    if before.outcome is note.outcome and before.why != note.why:
+        return replace(note, why=f"{before.why}; {note.why}", asked=before.asked and note.asked)
+    return before if before.is_loss and not note.is_loss else note
+
+
+def not_part(path: str, count: int = 1) -> Note:
+    """Note on a file, or a folder of ``count`` files, that belongs to another checkpoint or to none."""
+    return Note(Outcome.DROPPED, path, "not part of this checkpoint", count)
+
+
+def without_gone(notes: Iterable[Note], before: Collection[str], after: Collection[str]) -> tuple[Note, ...]:
+    """``notes`` without those that say that an item of ``before`` was kept, where it is not among ``after``: the step
+    that left it out says so."""
+    return tuple(note for note in notes if note.outcome is not Outcome.KEPT or not _is_gone(note.what, before, after))
+
+
+def _is_gone(what: str, before: Collection[str], after: Collection[str]) -> bool:
+    return what in before and what not in after

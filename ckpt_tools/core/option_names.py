@@ -47,7 +47,8 @@ DEFAULT_WEIGHTS: Weights = "master"
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_RUNNER: Runner = "threads"
 
-_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN"}
+_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN", "a": "A", "b": "B", "url": "URL"}
+"""Parameters that are places, given without a flag."""
 _FLAGS = {"from_": "--from", "storage_options": "--storage-option", "tensors": "inspect --tensors"}
 """Flags that are not named as their parameter is."""
 _PARAMETERS = {"tensors": "inspect(...).tensors"}
@@ -66,6 +67,11 @@ def on_command_line() -> Iterator[None]:
         yield
     finally:
         _is_command_line = before
+
+
+def is_place(name: str) -> bool:
+    """Whether the parameter ``name`` is a path or URL of a checkpoint or run, and has no flag on the command line."""
+    return name in _ARGUMENTS
 
 
 def flag(name: str) -> str:

@@ -29,7 +29,7 @@ def parse_size(text: str | int) -> int:
     """Bytes of ``512MiB``, ``5GB`` or a plain number. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].lower() not in _UNITS_BY_CASE:
-        raise UsageError(f"{text!r} is no size; write for example 512MiB, 5GB or 1048576")
+        raise UsageError(f"{text!r} is not a size; write for example 512MiB, 5GB or 1048576")
     size = int(float(match[1]) * _UNITS_BY_CASE[match[2].lower()])
     if size <= 0:
         raise UsageError(f"{text!r}: a size must be positive")
@@ -71,6 +71,10 @@ class ConvertOptions:
         _one_of("weights", self.weights, WEIGHTS)
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
+        if self.rename:
+            from ckpt_tools.core.transforms import parsed_rules
+
+            parsed_rules(self.rename)
         if self.key_map is not None:
             object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
         if self.param_order is not None:
@@ -136,6 +140,8 @@ def read_key_map(path: Path) -> Mapping[str, str]:
         raise UsageError(f"{option('key_map', path)} must be a JSON object that maps old names to new ones")
     if not found:
         raise UsageError(f"{option('key_map', path)} is empty, so it renames nothing")
+    if "" in {*found, *found.values()}:
+        raise UsageError(f"{option('key_map', path)} has an empty name")
     return found
 
 
@@ -160,7 +166,7 @@ class WriteOptions:
 
     ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a
     DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None
-    leaves it to the writer.
+    leaves it to the writer. ``model_type`` is that of the source's ``config.json``, where the writer asks for it.
     """
 
     file_name: str | None = None
@@ -169,3 +175,4 @@ class WriteOptions:
     tag: str | None = None
     model_key: str | None = None
     optim_key: str | None = None
+    model_type: str | None = None

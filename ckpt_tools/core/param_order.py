@@ -31,6 +31,8 @@ class ParamOrder:
             raise UsageError(f"the file of {option('param_order')} has no names")
         seen: set[str] = set()
         for name in self.names:
+            if not name:
+                raise UsageError(f"the file of {option('param_order')} has an empty name")
             if name in seen:
                 raise UsageError(f"the file of {option('param_order')} has {name!r} twice")
             seen.add(name)

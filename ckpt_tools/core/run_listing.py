@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
@@ -17,6 +17,18 @@ class RunCheckpoint(Shown):
     ``name`` is its path in the run, ``.`` if the run is itself one checkpoint. ``time`` is when its newest file was
     written (UTC). ``problem`` says why it is not complete, by the marker of the trainer that wrote it; None if it is.
     """
+
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "name",
+        "step",
+        "time",
+        "file_bytes",
+        "format",
+        "world_size",
+        "is_complete",
+        "problem",
+    )
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("is_complete",)
 
     name: str
     url: str
@@ -32,30 +44,24 @@ class RunCheckpoint(Shown):
     def is_complete(self) -> bool:
         return self.problem is None
 
-    def shown(self) -> dict[str, object]:
-        names = ("name", "step", "time", "file_bytes", "format", "world_size", "is_complete", "problem")
-        return {name: getattr(self, name) for name in names}
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self, "is_complete")
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunListing(Shown):
     """The checkpoints of the run at ``source``, the newest first."""
 
+    SHOWN: ClassVar[tuple[str, ...]] = ("source", "checkpoints", "num_complete", "latest")
+
     source: str
     checkpoints: Sequence[RunCheckpoint]
+
+    @property
+    def num_complete(self) -> int:
+        return sum(each.is_complete for each in self.checkpoints)
 
     @property
     def latest(self) -> RunCheckpoint | None:
         """The newest that is complete: the one that ``RUN@latest`` means."""
         return next((each for each in self.checkpoints if each.is_complete), None)
-
-    def shown(self) -> dict[str, object]:
-        complete = sum(each.is_complete for each in self.checkpoints)
-        latest = None if self.latest is None else self.latest.name
-        return {"source": self.source, "checkpoints": len(self.checkpoints), "complete": complete, "latest": latest}
 
     def to_json(self) -> dict[str, Any]:
         found = json_of(self)

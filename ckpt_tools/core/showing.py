@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any, ClassVar
 
+from ckpt_tools.core.json_fields import Jsonable
 from ckpt_tools.core.wording import size, without_secrets
 
 MAX_REPR_CHARS = 199
@@ -14,14 +17,23 @@ MAX_VALUE_CHARS = 60
 MAX_CELL_CHARS = 300
 
 
-class Shown(ABC):
-    """A result of few or many parts. ``shown`` gives what a reader sees of it first, by attribute."""
+class Count(int):
+    """The number of items of a collection, which ``repr`` shows as ``<3>``: the attribute is the collection."""
+
+    def __repr__(self) -> str:
+        return f"<{int(self)}>"
+
+
+class Shown(Jsonable):
+    """A result of few or many parts. ``SHOWN`` names the attributes that a reader sees first; default: all fields."""
 
     __slots__ = ()
+    SHOWN: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
     def shown(self) -> Mapping[str, object]:
-        """What is shown, in this order: short values, counts instead of collections."""
+        """The attributes that are shown, in their order, each short: counts instead of collections."""
+        names = self.SHOWN or [each.name for each in fields(self)]  # type: ignore[arg-type]
+        return {name: _brief(getattr(self, name)) for name in names}
 
     def __repr__(self) -> str:
         text = ", ".join(
@@ -38,6 +50,17 @@ class Shown(ABC):
             for name, cell in ((name, _cell(name, value)) for name, value in self.shown().items())
         )
         return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
+
+
+def _brief(value: Any) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Collection) and not isinstance(value, str):
+        # A tuple with names is one value.
+        return str(value) if hasattr(value, "_asdict") else Count(len(value))
+    return value
 
 
 def shortened(text: str, limit: int) -> str:

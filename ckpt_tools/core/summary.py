@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
-from ckpt_tools.core.json_fields import json_of
+from ckpt_tools.core.json_fields import Jsonable, json_of
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
-from ckpt_tools.core.notes import Note, settled
+from ckpt_tools.core.notes import Note
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.shown_values import ShownValues
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSummary:
+class TensorSummary(Jsonable):
     """One logical tensor."""
 
     name: str
@@ -27,19 +27,13 @@ class TensorSummary:
     num_bytes: int
     num_shards: int
 
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
-
 
 @dataclass(frozen=True, slots=True)
-class GroupSummary:
+class GroupSummary(Jsonable):
     """A parameter group of the optimizer: of how many parameters, and its hyperparameters by name."""
 
     num_tensors: int
     options: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -55,6 +49,17 @@ class Summary(Shown):
 
     The options of ``groups`` and the values of ``extras`` are bounded, as ``core.shown_values`` says.
     """
+
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "source",
+        "format",
+        "step",
+        "world_size",
+        "num_parameters",
+        "num_tensors",
+        "num_bytes",
+        "notes",
+    )
 
     source: str
     format: str
@@ -74,18 +79,6 @@ class Summary(Shown):
     extras: Mapping[str, Any]
     notes: tuple[Note, ...]
     tensors: tuple[TensorSummary, ...]
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "source": self.source,
-            "format": self.format,
-            "step": self.step,
-            "world_size": self.world_size,
-            "num_parameters": self.num_parameters,
-            "num_tensors": self.num_tensors,
-            "num_bytes": self.num_bytes,
-            "notes": len(self.notes),
-        }
 
     def to_json(self, *, tensors: bool = True) -> dict[str, Any]:
         """The attributes by name; without ``tensors``, all but that list."""
@@ -126,7 +119,7 @@ def summarize(manifest: Manifest, source: str, files: Mapping[str, int]) -> Summ
         groups=tuple(GroupSummary(len(group.params), shown.of(group.options)) for group in manifest.groups),
         aliases=dict(manifest.aliases),
         extras={name: shown.of(value) for name, value in manifest.extra.items()},
-        notes=settled(manifest.notes),
+        notes=manifest.notes,
         tensors=tensors,
     )
 

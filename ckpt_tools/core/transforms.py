@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from ckpt_tools.core import matching
 from ckpt_tools.core.casts import check_cast
@@ -16,7 +15,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import UnsupportedError, UsageError
 
 Transformed = tuple[Manifest, tuple[Note, ...]]
@@ -40,12 +39,20 @@ def model_only(manifest: Manifest, *, weights: str, asked: bool, entries: Collec
     if weights == "master":
         kept = {key: _master(manifest, key, entry) for key, entry in kept.items()}
     if not kept and any(entry.kind is Kind.STATE for entry in manifest.tensors.values()) | bool(manifest.extra):
-        raise UnsupportedError(
-            "it holds no weights, only optimizer state or other entries; name the file or folder of the model"
-        )
+        raise UnsupportedError(f"{_no_weights(manifest)}; name the file or folder of the model")
     extra = {name: value for name, value in manifest.extra.items() if name in entries}
     notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept, extra))
-    return replace(manifest, tensors=kept, groups=(), extra=extra, trainer=None), notes
+    step = manifest.step if extra.keys() >= manifest.extra.keys() else None
+    return replace(manifest, tensors=kept, groups=(), extra=extra, step=step, trainer=None), notes
+
+
+def _no_weights(manifest: Manifest) -> str:
+    """Reason why there are no weights: the tensors that were found instead."""
+    others = manifest.of_kind(Kind.EXTRA)
+    if not others:
+        return "it holds no weights, only optimizer state or other entries"
+    names = listed([key.fqn for key in others])
+    return f"none of its tensors is known to be a weight: {count(len(others), 'tensor')} in other entries ({names})"
 
 
 def one_copy(manifest: Manifest, *, weights: str) -> Transformed:
@@ -108,12 +115,12 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     """
     if not include and not exclude:
         return manifest, ()
-    matching.check_globs(sorted(model_names(manifest)), include=include, exclude=exclude)
-    manifest = _reowned(manifest, lambda fqn: is_chosen(fqn, include, exclude))
+    matching.check_globs(sorted(model_names(manifest) | manifest.left_out), include=include, exclude=exclude)
+    manifest = _reowned(manifest, lambda fqn: matching.is_chosen(fqn, include, exclude))
     kept = {
         key: entry
         for key, entry in manifest.tensors.items()
-        if entry.kind is Kind.EXTRA or is_chosen(key.fqn, include, exclude)
+        if entry.kind is Kind.EXTRA or matching.is_chosen(key.fqn, include, exclude)
     }
     if all(entry.kind is Kind.EXTRA for entry in kept.values()):
         raise UsageError(f"{option('include')} and {option('exclude')} select no tensor")
@@ -121,10 +128,10 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     aliases = {
         alias: owner
         for alias, owner in manifest.aliases.items()
-        if is_chosen(alias, include, exclude) and is_chosen(owner, include, exclude)
+        if matching.is_chosen(alias, include, exclude) and matching.is_chosen(owner, include, exclude)
     }
     groups = tuple(
-        replace(group, params=tuple(name for name in group.params if is_chosen(name, include, exclude)))
+        replace(group, params=tuple(name for name in group.params if matching.is_chosen(name, include, exclude)))
         for group in manifest.groups
     )
     notes = (Note(Outcome.DROPPED, count(left, "tensor"), "not selected", left, asked=True),) if left else ()
@@ -140,7 +147,9 @@ def with_buffers(manifest: Manifest, globs: Sequence[str]) -> Transformed:
     weights = {key: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
     trained = {name for group in manifest.groups for name in group.params}
     matching.check_buffers([key.fqn for key in weights], globs, trained)
-    buffers = {key: replace(e, kind=Kind.BUFFER) for key, e in weights.items() if is_chosen(key.fqn, globs, ())}
+    buffers = {
+        key: replace(e, kind=Kind.BUFFER) for key, e in weights.items() if matching.is_chosen(key.fqn, globs, ())
+    }
     return replace(manifest, tensors={**manifest.tensors, **buffers}), ()
 
 
@@ -149,12 +158,6 @@ def model_names(manifest: Manifest) -> frozenset[str]:
     entries refer to them."""
     kinds = manifest.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
     return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
-
-
-def is_chosen(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a name matches a glob of ``include`` (none: any does) and none of ``exclude``."""
-    wanted = not include or any(fnmatchcase(fqn, glob) for glob in include)
-    return wanted and not any(fnmatchcase(fqn, glob) for glob in exclude)
 
 
 def _reowned(manifest: Manifest, chosen: Callable[[str], bool]) -> Manifest:
@@ -235,6 +238,8 @@ def _rule(rule: str) -> tuple[re.Pattern[str], str]:
     regex, separator, replacement = rule.rpartition("=")
     if not separator:
         raise UsageError(f"{option('rename', rule)} is not REGEX=REPLACEMENT")
+    if not regex:
+        raise UsageError(f"{option('rename', rule)} has an empty REGEX, which matches between all letters of a name")
     try:
         pattern = re.compile(regex)
         pattern.sub(replacement, "")
@@ -270,24 +275,34 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
         key: _cast(entry, dtype) if key.slot == WEIGHT and key not in scales else entry
         for key, entry in manifest.tensors.items()
     }
-    changed = {key: entry for key, entry in manifest.tensors.items() if tensors[key].dtype is not entry.dtype}
-    notes = [
-        Note(
-            Outcome.CAST,
-            count(sum(entry.dtype is source for entry in changed.values()), "tensor"),
-            f"{source.value} to {dtype.value}",
-            sum(entry.dtype is source for entry in changed.values()),
-            sum(entry.num_bytes for entry in changed.values() if entry.dtype is source),
-            asked=True,
-        )
-        for source in dict.fromkeys(entry.dtype for entry in changed.values())
-    ]
+    notes = []
     if scales:
         names = sorted(key.fqn for key in scales)
         what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
         why = "not cast: they belong to quantized weights (scales, zero points), which have no meaning in another type"
         notes.append(Note(Outcome.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in scales)))
     return replace(manifest, tensors=tensors), tuple(notes)
+
+
+def cast_notes(before: Manifest, after: Manifest, as_stored: Collection[str]) -> tuple[Note, ...]:
+    """Notes on the tensors that were cast. The writer writes the buffers ``as_stored`` in the dtype that they have in
+    the source."""
+    found: dict[tuple[DType, DType], list[TensorEntry]] = {}
+    for key, entry in before.tensors.items():
+        dtype = after.tensors[key].dtype
+        if dtype is not entry.dtype and not (key.slot == WEIGHT and key.fqn in as_stored):
+            found.setdefault((entry.dtype, dtype), []).append(entry)
+    return tuple(
+        Note(
+            Outcome.CAST,
+            count(len(entries), f"{source.value} tensor"),
+            f"{source.value} to {dtype.value}",
+            len(entries),
+            sum(entry.num_bytes for entry in entries),
+            asked=True,
+        )
+        for (source, dtype), entries in found.items()
+    )
 
 
 _QUANTIZED = (DType.INT8, DType.UINT8)

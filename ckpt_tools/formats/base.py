@@ -37,7 +37,7 @@ class Reader(Protocol):
         """
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        """The files of ``source`` that are those of the checkpoint ``manifest``, which was read without options.
+        """The files of ``source`` that are those of the checkpoint ``manifest``, which was read from it.
 
         They are named as the format names its files, or are named by such a file. None where the checkpoint does not
         lie in ``source`` itself, but in a folder below it. Raises as ``read_manifest``.
@@ -83,6 +83,15 @@ class KeepsEntries(Protocol):
     @property
     def kept_entries(self) -> tuple[str, ...]:
         """Their names at the top of ``Manifest.extra``: what says something of the model itself."""
+
+
+@runtime_checkable
+class AsksModelType(Protocol):
+    """A writer that is told ``WriteOptions.model_type``, which takes a look for the source's ``config.json``."""
+
+    @property
+    def asks_model_type(self) -> bool:
+        """True."""
 
 
 def kept_entries(writer: Writer) -> tuple[str, ...]:

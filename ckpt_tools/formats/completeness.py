@@ -56,6 +56,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RECORD = "checkpoint_manager_snapshot.json"
 """Ray Train's record of a run, written after each checkpoint."""
 
+_OF_TORCH_DIST = frozenset(["metadata.json", "common.pt"])
+"""Of Megatron-Core, beside ``.metadata``."""
+
 _TRAINER_STATE = "trainer_state.json"
 """transformers' Trainer writes it last."""
 
@@ -213,9 +216,9 @@ def _orbax_commit(saved: Saved) -> str | None:
 
 
 def _is_torch_dist(saved: Saved) -> bool:
-    """Whether Megatron-Core wrote it. Newer versions leave out ``common.pt``."""
+    """Whether Megatron-Core wrote it, perhaps into a folder of it. Newer versions leave out ``common.pt``."""
     is_iteration = re.fullmatch(r"iter_\d{7}", saved.title) is not None
-    return is_iteration or any(path in saved.files for path in ("metadata.json", "common.pt"))
+    return is_iteration or bool(_OF_TORCH_DIST & saved.names)
 
 
 def _automodel(saved: Saved) -> str | None:
@@ -233,7 +236,7 @@ def _nemo(saved: Saved) -> str | None:
 
 
 def _torch_dist(saved: Saved) -> str | None:
-    if format_of(saved) != "megatron" or "metadata.json" in saved.files or _is_legacy(saved):
+    if format_of(saved) != "megatron" or "metadata.json" in saved.names or _is_legacy(saved):
         return None
     return "no metadata.json, which Megatron-Core writes last: the save did not finish"
 

@@ -1,4 +1,5 @@
-"""Which files of a DeepSpeed tag have to be there for layers of a pipeline and for experts, as its model files say."""
+"""The names of DeepSpeed's files, and which of them have to be there for layers of a pipeline and for experts, as the
+model files of a tag say."""
 
 from __future__ import annotations
 
@@ -9,6 +10,14 @@ from typing import Any
 
 MAX_EXPERTS = 1 << 20
 
+NAMES = (
+    r"(?:zero_pp_rank_\d+_)?mp_rank_\d+(?:_\d+)?_model_states\.pt|layer_[\w-]+[-_]model_states\.pt"
+    r"|(?:bf16_|fp16_)?(?:zero_pp|expp)_rank_\d+_mp_rank_\d+_?optim_states\.pt"
+    r"|latest|latest_universal|zero_to_(?:fp32|torch)\.py"
+)
+"""A pattern of the names of files in a tag, and of those beside the tags."""
+
+_NAMES = re.compile(NAMES)
 _LAYER = re.compile(r"layer_(\d{1,9})(-model_(\d{1,9}))?-model_states\.pt")
 _NUMBERED = re.compile(r"(\d{1,9})\..+", re.DOTALL)
 _EP_SIZE = re.compile(r"ep_size_(\d{1,9})")
@@ -22,6 +31,11 @@ def model_parallel_size(head: Head) -> int | None:
     size, parallel = head.get("mp_world_size"), head.get("checkpoint_parallel_dimensions")
     degrees = [each for each in (parallel.values() if isinstance(parallel, dict) else ()) if type(each) is int]
     return max(size, prod(degrees)) if type(size) is int else None
+
+
+def is_deepspeeds(path: str) -> bool:
+    """Whether DeepSpeed gives this name to a file of a tag, or to one beside the tags."""
+    return _NAMES.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def is_layer(name: str) -> bool:

@@ -7,13 +7,13 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.wording import count
 
 
-def weights_by_name(manifest: Manifest) -> tuple[dict[str, StateKey], tuple[Note, ...]]:
+def weights_by_name(manifest: Manifest, format_name: str) -> tuple[dict[str, StateKey], tuple[Note, ...]]:
     """Every weight and buffer by its name. A tied tensor is there under each of its names, and a note says so."""
     names = {
         key.fqn: key for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
     }
     ties = {alias: names[owner] for alias, owner in manifest.aliases.items()}
     size = sum(manifest.tensors[key].num_bytes for key in ties.values())
-    why = "the format knows no ties, so that each name has elements of its own"
-    notes = (Note(Outcome.DEFAULTED, count(len(ties), "tied name"), why, len(ties), size),) if ties else ()
+    why = f"{format_name} cannot tie weights; each name is stored with elements of its own"
+    notes = (Note(Outcome.KEPT, count(len(ties), "tied name"), why, len(ties), size),) if ties else ()
     return {**names, **ties}, notes

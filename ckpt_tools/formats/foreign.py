@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
+from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, StoredTensor, Value
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.rank_names import ACCELERATE, VERL
+from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.stores.source import Source
 
 _SLOTS = frozenset(
@@ -56,19 +57,9 @@ def refuse_weights(names: Iterable[str]) -> None:
 
 def refuse_tensor_object(value: Any, name: str) -> None:
     """Raises UnsupportedError where a weight is a tensor of a class that is not understood."""
-    if isinstance(value, Opaque) and isinstance(value.ref, GlobalRef) and _rebuilds(value.ref):
-        raise UnsupportedError(f"it is a {_tensor_class(value)}, which cannot be read; save plain tensors", key=name)
-
-
-def _rebuilds(ref: GlobalRef) -> bool:
-    is_rebuilt = ref.module in ("torch._utils", "torch._tensor") and ref.name.startswith("_rebuild")
-    return is_rebuilt or ref == PARAMETER
-
-
-def _tensor_class(value: Opaque) -> str:
-    """The class that ``_rebuild_from_type_v2`` makes, or the function that would make the tensor."""
-    named = [arg for arg in value.args if isinstance(arg, GlobalRef)]
-    return str(named[1]) if len(named) > 1 else f"tensor of {value.ref}"
+    reason = why_unread(value)
+    if reason is not None:
+        raise UnsupportedError(reason, key=name)
 
 
 def rank_in_name(path: str) -> str | None:
@@ -83,7 +74,7 @@ def rank_in_name(path: str) -> str | None:
 def refuse_pieces(value: Value, path: str) -> None:
     """Raises UnsupportedError where ``value``, which the file ``path`` holds, is one rank's part of a sharded state."""
     kind = pieces_in(value)
-    where = next((text for item in _objects(value) if (text := _place(item)) is not None), None) if kind else None
+    where = next((text for item in objects_in(value) if (text := _place(item)) is not None), None) if kind else None
     where = where or rank_in_name(path) or ("one rank" if kind else None)
     if where is not None:
         what = f" ({kind})" if kind else ", by its name"
@@ -117,8 +108,14 @@ def classes_in(value: Value) -> Iterator[GlobalRef]:
     return (item for item in _parts(value) if isinstance(item, GlobalRef))
 
 
-def _objects(value: Value) -> Iterator[Opaque]:
+def objects_in(value: Value) -> Iterator[Opaque]:
+    """Every object of a class that is not interpreted in ``value``."""
     return (item for item in _parts(value) if isinstance(item, Opaque))
+
+
+def holds_storage(value: Value) -> bool:
+    """Whether ``value`` has a storage that is not a tensor's."""
+    return any(isinstance(item, StorageRef) for item in _parts(value))
 
 
 def _place(item: Opaque) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TensorEntry
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import Note, not_part
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
@@ -114,7 +114,4 @@ def _beside(source: Source, prefix: str, manifest: Manifest) -> list[Note]:
     """Notes on the files that are part of neither half."""
     used = manifest.files | {f"{prefix}{OPTIMIZER_HALF}"}
     left = [path for path in source.files if path.startswith(prefix) and path not in used]
-    return [
-        Note(Outcome.DROPPED, path, "it is beside the model's and the optimizer's files and is not read")
-        for path in left
-    ]
+    return [not_part(path) for path in left]

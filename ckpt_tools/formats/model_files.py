@@ -21,7 +21,6 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.trainer_folder import BesideFile
-from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.joined import Joined
@@ -129,8 +128,8 @@ def missing_note(source: Source, manifest: Manifest) -> Note | None:
     is_transformers = manifest.trainer is not None and "transformers" in manifest.trainer.trainer
     if not is_transformers and not names & {*COMPANIONS, "training_args.bin", "trainer_state.json"}:
         return None
-    why = f"it is not beside the source, and from_pretrained needs it; name its folder with {option('config')}"
-    return Note(Outcome.DEFAULTED, CONFIG, why)
+    why = f"not found beside the source, and from_pretrained needs it; name its folder with {option('config')}"
+    return Note(Outcome.MISSING, CONFIG, why)
 
 
 def _prefixes(files: Iterable[str]) -> Iterator[str]:
@@ -267,13 +266,13 @@ def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:
     before = next((found.config[key] for key in _DTYPE_KEYS if found.config.get(key)), None)
     now = next((value for key, value in _with_dtype(found.config, dtype).items() if key in _DTYPE_KEYS), before)
     if before is not None and now != before:
-        yield Note(Outcome.CAST, CONFIG, f"it said {before}, and says {now} now, as the weights are")
+        yield Note(Outcome.CAST, f"dtype in {CONFIG}", f"{before} to {now}, the dtype of the weights")
     if found.is_above:
-        why = "it lies in the folder above the source, and is taken for that of this model"
+        why = "it lies in the folder above the source and is taken for this model's"
         yield Note(Outcome.KEPT, CONFIG, why)
     if "architecture" not in found.config and not {*_TOKENIZER, *_PREPARATION} & {*found.files}:
-        why = f"no tokenizer or preprocessor lies beside it; name a folder that has one with {option('config')}"
-        yield Note(Outcome.DEFAULTED, CONFIG, why)
+        why = f"none lies beside {CONFIG}; name a folder that has one with {option('config')}"
+        yield Note(Outcome.MISSING, "tokenizer or preprocessor", why)
     if "auto_map" in found.config:
         named = found.config["auto_map"]
         files = (
@@ -281,4 +280,4 @@ def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:
             if (isinstance(named, dict))
             else ["*.py"]
         )
-        yield Note(Outcome.DROPPED, listed(files), "it is code, which is not copied")
+        yield from (Note(Outcome.DROPPED, name, "code is not copied") for name in files)

@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
-from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.wording import without_secrets
-from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
+from ckpt_tools.core.notes import Note
+from ckpt_tools.core.options import ConvertOptions, ReadOptions
+from ckpt_tools.core.wording import newest, without_secrets
+from ckpt_tools.errors import (
+    FormatError,
+    SeveralCheckpointsError,
+    SourceNotFoundError,
+    StoreError,
+    UnsafeError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.accelerate import optimizer_of, refuse_several, with_optimizer
 from ckpt_tools.formats.base import Reader, Serving
 from ckpt_tools.formats.calls_beside import with_calls_noted
-from ckpt_tools.formats.registry import plugin_reading_options, plugin_writing_options, reader_for, readers
+from ckpt_tools.formats.registry import (
+    hint_of_plugins,
+    is_built_in,
+    plugin_reading_options,
+    plugin_writing_options,
+    reader_for,
+    readers,
+)
 from ckpt_tools.formats.trainer_files import with_trainer_files
-from ckpt_tools.formats.trainer_names import OPTIMIZER_HALF, OPTIMIZERS
+from ckpt_tools.formats.trainer_names import OPTIMIZER_HALF
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, open_source
+from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.state_dict.parse import Leaves
+
+
+CHOOSING = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+"""Files of a run that say which of its checkpoints is meant: DeepSpeed's and Megatron's."""
 
 
 def read_checkpoint(
@@ -31,13 +51,47 @@ def read_checkpoint(
     *,
     format_name: str | None = None,
     storage_options: StorageOptions = None,
+    may_be_empty: bool = False,
 ) -> tuple[Source, Manifest]:
     """The manifest of what is at ``url``, with the source whose files its shards name.
 
     Raises:
-        CkptError: as ``open_source``, ``reader_for`` and the reader say.
+        CkptError: as ``open_source``, ``reader_for`` and the reader say. UnsupportedError: ``url`` is one file of a
+        checkpoint, or it holds no tensor and may not be empty.
     """
-    return read_source(open_source(named(url, storage_options), storage_options), options, format_name=format_name)
+    url = named(url, storage_options)
+
+    def look(each: str | Path) -> Source:
+        return open_source(each, storage_options)
+
+    def exists(each: str) -> bool:
+        try:
+            return bool(look(each).files)
+        except (SourceNotFoundError, StoreError):
+            return False
+
+    source, place = look(url), _absolute(url)
+    notes = _notes_on_one_file(place, source, exists, format_name) if len(source.files) == 1 else None
+    if notes is None:
+        source, notes = with_optimizer(place, source, look)
+    source, manifest = read_source(source, options, format_name=format_name)
+    if not manifest.tensors and not may_be_empty:
+        raise UnsupportedError("it holds no tensors", path=_known_by(source))
+    return source, replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
+
+
+def _notes_on_one_file(
+    place: str, source: Source, exists: Callable[[str], bool], format_name: str | None
+) -> tuple[Note, ...] | None:
+    """Notes of ``refuse_one_file``; None if the file is a checkpoint by itself."""
+    from ckpt_tools.formats.one_file import folder_of_one_file, refuse_one_file
+
+    folder = folder_of_one_file(place, source, exists)
+    return None if folder is None else refuse_one_file(folder, source, format_name)
+
+
+def _absolute(url: str | Path) -> str:
+    return str(url) if is_remote(url) else str(local_path(url).absolute())
 
 
 def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path:
@@ -57,8 +111,10 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     """As ``read_checkpoint``, of a source that is open."""
     prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
     own: frozenset[str] = frozenset()
-    optimizer = next((name for name in OPTIMIZERS if name in source.files and len(source.files) > 1), None)
+    optimizer = optimizer_of(source.files)
+    reader: Reader | None = None
     try:
+        refuse_several(source, options.tag)
         if prefix is None:
             reader = reader_for(source, format_name)
             if optimizer is None:
@@ -71,18 +127,36 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
 
             reader, models = readers()["dcp"], readers()["safetensors"]
             manifest = read_halves(source, prefix, options, dcp=reader, safetensors=models)
+        _refuse_others(source, manifest, options)
     except SeveralCheckpointsError as error:
         from ckpt_tools.formats.runs import proposal
 
         raise SeveralCheckpointsError(error.message + proposal(source)) from error
     except (FormatError, UnsafeError) as error:
         error.path = error.path or _known_by(source)
+        if format_name is None and reader is not None and is_built_in(reader):
+            error.message += hint_of_plugins(source)
         raise
     own = own | reader.own_files(source, manifest)
     if isinstance(reader, Serving):
         source = reader.served(source, manifest)
     manifest = with_calls_noted(with_trainer_files(manifest, source, own))
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+
+
+def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> None:
+    """Raises SeveralCheckpointsError if the folder of one step was read, another step has a folder of another format,
+    and neither a tag nor a file of the run chooses: each reader sees the folders of its own format alone."""
+    used = manifest.files & source.files.keys()
+    is_chosen = options.tag is not None or any(name in source.files for name in CHOOSING)
+    if is_chosen or not used or any("/" not in file for file in used):
+        return
+    from ckpt_tools.formats.run_folders import others_of
+
+    others = [each.name for each in others_of(source.files, used) if each.is_finished]
+    if others:
+        names = newest([*others, min(used).rpartition("/")[0]])
+        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
 
 
 def _known_by(source: Source) -> str:
@@ -108,6 +182,13 @@ def _read_both(reader: Reader, source: Source, optimizer: str, options: ReadOpti
         return tree.leaves, tree.ties
 
     return read_both(reader, source, optimizer, read_file, options)
+
+
+def own_keys(source: str, target: str, options: ConvertOptions) -> ReadOptions:
+    """The options with which a checkpoint in the format ``target`` is read that was made of one in ``source``: a DCP
+    keeps the tree of a DCP, and with it the keys."""
+    is_kept = source == target == "dcp"
+    return ReadOptions(model_key=options.model_key, optim_key=options.optim_key) if is_kept else ReadOptions()
 
 
 def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:

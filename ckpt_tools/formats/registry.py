@@ -1,12 +1,12 @@
 """Every format we know, and which of them a source is in.
 
-Formats are imported when they are first asked for, so that asking for help costs nothing. Those of plug-ins are looked
-for after those that are built in (``formats.plugins``).
+Formats are imported when they are first asked for, so that asking for help costs nothing. Those of plug-ins are asked
+before the built-in ones where a file has their sign (``formats.plugin_signs``), and else after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -14,14 +14,22 @@ from importlib import import_module
 from typing import Any
 
 from ckpt_tools.core.applicability import WEIGHTS_ALONE
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.showing import Shown
-from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
+from ckpt_tools.core.wording import listed, newest
+from ckpt_tools.errors import (
+    CkptError,
+    IncompleteError,
+    MalformedError,
+    SeveralCheckpointsError,
+    SourceNotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from ckpt_tools.formats.base import Format, ReadableFormat, Reader, Serving, WritableFormat, Writer
+from ckpt_tools.formats.plugin_signs import claiming
 from ckpt_tools.stores.source import Source
 
 
@@ -34,12 +42,6 @@ class FormatInfo(Shown):
     writes: bool
     holds: str
     about: str
-
-    def shown(self) -> dict[str, object]:
-        return {"name": self.name, "reads": self.reads, "writes": self.writes, "holds": self.holds, "about": self.about}
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +215,22 @@ def reader_for(source: Source, name: str | None) -> Reader:
 
     Raises:
         UsageError: no such format, or several plug-ins recognise it; SourceNotFoundError: an empty folder;
-        UnsupportedError: nobody recognises it.
+        UnsupportedError: no format recognises it; CkptError: a plug-in fails.
     """
     if name is not None:
         return _named_reader(_READ_AS.get(name, name))
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
+    claimed = _recognising_plugin(source, claiming(source.files))
+    if claimed is not None:
+        return claimed
     for known_name in _READERS:
         if _has_sign(source, known_name) and _reader(known_name).detect(source):
             return _reader(known_name)
-    added = _recognising_plugin(source)
+    added = _recognising_plugin(source, _plugins())
     if added is not None:
         return added
+    _refuse_run(source)
     _refuse_known(source)
     known = ", ".join((*_READERS, *_plugins()))
     raise UnsupportedError(
@@ -240,35 +246,59 @@ def _has_sign(source: Source, name: str) -> bool:
 def _named_reader(name: str) -> Reader:
     if name in _READERS:
         return _reader(name)
-    found = _plugin(name)
-    if isinstance(found, ReadableFormat):
-        return _Bounded(found)
+    found = _plugin_reader(name)
+    if found is not None:
+        return found
     raise _unknown(_READERS, name, "read")
 
 
-def _recognising_plugin(source: Source) -> Reader | None:
-    """The one plug-in that recognises ``source``. One that cannot be imported is an error if no other recognises it,
+def _plugin_reader(name: str) -> Reader | None:
+    """The reader of a plug-in of that name, if there is one. Raises UsageError."""
+    found = _plugin(name)
+    if not isinstance(found, ReadableFormat):
+        return None
+    from ckpt_tools.formats.plugins import PluginReader, origin
+
+    return _Bounded(PluginReader(found, origin(name, _BUILT_IN)))
+
+
+def hint_of_plugins(source: Source) -> str:
+    """The end of an error of a built-in reader, where a plug-in recognises ``source`` too; else empty."""
+    try:
+        added = _recognising_plugin(source, _plugins())
+    except CkptError:
+        return ""
+    return (
+        "" if added is None else f"; the plug-in's format {added.name} recognises it: add {option('from_', added.name)}"
+    )
+
+
+def is_built_in(reader: Reader) -> bool:
+    return reader.name in _READERS
+
+
+def _recognising_plugin(source: Source, names: Iterable[str]) -> Reader | None:
+    """The one of these plug-ins that recognises ``source``. One that fails is an error if no other recognises it,
     because it might be the one that is needed.
 
     Raises:
-        UsageError: it cannot be imported, or several recognise it.
+        CkptError: it fails or cannot be imported, or several recognise it.
     """
-    found: list[ReadableFormat] = []
-    broken: list[UsageError] = []
-    for name in _plugins():
+    found: list[Reader] = []
+    broken: list[CkptError] = []
+    for name in names:
         try:
-            added = _plugin(name)
-        except UsageError as error:
+            added = _plugin_reader(name)
+            if added is not None and added.detect(source):
+                found.append(added)
+        except CkptError as error:
             broken.append(error)
-            continue
-        if isinstance(added, ReadableFormat) and added.detect(source):
-            found.append(added)
     if len(found) > 1:
         names = listed([each.name for each in found])
         raise UsageError(f"several formats recognise {source.store.url} ({names}); say which with {option('from_')}")
     if broken and not found:
         raise broken[0]
-    return _Bounded(found[0]) if found else None
+    return found[0] if found else None
 
 
 _NO_TENSORFLOW = (
@@ -292,6 +322,15 @@ _FOREIGN = {
     ),
 }
 """Formats that are known and not read, by the names of their files, and what a user can do."""
+
+
+def _refuse_run(source: Source) -> None:
+    """Raises SeveralCheckpointsError for the folder of a run, where readers look for one checkpoint."""
+    from ckpt_tools.formats.run_folders import members
+
+    found = [each.name for each in members(source.files) if each.is_numbered and each.is_finished]
+    if len(found) > 1:
+        raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(found)}); name the folder of one")
 
 
 def _refuse_known(source: Source) -> None:
@@ -331,7 +370,11 @@ def known_writer(name: str) -> Writer | None:
     if name in _BUILT_IN:
         return _writer(name) if name in _WRITERS else None
     found = _plugin(name)
-    return found if isinstance(found, WritableFormat) else None
+    if not isinstance(found, WritableFormat):
+        return None
+    from ckpt_tools.formats.plugins import PluginWriter, origin
+
+    return PluginWriter(found, origin(name, _BUILT_IN))
 
 
 def _unknown(built_in: Mapping[str, str], name: str, verb: str) -> UsageError:

@@ -9,12 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from ckpt_tools.formats.deepspeed_files import NAMES
+
 _DCP = r"\.metadata(?:\.tmp)?|__\d+\.metadata|__\d+_\d+\.distcp"
-_DEEPSPEED = (
-    r"(?:zero_pp_rank_\d+_)?mp_rank_\d+(?:_\d+)?_model_states\.pt|layer_[\w-]+[-_]model_states\.pt"
-    r"|(?:bf16_|fp16_)?(?:zero_pp|expp)_rank_\d+_mp_rank_\d+_?optim_states\.pt"
-    r"|latest|latest_universal|zero_to_(?:fp32|torch)\.py"
-)
 _WEIGHTS = (
     r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights)(?:-\d{5}-of-\d{5})?"
     r"\.(?:safetensors|bin|pt)|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|(?:model|pytorch_model|adapter_model|"
@@ -41,7 +38,7 @@ _MEGATRON = (
 _ORBAX = r"_CHECKPOINT_METADATA|_METADATA|_sharding|manifest\.ocdbt|commit_success\.txt|process_\d+|[0-9a-f]{32}"
 _RAY = r"\.is_checkpoint|\.metadata\.json|\.tune_metadata"
 
-_NAMES = re.compile("|".join((_DCP, _DEEPSPEED, _WEIGHTS, _TRAINER, _CONFIGS, _RANKS, _MEGATRON, _ORBAX, _RAY)))
+_NAMES = re.compile("|".join((_DCP, NAMES, _WEIGHTS, _TRAINER, _CONFIGS, _RANKS, _MEGATRON, _ORBAX, _RAY)))
 
 _FOLDERS = re.compile(
     r"actor|critic|huggingface|tokenizer|processor|model|optim|optimizer|optimizer_\d+|pytorch_model|pytorch_model_\d+"

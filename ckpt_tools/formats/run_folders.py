@@ -9,7 +9,7 @@ it. What savers have not finished has a name that says so: ``tmp-checkpoint-14``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -43,8 +43,9 @@ _ORBAX = re.compile(r"(?:_CHECKPOINT_METADATA|[^/]+/(?:_METADATA|manifest\.ocdbt
 _FILE = re.compile(r"(?P<stem>.+)\.(?P<suffix>pt|pth|ckpt|bin|safetensors)")
 _PLAIN_STEMS = frozenset(("last", "best", "final", "latest"))
 
-_HALF = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Two folders of accelerate and transformers, which are one checkpoint."""
+_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+|pytorch_model(_\d+)?")
+"""Folders of accelerate and transformers that are one checkpoint together: models and optimizers of FSDP, and the tags
+of several models of DeepSpeed."""
 
 _STEP = re.compile(
     r"(?:^|[^a-z])(?:(?:global[-_]?)?step|iter(?:ation)?|checkpoint|ckpt|ba)[-_=]?0*(\d+)", re.IGNORECASE
@@ -126,6 +127,11 @@ def is_named(name: str) -> bool:
     return _NAMED.fullmatch(name) is not None or (name.isdecimal() and name.isascii())
 
 
+def is_tag(folder: str) -> bool:
+    """Whether the folder has the name that DeepSpeed gives to a tag."""
+    return _TAG.fullmatch(folder.rpartition("/")[2]) is not None
+
+
 def core_of(name: str) -> str:
     """``checkpoint-14`` of ``tmp-checkpoint-14``."""
     match = _UNFINISHED.fullmatch(name)
@@ -154,6 +160,20 @@ def members(files: Mapping[str, int]) -> list[Member]:
     inside = _inside(files, [name for name, _ in found])
     everything = [Member(name, inside[name], is_finished) for name, is_finished in found]
     return sorted(everything, key=lambda member: member.order, reverse=True)
+
+
+def others_of(files: Mapping[str, int], used: Collection[str]) -> list[Member]:
+    """The other checkpoints than the one that holds ``used``: folders whose names say another step, the newest first.
+
+    A tag of DeepSpeed's is not taken for another checkpoint: a trainer keeps one in each of its own, beside the model.
+    """
+    found = (each for each in members(files) if each.is_numbered and not each.is_file and not is_tag(each.name))
+    return [each for each in found if each.files.keys().isdisjoint(used)]
+
+
+def files_of_others(files: Mapping[str, int], used: Collection[str]) -> frozenset[str]:
+    """The files of ``others_of``."""
+    return frozenset(path for each in others_of(files, used) for path in each.files)
 
 
 def _named_folders(files: Iterable[str]) -> frozenset[str]:
@@ -185,8 +205,7 @@ def _alone(folder: str, every: Iterable[str]) -> str:
     """A folder with a number that holds one tag alone stands for it: ``e_12`` for ``e_12/global_step264``."""
     parent = parent_of(folder)
     beside = [each for each in every if each.startswith(f"{parent}/") and parent_of(each) == parent]
-    is_tag = _TAG.fullmatch(folder.rpartition("/")[2]) is not None
-    return parent if is_tag and beside == [folder] and re.search(r"\d", parent.rpartition("/")[2]) else folder
+    return parent if is_tag(folder) and beside == [folder] and re.search(r"\d", parent.rpartition("/")[2]) else folder
 
 
 def _single_files(files: Iterable[str], owners: Iterable[str]) -> set[str]:
@@ -206,7 +225,7 @@ def is_named_file(stem: str) -> bool:
 
 def _without_containers(plain: set[str], owners: Iterable[str]) -> set[str]:
     """Folders that hold checkpoints with numbers are runs, and what lies in a checkpoint is part of it."""
-    plain = {_whole(folder) for folder in plain}
+    plain = {_whole(folder) for folder in plain} - {""}
     plain -= {outer for owner in owners for outer in path_of(parent_of(owner))}
     plain -= {parent_of(each) for each in plain if _has_number(each) and not _has_number(parent_of(each))}
     return {folder for folder in plain if not any(outer in plain for outer in path_of(parent_of(folder)))}
@@ -244,4 +263,5 @@ def _has_number(folder: str) -> bool:
 
 
 def _whole(folder: str) -> str:
-    return parent_of(folder) or folder if _HALF.fullmatch(folder.rpartition("/")[2]) else folder
+    """The folder that is one checkpoint with those beside ``folder``; nothing if that is the run itself."""
+    return parent_of(folder) if _PART.fullmatch(folder.rpartition("/")[2]) else folder

@@ -25,6 +25,7 @@ from ckpt_tools.errors import (
     SourceNotFoundError,
     StoreError,
     UnsupportedError,
+    UsageError,
 )
 from ckpt_tools.formats.completeness import (
     MAX_NAME_BYTES,
@@ -36,7 +37,7 @@ from ckpt_tools.formats.completeness import (
     world_size_of,
 )
 from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, is_named, members, parent_of, step_in
+from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, is_named, is_tag, members, parent_of, step_in
 from ckpt_tools.formats.trainer_files import with_trainer_files
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.within import part_of
@@ -56,10 +57,11 @@ def resolved(url: str | Path, opened: Opened) -> str | Path:
     """``url``; or the checkpoint that it means, if it is a run and a name behind ``@``, and nothing is called so.
 
     Raises:
-        SourceNotFoundError: the run holds no such checkpoint. CkptError: as ``opened`` raises.
+        SourceNotFoundError: the run holds no such checkpoint. UsageError: the name is empty. CkptError: as ``opened``
+        raises.
     """
     run, _, name = str(url).rpartition("@")
-    if not _is_folder(run) or not name:
+    if not _is_folder(run):
         return url
     run = run.rstrip("/") or run
     try:
@@ -69,6 +71,8 @@ def resolved(url: str | Path, opened: Opened) -> str | Path:
             source = opened(run)
         except SourceNotFoundError:
             raise error from None
+        if not name.strip("/"):
+            raise UsageError(f"{url} names no checkpoint behind @; write {run}@{LATEST}, or {run} alone") from None
         return _chosen(run, name.strip("/"), source)
     return url
 
@@ -115,16 +119,12 @@ def found_in(source: Source, url: str) -> list[Member]:
     files = dict(source.files)
     name = url.rstrip("/").rpartition("/")[2]
     found = members(files)
-    inner = [member for member in found if member.is_numbered and not _is_tag(member)]
+    inner = [member for member in found if member.is_numbered and not is_tag(member.name)]
     is_one = is_named(name.removesuffix(".ckpt")) and not inner and any(map(is_carrier, files))
     if is_one or (not found and any(is_carrier(path) for path in files)):
         is_file = len(files) == 1 and source.store.url.endswith(f"/{next(iter(files))}")
         return [Member(next(iter(files)), files) if is_file else Member(ITSELF, files, known_as=name)]
     return found
-
-
-def _is_tag(member: Member) -> bool:
-    return re.fullmatch(r"(?:.*/)?global_step\d+", member.name) is not None
 
 
 def url_of(source: Source, url: str, member: Member) -> str:

@@ -1,41 +1,78 @@
-"""The leaves of the tree in a torch file, and the tensors in them."""
+"""The leaves of the tree in a torch file, or in an item of a DCP, and the tensors in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.core.manifest import StateKey, TensorRef
 from ckpt_tools.core.value_refs import extracted
-from ckpt_tools.core.values import PARAMETER, GlobalRef, StoredTensor
+from ckpt_tools.core.values import StoredTensor
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.formats.foreign import holds_storage, objects_in
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath
+from ckpt_tools.serialization.pickle.sharded_tensors import Part, PartReader, ShardedTensorPart
 from ckpt_tools.serialization.torch_archive import TorchArchive
+from ckpt_tools.serialization.unread_tensors import why_unread
 
 MAX_TREE_DEPTH = 100
 """Dicts in dicts; no state is nested so deeply, and recursion must end."""
 
 
-_WRAPPERS = (None, PARAMETER)
-"""Classes around a tensor whose elements are the tensor's own; others (DTensor, quantized ones) mean more than they
-hold."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a torch archive: byte ``start`` of ``file``. ``item`` is its name in a DCP."""
+
+    archive: TorchArchive
+    file: str
+    start: int = 0
+    item: str = ""
+
+    def leaf(self, tensor: StoredTensor) -> TensorLeaf:
+        """Raises UnsupportedError if it is not a plain tensor."""
+        reason = why_unread(tensor)
+        if reason is not None or tensor.storage is None:
+            raise UnsupportedError(reason or "it has no elements")
+        start, _ = self.archive.storage_range(tensor.storage.key)
+        return TensorLeaf.of(tensor, self.file, self.start + start)
 
 
-_TENSOR = GlobalRef("torch", "Tensor")
-"""The class of a tensor that has attributes: FSDP1 sets ``_has_been_cloned`` on every parameter that it gathers."""
+def with_references(value: Any, place: Place, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
+    """An object whose tensors are added to ``inner`` and leave references.
+
+    Raises:
+        UnsupportedError: one of them cannot be read, or the object has a storage without a tensor.
+    """
+    if _is_plain(value):
+        return value
+    try:
+        return _with_references(value, place, name, inner)
+    except UnsupportedError as error:
+        raise UnsupportedError(why_unread(value) or f"it holds {error.message.removeprefix('it is ')}") from error
 
 
-def with_references(value: Any, archive: TorchArchive, file: str, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
-    """An object whose tensors are added to ``inner`` and leave references."""
+def _with_references(value: Any, place: Place, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
+    if holds_storage(value):
+        reasons = (why_unread(each) for each in objects_in(value) if holds_storage(each.args))
+        raise UnsupportedError(next(filter(None, reasons), "it is a storage without a tensor, which cannot be read"))
+    found: dict[StateKey, TensorLeaf] = {}
 
     def refer(tensor: StoredTensor) -> Any:
         if tensor.storage is None:
             return tensor
-        key = Leaves.inner_key(name, len(inner))
-        inner[key] = tensor_leaf(archive, tensor, file, str(key))
+        key = Leaves.inner_key(name, len(inner) + len(found))
+        found[key] = place.leaf(tensor)
         return TensorRef(key)
 
-    return extracted(value, refer)
+    value = extracted(value, refer)
+    inner |= found
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str, bytes)
 
 
 def tree_leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
@@ -52,22 +89,81 @@ def tree_leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePat
         yield path, value
 
 
-def tensor_leaf(archive: TorchArchive, tensor: StoredTensor, file: str, name: str) -> TensorLeaf:
-    if tensor.storage is None:
-        raise UnsupportedError("this tensor is on the meta device and has no elements", path=file, key=name)
-    if tensor.wrapper not in _WRAPPERS and not _has_plain_attributes(tensor):
-        raise UnsupportedError(f"a {tensor.wrapper} cannot be read; save plain tensors", path=file, key=name)
-    start, _ = archive.storage_range(tensor.storage.key)
-    return TensorLeaf.of(tensor, file, start)
+@dataclass(frozen=True, slots=True)
+class FoundLeaves:
+    """The leaves of archives as they are added; ``ties`` maps leaves that show the same view as an earlier one to that
+    one."""
+
+    paths: dict[str, TreePath] = field(default_factory=dict)
+    tensors: dict[str, TensorLeaf] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    inner: dict[StateKey, TensorLeaf] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    _views: dict[tuple[object, ...], str] = field(default_factory=dict)
+    _parts: PartReader = field(default_factory=PartReader)
+
+    def add_tree(self, value: Any, path: TreePath, place: Place) -> None:
+        """Add the leaves of the tree ``value``, which lies at ``path`` of the whole. Raises FormatError."""
+        for each, inner in tree_leaves(value, path, place.file):
+            if not each:
+                raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=place.file)
+            self.add(".".join(map(str, each)), each, inner, place)
+
+    def add(self, name: str, path: TreePath, value: Any, place: Place) -> None:
+        """Add one leaf. Raises MalformedError where another has its name."""
+        self.put(name, path, place.file)
+        try:
+            tensor = self._tensor(value, place.item)
+            if tensor is not None:
+                self._add_tensor(name, tensor, place)
+            else:
+                self.objects[name] = with_references(value, place, name, self.inner)
+        except UnsupportedError as error:
+            self.unread[name] = error.message
+
+    def put(self, name: str, path: TreePath, file: str) -> None:
+        """Add the path of a leaf that ``file`` names. Raises MalformedError where another has its name."""
+        if name in self.paths:
+            raise MalformedError("two entries of the tree have this name", path=file, key=name)
+        self.paths[name] = path
+
+    def leaves(self, *, is_ordered: bool = True) -> Leaves:
+        """The leaves that were added, in order."""
+        return Leaves(self.paths, self.tensors, self.objects, self.inner, is_ordered=is_ordered, unread=self.unread)
+
+    def _add_tensor(self, name: str, tensor: StoredTensor, place: Place) -> None:
+        leaf = place.leaf(tensor)
+        shown = (tensor.storage, tensor.storage_offset, tensor.shape, tensor.strides, tensor.dtype)
+        view = (place.file, place.start, *shown)
+        if tensor.numel and view in self._views:
+            self.ties[name] = self._views[view]
+        else:
+            self.tensors[name] = leaf
+            self._views[view] = name
+
+    def _tensor(self, value: Any, item: str) -> StoredTensor | None:
+        """The tensor that a leaf of ``item`` is; None for an object. Raises UnsupportedError for a part of a tensor."""
+        if isinstance(value, StoredTensor) or _is_plain(value):
+            return value if isinstance(value, StoredTensor) else None
+        part = self._parts.read(value)
+        whole = None if part is None else _whole(part)
+        parts = (part,) if part is not None else map(self._parts.read, objects_in(value))
+        cut = next((each for each in parts if each is not None and _whole(each) is None), None)
+        if cut is not None:
+            kind = "ShardedTensor" if isinstance(cut, ShardedTensorPart) else "DTensor"
+            what = "it is" if cut is part else "it holds"
+            raise UnsupportedError(
+                f"{what} the part of rank {cut.rank} of a {kind} of {count(len(cut.ranks), 'rank')}, and its item "
+                f"{item!r} holds what one rank pickled, without the other parts; save it as an entry of a dict, with "
+                "flatten_state_dict=True (the default)"
+            )
+        return whole
 
 
-def _has_plain_attributes(tensor: StoredTensor) -> bool:
-    """Whether it is a torch.Tensor whose attributes cannot change what its elements mean; they are left behind."""
-    state = tensor.state if isinstance(tensor.state, tuple) else (tensor.state,)
-    return tensor.wrapper == _TENSOR and all(part is None or _is_plain_dict(part) for part in state)
-
-
-def _is_plain_dict(attributes: Any) -> bool:
-    return isinstance(attributes, dict) and all(
-        value is None or type(value) in (bool, int, float, str) for value in attributes.values()
-    )
+def _whole(part: Part) -> StoredTensor | None:
+    """The local tensor if it is the whole one, as on a mesh of one rank, or if it is replicated."""
+    if isinstance(part, ShardedTensorPart):
+        offsets, local = part.locals[0] if len(part.locals) == 1 else ((1,), None)
+        return local if local is not None and local.shape == part.shape and not any(offsets) else None
+    return part.local if part.local.shape == part.shape else None

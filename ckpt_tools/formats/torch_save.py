@@ -24,9 +24,9 @@ from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed
 from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.rank_names import are_those_of_ranks
 from ckpt_tools.formats.state_dict.build import Entries, is_model_only
-from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath, manifest_of
+from ckpt_tools.formats.state_dict.parse import Leaves, TreePath, manifest_of
 from ckpt_tools.formats.state_dict.read_back import entries_read_back
-from ckpt_tools.formats.torch_leaves import tensor_leaf, tree_leaves, with_references
+from ckpt_tools.formats.torch_leaves import FoundLeaves, Place
 from ckpt_tools.formats.trainer_files import is_beside, with_scheduler
 from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
@@ -55,7 +55,7 @@ class TorchReader:
         weight_map, files = _files(source)
         trees = {file: read_tree(source, file) for file in files}
         for file, tree in trees.items():
-            if not tree.leaves.tensors:
+            if not (tree.leaves.tensors or tree.leaves.unread):
                 raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
             check_promises(weight_map, INDEX_NAME, file, tree.names)
         manifest = manifest_of(
@@ -65,6 +65,8 @@ class TorchReader:
             optim_key=options.optim_key,
             param_order=options.param_order,
             ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
+            include=options.include,
+            exclude=options.exclude,
         )
         return with_scheduler(manifest)
 
@@ -148,46 +150,24 @@ def read_tree(source: Source, file: str) -> FileTree:
     refuse_call(archive.value, file)
     refuse_pieces(archive.value, file)
     refuse_deepspeed(archive.value, file)
-    paths: dict[str, TreePath] = {}
-    tensors: dict[str, TensorLeaf] = {}
-    objects: dict[str, Any] = {}
-    inner: dict[StateKey, TensorLeaf] = {}
-    ties: dict[str, str] = {}
-    views: dict[tuple[object, ...], str] = {}
-    for path, value in tree_leaves(archive.value, (), file):
-        name = ".".join(map(str, path))
-        if not path:
-            raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=file)
-        if name in paths:
-            raise MalformedError("two entries of the tree have this name", path=file, key=name)
-        paths[name] = path
-        if not isinstance(value, StoredTensor):
-            objects[name] = with_references(value, archive, file, name, inner)
-            continue
-        view = (value.storage, value.storage_offset, value.shape, value.strides, value.dtype)
-        if value.numel and view in views:
-            ties[name] = views[view]
-        else:
-            views[view] = name
-            tensors[name] = tensor_leaf(archive, value, file, name)
-    return FileTree(Leaves(paths, tensors, objects, inner), ties)
+    found = FoundLeaves()
+    found.add_tree(archive.value, (), Place(archive, file))
+    return FileTree(found.leaves(), found.ties)
 
 
 def _merged(trees: Mapping[str, FileTree]) -> Leaves:
-    paths: dict[str, TreePath] = {}
-    tensors: dict[str, TensorLeaf] = {}
-    objects: dict[str, Any] = {}
-    inner: dict[StateKey, TensorLeaf] = {}
+    found = FoundLeaves()
     for file, tree in trees.items():
-        twice = next((name for name in tree.leaves.paths if name in paths), None)
+        twice = next((name for name in tree.leaves.paths if name in found.paths), None)
         if twice is not None:
             raise MalformedError("this entry is in two files", path=file, key=twice)
-        paths |= tree.leaves.paths
-        tensors |= tree.leaves.tensors
-        objects |= tree.leaves.objects
-        inner |= tree.leaves.inner
+        found.paths.update(tree.leaves.paths)
+        found.tensors.update(tree.leaves.tensors)
+        found.objects.update(tree.leaves.objects)
+        found.inner.update(tree.leaves.inner)
+        found.unread.update(tree.leaves.unread)
     # Shards are filled by size, and a tensor that is larger than one comes first.
-    return Leaves(paths, tensors, objects, inner, is_ordered=len(trees) == 1)
+    return found.leaves(is_ordered=len(trees) == 1)
 
 
 @dataclass(frozen=True, slots=True)

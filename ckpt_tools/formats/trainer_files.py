@@ -2,7 +2,8 @@
 
 accelerate and transformers keep the scheduler in ``scheduler.bin`` or ``scheduler.pt`` and the counts in
 ``trainer_state.json``, Lightning both in ``meta.pt``. What of them has a place in a manifest is read into it; the
-others are noted, so that leaving them behind is not silent.
+others are noted, so that leaving them behind is not silent. Files of other checkpoints of the same run, in folders of
+other steps or in other tags of DeepSpeed's, belong to those and are not noted.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.errors import FormatError, IncompleteError
+from ckpt_tools.formats.accelerate import has_several_schedulers
 from ckpt_tools.formats.foreign import rank_in_name
 from ckpt_tools.formats.trainer_names import UNREAD
 from ckpt_tools.stores.source import Source
@@ -33,7 +35,8 @@ _UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinish
 
 ADAPTER = "adapter_config.json"
 
-_WEIGHTS_IN_TORCH = re.compile(r"pytorch_model[\w.-]*\.(?:bin|pt)|(?:tf_model|flax_model)[\w.-]*")
+_OTHER_WEIGHTS = re.compile(r"(?:tf_model|flax_model)[\w.-]*|.*\.(?:bin|pt|pth|ckpt|gguf|npz)")
+"""Files of weights in other formats, which lie beside those of safetensors or torch."""
 
 
 def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] = ()) -> Manifest:
@@ -43,18 +46,15 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
     """
     extra, notes, step = dict(manifest.extra), [], manifest.step
     tensors: dict[StateKey, TensorEntry] = {}
-    used = manifest.files
-    folders = _folders(used)
-    noted = {note.what for note in manifest.notes}
+    folders = _folders(manifest.files)
     copied = frozenset() if manifest.trainer is None else manifest.trainer.sources
     entries: set[str] = set()
-    for path in source.files:
-        name = path.rpartition("/")[2]
-        if path in used or path in own or path in noted:
-            continue
-        if marks_unfinished(name) and path.rpartition("/")[0] in folders:
+    for path in _beside(manifest, source, own):
+        folder, _, name = path.rpartition("/")
+        if marks_unfinished(name) and folder in folders:
             raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
-        if name in _READ:
+        is_one_of_several = name == _SCHEDULER and has_several_schedulers(source.files)
+        if name in _READ and folder in folders and not is_one_of_several:
             found, inner, note = _read(source, path, _READ[name], extra.keys())
             if path in copied:
                 entries |= found.keys()
@@ -63,12 +63,12 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
             notes += note
         elif path == ADAPTER and manifest.format in ("safetensors", "torch"):
             notes.append(_adapter(source, path))
-        elif (
-            path in copied or any(fnmatchcase(name, pattern) for pattern in UNREAD) or _is_foreign_part(name, manifest)
-        ):
-            notes.append(Note(Outcome.DROPPED, path, "it is beside the checkpoint and is not read"))
+        elif path in copied or is_one_of_several or any(fnmatchcase(name, pattern) for pattern in UNREAD):
+            notes.append(Note(Outcome.DROPPED, path, "only the trainer that wrote it reads it"))
+        elif name in _READ or _is_foreign_part(path, manifest):
+            notes.append(not_part(path))
         elif manifest.trainer is not None and path in manifest.trainer.unknown:
-            why = f"it is beside the checkpoint, and {manifest.trainer.trainer} is not known to write it"
+            why = f"not part of this checkpoint: {manifest.trainer.trainer} is not known to write it"
             notes.append(Note(Outcome.DROPPED, path, why))
     if step is None and type(extra.get("global_step")) is int:
         step = extra["global_step"]
@@ -76,6 +76,20 @@ def with_trainer_files(manifest: Manifest, source: Source, own: Collection[str] 
     tensors = {**manifest.tensors, **tensors}
     notes = [*manifest.notes, *notes]
     return replace(manifest, tensors=tensors, extra=extra, notes=tuple(notes), step=step, trainer=trainer)
+
+
+def _beside(manifest: Manifest, source: Source, own: Collection[str]) -> list[str]:
+    """The files that are neither read nor noted, without those of other checkpoints of the run."""
+    known = {*manifest.files, *own, *(note.what for note in manifest.notes)}
+    found = [path for path in source.files if path not in known]
+    if not any("/" in path for path in found):
+        return found
+    from ckpt_tools.formats.deepspeed_files import is_deepspeeds
+    from ckpt_tools.formats.run_folders import files_of_others
+
+    others = files_of_others(source.files, manifest.files)
+    has_tags = manifest.format.startswith(("zero", "universal"))
+    return [path for path in found if path not in others and not (has_tags and is_deepspeeds(path))]
 
 
 def marks_unfinished(name: str) -> bool:
@@ -120,12 +134,14 @@ def _adapter(source: Source, path: str) -> Note:
     return Note(Outcome.DROPPED, path, why)
 
 
-def _is_foreign_part(name: str, manifest: Manifest) -> bool:
-    """Whether it is a part that a reader of another format left alone: the index of a DCP, or the same model once more,
-    as Trainer and accelerate write it with FSDP."""
-    if name == ".metadata":
+def _is_foreign_part(path: str, manifest: Manifest) -> bool:
+    """Whether it is a part that a reader of another format left alone: the index of a DCP, or a model in the same
+    folder, be it the same once more, as Trainer and accelerate write it with FSDP."""
+    if path.rpartition("/")[2] == ".metadata":
         return manifest.format not in ("dcp", "megatron")
-    return manifest.format == "safetensors" and _WEIGHTS_IN_TORCH.fullmatch(name) is not None
+    return (
+        manifest.format in ("safetensors", "torch") and _OTHER_WEIGHTS.fullmatch(path) is not None and "/" not in path
+    )
 
 
 _Read = tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]
@@ -141,7 +157,7 @@ def _read(source: Source, path: str, meaning: Callable[[Any], Mapping[str, Any]]
         return _read_archive(source, path, meaning, known)
     except (FormatError, ValueError, RecursionError) as error:
         reason = error.message if isinstance(error, FormatError) else str(error)
-        return {}, {}, [Note(Outcome.DROPPED, path, f"it is beside the checkpoint and cannot be read: {reason}")]
+        return {}, {}, [Note(Outcome.DROPPED, path, f"it cannot be read: {reason}")]
 
 
 def _json(source: Source, path: str) -> Any:
@@ -152,13 +168,13 @@ def _read_archive(
     source: Source, path: str, meaning: Callable[[Any], Mapping[str, Any]], known: Collection[str]
 ) -> _Read:
     # Pickles are read for these few files alone: of other formats they are no part.
-    from ckpt_tools.formats.torch_leaves import with_references
+    from ckpt_tools.formats.torch_leaves import Place, with_references
     from ckpt_tools.serialization.torch_zip import open_archive
 
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     inner: dict[StateKey, TensorLeaf] = {}
     found = {
-        name: with_references(value, archive, path, name, inner)
+        name: with_references(value, Place(archive, path), name, inner)
         for name, value in meaning(archive.value).items()
         if name not in known
     }
@@ -182,8 +198,10 @@ def _lightning(content: Any) -> Mapping[str, Any]:
     return found
 
 
+_SCHEDULER = "scheduler.bin"
+
 _READ: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
-    "scheduler.bin": _scheduler,
+    _SCHEDULER: _scheduler,
     "scheduler.pt": _scheduler,
     "trainer_state.json": _trainer_state,
     "meta.pt": _lightning,

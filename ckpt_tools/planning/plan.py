@@ -15,8 +15,9 @@ from functools import partial
 from operator import sub
 
 from ckpt_tools.core.boxes import flat_interval, is_contiguous
+from ckpt_tools.core.casts import MAX_CAST_BYTES
 from ckpt_tools.core.layout import FILES_KEPT, Crc32, FileLayout, Layout, LazyFile, Literal, Payload
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.core.wording import count, size
@@ -32,8 +33,10 @@ nothing."""
 MIN_TASK_BYTES = 64 << 10
 """Below this the work a task costs outweighs the bytes it moves."""
 
-BASE_BYTES = 72 << 20
-"""Resident memory of the interpreter with numpy and the command line, before any tensor byte."""
+BASE_BYTES = 46 << 20
+"""Resident memory of the interpreter with numpy and all that a conversion between local paths imports, before any
+tensor byte: 36.2 MB of a conversion of four elements, 39.5 MB with a cast, and up to 46 MB where no module is compiled,
+which is so in a folder that cannot be written to."""
 
 BYTES_PER_SHARD = 100
 """Resident bytes of one row of a shard table and of what indexes it: 4.1 million rows of ZeRO-3 took 55 each, those of
@@ -55,16 +58,20 @@ INFLATING_BYTES = 96 << 20
 """What the streams of compressed items take together: four of 12 MiB that came out last, and a window of at most 8 MiB
 each."""
 
-BUFFERS_PER_TASK = 3
-"""A worker holds its output, the elements before a cast, and a block read to be placed strided."""
+REMOTE_BYTES = 60 << 20
+"""What a store that is not local takes with its client and its connections: botocore and eight of them 46 to 55 MB."""
+
+MAX_SCRATCH_BYTES = 1 << 20
+"""Of a block that is read to be placed strided, where only an item turns out to be stored in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a plan moves: its files with their bytes, tensor bytes read from the source as they are stored there, and
-    bytes written."""
+    """Figures of a plan: its files with their bytes, the tensors whose elements these hold, tensor bytes read from
+    the source as they are stored there, and bytes written."""
 
     files: Mapping[str, int]
+    tensors: frozenset[StateKey]
     num_tasks: int
     bytes_read: int
     bytes_written: int
@@ -96,6 +103,11 @@ class Plan:
     """The most memory that reading the manifest took."""
     copies: CopyRules | None = None
     """Where they are given, files are cut where what is stored begins and ends."""
+    remote_bytes: int = 0
+    """What reaching a store that is not local takes."""
+    is_strided: bool = True
+    """Whether something is stored, or written, that is no interval of its tensor: as large blocks as tasks are read to
+    be placed."""
 
     def __post_init__(self) -> None:
         assert self.copies is None or self.task_bytes >= self.copies.task_bytes, "tasks too small to be cut anywhere"
@@ -116,23 +128,32 @@ class Plan:
         """What it moves, in one pass: files made on demand are made once."""
         stored = {key: entry.shards.dtype.item_bytes for key, entry in self.manifest.tensors.items()}
         files: dict[str, int] = {}
+        tensors: set[StateKey] = set()
         num_tasks = bytes_read = 0
         for file in self.layout.files:
             made = file.load()
             files[file.path] = made.size_bytes
+            tensors.update(segment.key for segment in made.segments if isinstance(segment, Payload))
             num_tasks += sum(1 for _ in self._ends(made))
             bytes_read += sum(
                 num_bytes // segment.dtype.item_bytes * stored[segment.key]
                 for segment, num_bytes in zip(made.segments, map(sub, made.offsets[1:], made.offsets), strict=True)
                 if isinstance(segment, Payload)
             )
-        return Figures(files, num_tasks, bytes_read, sum(files.values()))
+        return Figures(files, frozenset(tensors), num_tasks, bytes_read, sum(files.values()))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The most that a worker reads in one block to place it strided."""
+        return _scratch_bytes(self.task_bytes, self.is_strided)
 
     @property
     def peak_memory_bytes(self) -> int:
         """The most resident memory the conversion will take, start-up included."""
         fixed = _fixed_bytes(self.manifest, self.layout)
-        return max(self.reading_bytes, fixed + self.num_workers * BUFFERS_PER_TASK * self.task_bytes)
+        largest = max((file.size_bytes for file in self.layout.files), default=0)
+        buffers = _worker_bytes(min(self.task_bytes, largest), self.is_strided)
+        return self.remote_bytes + max(self.reading_bytes, fixed + self.num_workers * buffers)
 
 
 def make_plan(
@@ -144,6 +165,7 @@ def make_plan(
     is_limit: bool = True,
     wanted_bytes: int = 0,
     reading_bytes: int = 0,
+    remote_bytes: int = 0,
     copies: CopyRules | None = None,
 ) -> Plan:
     """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; where these are no limit, a checkpoint
@@ -151,38 +173,69 @@ def make_plan(
 
     Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so, and as large as
     ``copies`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of which
-    ``manifest`` may be a part.
+    ``manifest`` may be a part. ``remote_bytes`` is what reaching the source or the destination takes.
 
     Raises:
         MemoryBudgetError: not even the smallest tasks fit.
     """
-    fixed = _fixed_bytes(manifest, layout)
-    if copies is not None and is_limit and fixed + num_workers * BUFFERS_PER_TASK * copies.task_bytes > memory_bytes:
+    fixed, is_strided = _fixed_bytes(manifest, layout), _is_strided(manifest, layout)
+
+    def needed(task_bytes: int) -> int:
+        return remote_bytes + max(reading_bytes, fixed + num_workers * _worker_bytes(task_bytes, is_strided))
+
+    if copies is not None and is_limit and needed(copies.task_bytes) > memory_bytes:
         copies = None
     wanted_bytes = max(wanted_bytes, 0 if copies is None else copies.task_bytes)
     smallest = max(MIN_TASK_BYTES, wanted_bytes)
     if not is_limit:
         # Tasks of full size: smaller ones would be a hundred million where there are terabytes to write.
-        memory_bytes = max(
-            memory_bytes, fixed + num_workers * BUFFERS_PER_TASK * max(MAX_TASK_BYTES, smallest), reading_bytes
-        )
-    needed = max(reading_bytes, fixed + num_workers * BUFFERS_PER_TASK * smallest)
-    if needed > memory_bytes:
+        memory_bytes = max(memory_bytes, needed(max(MAX_TASK_BYTES, smallest)))
+    if needed(smallest) > memory_bytes:
         raise MemoryBudgetError(
-            f"this checkpoint needs at least {size(needed, at_least=True)} of memory with "
+            f"this checkpoint needs at least {size(needed(smallest), at_least=True)} of memory with "
             f"{count(num_workers, 'worker')}, and the budget is {size(memory_bytes)}; "
             f"raise {option('memory')} or lower {option('workers')}"
         )
-    fitting = (memory_bytes - fixed) // (num_workers * BUFFERS_PER_TASK)
-    aligned = fitting // MIN_TASK_BYTES * MIN_TASK_BYTES
-    task_bytes = max(min(MAX_TASK_BYTES, aligned), wanted_bytes)
-    return Plan(manifest, layout, task_bytes, num_workers, reading_bytes, copies)
+    fitting = (aligned for aligned in range(MAX_TASK_BYTES, 0, -MIN_TASK_BYTES) if needed(aligned) <= memory_bytes)
+    task_bytes = max(next(fitting, MIN_TASK_BYTES), wanted_bytes)
+    return Plan(manifest, layout, task_bytes, num_workers, reading_bytes, copies, remote_bytes, is_strided)
 
 
 def reading_bytes(manifest: Manifest) -> int:
     """The most resident memory that reading ``manifest`` took, start-up included."""
     items = sum(len(e.shards) for e in manifest.tensors.values() if e.shards.framing is not Framing.RAW)
     return _tables_bytes(manifest) + items * (BYTES_PER_ITEM - BYTES_PER_SHARD)
+
+
+def _worker_bytes(task_bytes: int, is_strided: bool) -> int:
+    """A worker's output, the elements before a cast, and a block read to be placed strided."""
+    return task_bytes + min(task_bytes, MAX_CAST_BYTES) + _scratch_bytes(task_bytes, is_strided)
+
+
+def _scratch_bytes(task_bytes: int, is_strided: bool) -> int:
+    return task_bytes if is_strided else min(task_bytes, MAX_SCRATCH_BYTES)
+
+
+def _is_strided(manifest: Manifest, layout: Layout) -> bool:
+    """Whether a stored piece, or one of the layout, is not an interval of its tensor's row-major order."""
+    lazy, there = _by_making(layout)
+    return any(entry.shards.flat is None for entry in manifest.tensors.values()) or any(
+        not is_contiguous(segment.box, segment.shape)
+        for file in (*there, *(file.load() for file in _typical(lazy)))
+        for segment in file.segments
+        if isinstance(segment, Payload)
+    )
+
+
+def _by_making(layout: Layout) -> tuple[list[LazyFile], list[FileLayout]]:
+    """The files that are made on demand, and those that are there."""
+    lazy = [file for file in layout.files if isinstance(file, LazyFile)]
+    return lazy, [file.load() for file in layout.files if not isinstance(file, LazyFile)]
+
+
+def _typical(lazy: Sequence[LazyFile]) -> Sequence[LazyFile]:
+    """Two that speak for all: those of the first and the last rank."""
+    return (*lazy[:1], *lazy[-1:])
 
 
 def _fixed_bytes(manifest: Manifest, layout: Layout) -> int:
@@ -197,11 +250,10 @@ def _tables_bytes(manifest: Manifest) -> int:
 
 
 def _layout_bytes(layout: Layout) -> int:
-    """Files that are there, and as many of those made on demand as are kept; the first and the last are typical."""
-    lazy = [file for file in layout.files if isinstance(file, LazyFile)]
-    there = sum(_file_bytes(file.load()) for file in layout.files if not isinstance(file, LazyFile))
-    largest = max((_file_bytes(file.load()) for file in (*lazy[:1], *lazy[-1:])), default=0)
-    return there + min(FILES_KEPT, len(lazy)) * largest
+    """Files that are there, and as many of those made on demand as are kept."""
+    lazy, there = _by_making(layout)
+    largest = max((_file_bytes(file.load()) for file in _typical(lazy)), default=0)
+    return sum(_file_bytes(file) for file in there) + min(FILES_KEPT, len(lazy)) * largest
 
 
 def _file_bytes(file: FileLayout) -> int:

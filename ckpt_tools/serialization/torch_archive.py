@@ -50,6 +50,13 @@ Locate = Callable[[], Mapping[str, tuple[int, int]]]
 """Finds the bytes of every storage."""
 
 
+_QUANTIZED: Final = {
+    GlobalRef("torch", f"{name}Storage"): size
+    for name, size in (("QInt8", 1), ("QUInt8", 1), ("QInt32", 4), ("QUInt4x2", 1), ("QUInt2x4", 1))
+}
+"""Storages of quantized tensors, by the bytes of an element: opened, so that the tensor can be named."""
+
+
 def noted(known: dict[str, StorageRef], storage: StorageRef) -> StorageRef:
     """The one of its key. Raises MalformedError where another description is known."""
     if known.setdefault(storage.key, storage) != storage:
@@ -64,6 +71,8 @@ def described_storage(pid: Value) -> StorageRef:
     _, kind, key, location, numel = pid[:5]
     if kind.name == "UntypedStorage":
         return StorageRef(key, None, numel, location)
+    if kind in _QUANTIZED:
+        return StorageRef(key, None, numel * _QUANTIZED[kind], location)
     dtype = from_torch_storage(kind.name)
     if dtype is None or kind.module not in ("torch", "torch.storage", "torch.cuda"):
         raise UnsupportedError(f"a storage is a {kind}, which is not supported")

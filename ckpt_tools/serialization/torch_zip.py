@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 from types import MappingProxyType
 from typing import Final
 
@@ -20,8 +21,9 @@ from ckpt_tools.core.values import StorageRef, StoredTensor, Value
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
-from ckpt_tools.serialization.pickle.load import FIRST_BYTES, FIRST_PART, check_start, loads
+from ckpt_tools.serialization.pickle.load import FIRST_BYTES, FIRST_PART, check_start, load_first, loads
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
+from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.serialization.zip_archive import (
     ALIGNMENT,
     TORCHSCRIPT,
@@ -216,6 +218,29 @@ def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocati
     return _KnownItem(b"", location).at(start)
 
 
+PICKLE_BYTES: Final = 16 << 10
+"""One read from the start of a DCP item that holds the pickle of its tensor, of whatever class."""
+
+
+def value_at_start(head: bytes, path: str) -> Value:
+    """Value of the DCP item that begins with ``head``, from its pickle alone, which is the first record.
+
+    Raises:
+        MalformedError: it is not a torch archive, or its pickle is longer than ``head``.
+    """
+    if len(head) < _LOCAL_HEADER.size:
+        raise MalformedError("it is not a file of torch.save", path=path)
+    magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(head)
+    start = _LOCAL_HEADER.size + name_bytes + extra_bytes
+    if magic != b"PK\3\4":
+        raise MalformedError("it is not a file of torch.save", path=path)
+    return load_first(head[start:], path=path, persistent_load=described_storage).value
+
+
+_LOCAL_HEADER: Final = Struct("<4s22xHH")
+"""What stands before the first record of a zip: of interest are the lengths of its name and of its extra field."""
+
+
 @dataclass(frozen=True, slots=True)
 class _KnownItem:
     """The bytes of an item before its elements, and where these are from the start of the item."""
@@ -256,6 +281,9 @@ def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -
 
     archive = _open(read_item, size, path, ITEM_TAIL_BYTES, _interpret)
     tensor = archive.value
+    reason = why_unread(tensor)
+    if reason is not None:
+        raise UnsupportedError(f"the item at byte {start:,} does not contain a plain tensor: {reason}", path=path)
     if not isinstance(tensor, StoredTensor) or tensor.storage is None:
         raise MalformedError(f"the item at byte {start:,} does not contain a tensor", path=path)
     first, last = archive.storage_range(tensor.storage.key)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.arguments import refusing_empty
 from ckpt_tools.errors import CkptError, StoreError
 from ckpt_tools.stores.remote import lock_of
 from ckpt_tools.stores.s3.lock import ObjectLock
@@ -26,6 +27,7 @@ class UrlClaim:
             )
 
 
+@refusing_empty
 @contextmanager
 def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iterator[UrlClaim]:
     """Hold ``url``, a folder of a store, while the block runs: no other program that asks can hold it too.

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
-from ckpt_tools.core.json_fields import json_of
+from ckpt_tools.core.json_fields import Jsonable
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store
@@ -103,16 +103,13 @@ class Log(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class Leftover(Jsonable):
     """Something of ours, ``num_bytes`` large, that an ended run left at its destination or beside it."""
 
     kind: str
     """What it is, in words: unfinished output, an open upload."""
     url: str
     num_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
 
 
 class Claim(ABC):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.stores.destination import Leftover, Place
 
@@ -15,6 +14,9 @@ from ckpt_tools.stores.destination import Leftover, Place
 class CleanReport(Shown):
     """What was left at ``destination``, and whether it is gone now."""
 
+    SHOWN: ClassVar[tuple[str, ...]] = ("destination", "is_removed", "leftovers", "num_bytes")
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("num_bytes",)
+
     destination: str
     leftovers: Sequence[Leftover]
     is_removed: bool
@@ -22,17 +24,6 @@ class CleanReport(Shown):
     @property
     def num_bytes(self) -> int:
         return sum(left.num_bytes for left in self.leftovers)
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "destination": self.destination,
-            "is_removed": self.is_removed,
-            "leftovers": len(self.leftovers),
-            "num_bytes": self.num_bytes,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self, "num_bytes")
 
 
 def clean(place: Place, *, dry_run: bool) -> CleanReport:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.core.applicability import STORES, Case, check
-from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError, UsageError
+from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source
@@ -42,6 +42,11 @@ FILES_OR_FOLDERS = {".ckpt": ("safetensors", "torch")}
 """Lightning calls a torch file so, and the folder of a sharded checkpoint too: an ending that is refused for formats
 that could be one file."""
 
+_FILE = "file://"
+
+ELSEWHERE = "choose another destination"
+"""The end of messages about a destination that is refused."""
+
 StorageOptions: TypeAlias = Mapping[str, Any] | None
 """How stores that are not local are reached: credentials, an endpoint. One call uses the same for every store."""
 
@@ -58,10 +63,19 @@ def is_remote(url: str | Path) -> bool:
 
 
 def local_path(url: str | Path) -> Path:
-    """The path of a path or ``file://`` URL. Raises UnsupportedError for any other scheme."""
+    """The path of a path or ``file://`` URL.
+
+    Raises:
+        UnsupportedError: the URL has another scheme. UsageError: its path is not absolute.
+    """
     if is_remote(url):
         raise UnsupportedError(f"{url}: only local paths and file:// URLs are supported here")
-    return Path(unquote(urlsplit(str(url)).path)) if str(url).startswith("file://") else Path(url).expanduser()
+    if not str(url).startswith(_FILE):
+        return Path(url).expanduser()
+    path = Path(unquote(str(url).removeprefix(_FILE).removeprefix("localhost")))
+    if not path.is_absolute():
+        raise UsageError(f"{url}: the path of a file:// URL is absolute; write file:///FOLDER, or a path alone")
+    return path
 
 
 def open_source(url: str | Path, storage_options: StorageOptions = None) -> Source:
@@ -135,7 +149,32 @@ def _place_at(url: str | Path, storage_options: StorageOptions) -> Place:
     return LocalPlace(local_path(url))
 
 
-def whereabouts(url: str | Path, storage_options: StorageOptions = None) -> tuple[str, PurePosixPath]:
+def check_apart(src: str | Path, dst: str | Path, storage_options: StorageOptions = None) -> None:
+    """Raises DestinationExistsError if one of the two is the other, or is inside it: a reader could take the output
+    for a part of the source."""
+    (service, source), (other, target) = _whereabouts(src, storage_options), _whereabouts(dst, storage_options)
+    if service != other:
+        return
+    is_same = _same_file if service == "file" else PurePosixPath.__eq__
+    if is_same(source, target):
+        raise DestinationExistsError(f"{dst} is the source itself and is not replaced; {ELSEWHERE}")
+    if any(is_same(target, parent) for parent in source.parents):
+        raise DestinationExistsError(f"{dst} contains the source {src}, which is not changed; {ELSEWHERE}")
+    if any(is_same(source, parent) for parent in target.parents):
+        raise DestinationExistsError(f"{dst} is inside the source {src}, which is not changed; {ELSEWHERE}")
+
+
+def _same_file(one: PurePosixPath, other: PurePosixPath) -> bool:
+    """Whether two names are of one file or folder: by their letters, or by what the file system says."""
+    if one == other:
+        return True
+    try:
+        return Path(one).samefile(other)
+    except OSError:
+        return False
+
+
+def _whereabouts(url: str | Path, storage_options: StorageOptions = None) -> tuple[str, PurePosixPath]:
     """The service that keeps what is at ``url``, and its whole path there: links are followed, ``..`` is resolved.
 
     A file that stands for the folder it lies in, such as ``.metadata`` or an index, is that folder.

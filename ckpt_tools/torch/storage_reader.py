@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.arguments import refusing_empty
 from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest, TensorRef
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 
+@refusing_empty
 def storage_reader(
     url: str | Path,
     *,

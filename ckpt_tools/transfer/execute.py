@@ -121,7 +121,7 @@ def execute(
     """
     board, history = board or LocalBoard(), history or NoHistory()
     files = _Files(plan, target, board, history)
-    work = Worker(plan, TensorReader(source, plan.task_bytes), target, board)
+    work = Worker(plan, TensorReader(source, plan.scratch_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
     try:
         for receipt in history.receipts():

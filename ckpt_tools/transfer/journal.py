@@ -13,7 +13,7 @@ import json
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -299,15 +299,19 @@ def fingerprint(plan: Plan, source: Store) -> str:
 
 def _add_tensors(digest: _Digest, manifest: Manifest) -> list[str]:
     """Every tensor, and every shard of it; the files they lie in."""
-    known: dict[int, int] = {}
+    known: dict[int | str, int] = {}
     names: dict[str, None] = {}
+    held: list[Sequence[str]] = []  # an address is that of one list as long as the list lives
     for key, entry in manifest.tensors.items():
         table = entry.shards
-        if id(table.files) not in known:
-            known[id(table.files)] = len(known)
-            names |= dict.fromkeys(table.files)
-            digest.add(list(table.files))
-        digest.add(tuple(key), entry.shape, entry.dtype.value, known[id(table.files)])
+        files = table.files
+        which = files[0] if len(files) == 1 else id(files)
+        if which not in known:
+            known[which] = len(known)
+            held.append(files)
+            names |= dict.fromkeys(files)
+            digest.add(list(files))
+        digest.add(tuple(key), entry.shape, entry.dtype.value, known[which])
         _add_shards(digest, table)
     return sorted(names)
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, flat_interval, from_flat, is_contiguous, is_row_major
-from ckpt_tools.core.casts import cast_into
+from ckpt_tools.core.casts import MAX_CAST_BYTES, cast_into
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError
@@ -36,9 +36,6 @@ MAX_READ_AMPLIFICATION = 2
 
 MAX_GAP_BYTES = 32 << 10
 """or while the gaps in it are so short that reading them costs less than a read more: 10 microseconds."""
-
-CAST_BLOCK_BYTES = 1 << 20
-"""Of the stored elements: read, cast and left in the processor's cache before the next."""
 
 MAX_KNOWN_ITEMS = 4096
 """Items whose elements were found, at 500 bytes each. Tasks follow the files, and come back to few of them."""
@@ -90,7 +87,7 @@ class TensorReader:
             self._gather(hits(entry.shards, box, shape, start, stop), out)
             return
         item = entry.dtype.item_bytes
-        step = min(CAST_BLOCK_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
+        step = min(MAX_CAST_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
         for first in range(start, stop, step):
             last = min(first + step, stop)
             self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])

@@ -45,18 +45,21 @@ def _neutral(key: StateKey) -> StateKey:
 class Side:
     """One of two checkpoints: its tensors by every name, its store, and its name in messages.
 
-    ``places`` says where among the entries the user's own tensors are.
+    ``places`` says where among the entries the user's own tensors are; ``owners`` are the names of tied tensors that
+    own their bytes, by the others.
     """
 
     name: str
     store: Store
     tensors: Mapping[StateKey, TensorEntry]
     places: Mapping[StateKey, str] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, store: Store, manifest: Manifest) -> Side:
         found = places(user_entries(manifest)[0])
-        return cls(name, store, named_tensors(manifest), {_neutral(ref.key): place for place, ref in found})
+        by_key = {_neutral(ref.key): place for place, ref in found}
+        return cls(name, store, named_tensors(manifest), by_key, manifest.aliases)
 
     def selected(self, is_wanted: Callable[[str], bool]) -> Side:
         """The tensors whose names are wanted, with their optimizer state."""
@@ -111,7 +114,8 @@ def compare(ours: Side, theirs: Side, *, num_workers: int, on_progress: Progress
     Raises:
         CkptError: a side cannot be read.
     """
-    shared = [key for key, entry in ours.tensors.items() if _shape_of(theirs, key) == entry.shape]
+    compared = _each_once(ours, theirs)
+    shared = [key for key, entry in compared.items() if _shape_of(theirs, key) == entry.shape]
     total, done = sum(ours.tensors[key].num_bytes for key in shared), 0
     apart: dict[StateKey, Deviation] = {}
     for block, deviation in ThreadRunner(num_workers).run(_compare_on(ours, theirs), _blocks(ours, theirs, shared)):
@@ -120,10 +124,19 @@ def compare(ours: Side, theirs: Side, *, num_workers: int, on_progress: Progress
         done += (block.stop - block.start) * ours.tensors[block.key].dtype.item_bytes
         on_progress(done, total)
     return VerifyReport(
-        len(ours.tensors),
-        sum(entry.num_bytes for entry in ours.tensors.values()),
-        tuple(_differences(ours, theirs, apart)),
+        len(compared),
+        sum(entry.num_bytes for entry in compared.values()),
+        tuple(_differences(ours, theirs, compared, apart)),
     )
+
+
+def _each_once(ours: Side, theirs: Side) -> dict[StateKey, TensorEntry]:
+    """Our tensors, a tied one by its first name alone where its other names are tied on the other side too."""
+    found: dict[tuple[str, str, str | None], StateKey] = {}
+    for key in ours.tensors:
+        other = theirs.owners.get(key.fqn, key.fqn) if key in theirs.tensors else None
+        found.setdefault((key.slot, ours.owners.get(key.fqn, key.fqn), other), key)
+    return {key: ours.tensors[key] for key in found.values()}
 
 
 def _shape_of(side: Side, key: StateKey) -> tuple[int, ...] | None:
@@ -131,9 +144,11 @@ def _shape_of(side: Side, key: StateKey) -> tuple[int, ...] | None:
     return None if entry is None else entry.shape
 
 
-def _differences(ours: Side, theirs: Side, apart: Mapping[StateKey, Deviation]) -> Iterator[Difference]:
+def _differences(
+    ours: Side, theirs: Side, compared: Mapping[StateKey, TensorEntry], apart: Mapping[StateKey, Deviation]
+) -> Iterator[Difference]:
     names = (ours.name, theirs.name)
-    for key, entry in ours.tensors.items():
+    for key, entry in compared.items():
         other = theirs.tensors.get(key)
         if other is None:
             if not _is_state_of_nothing(key, ours.tensors):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.json_fields import json_of
+from ckpt_tools.core.json_fields import Jsonable
 from ckpt_tools.core.wording import count
 
 MEASURED_ELEMENTS = 1 << 16
@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Deviation:
+class Deviation(Jsonable):
     """The differences between two runs of elements. The sum of two deviations describes both runs.
 
     ``max_abs`` and ``max_rel`` are over pairs of numbers: ``|a - b|``, and that over ``max(|a|, |b|)``, as
@@ -51,9 +51,6 @@ class Deviation:
             max(self.max_rel, other.max_rel),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
-
     def described(self, numel: int) -> str:
         """In words: ``3 of 10 elements differ, by at most 0.5 (relative 0.1); 1 in the sign of a zero``."""
         text = f"{self.num_differing:,} of {count(numel, 'element')} differ{'s' if numel == 1 else ''}"
@@ -65,10 +62,6 @@ class Deviation:
             (self.num_one_nan, "NaN on one side only"),
         )
         return "; ".join([text, *(f"{number:,} {what}" for number, what in apart if number)])
-
-
-def _json_number(value: float) -> float | str:
-    return "inf" if value == float("inf") else value
 
 
 def measure(ours: Bytes, theirs: Bytes, our_dtype: DType, their_dtype: DType) -> Deviation:

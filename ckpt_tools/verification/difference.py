@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import ClassVar
 
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.verification.deviation import Deviation
@@ -34,17 +33,9 @@ class Aspect(Enum):
 class Difference(Shown):
     """One tensor that is not the same. ``deviation`` says how far its elements are apart, if they were compared."""
 
+    SHOWN: ClassVar[tuple[str, ...]] = ("key", "aspect", "what")
+
     key: StateKey
     aspect: Aspect
     what: str
     deviation: Deviation | None = None
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "key": str(self.key),
-            "aspect": self.aspect.value,
-            "what": self.what,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)

@@ -14,6 +14,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
+from ckpt_tools.formats.accelerate import is_optimizer
 from ckpt_tools.formats.reading import read_checkpoint, read_source
 from ckpt_tools.stores.destination import Claim, Destination, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
@@ -54,8 +55,9 @@ def digests_url(source: Source, manifest: Manifest) -> str:
 
 
 def _is_one_file(source: Source) -> bool:
-    """Whether the source is a file, and not the folder it is in."""
-    return list(source.files) == [source.store.url.rpartition("/")[2]]
+    """Whether the source is a file, or that and its optimizer's, and not the folder it is in."""
+    others = source.files.keys() - {source.store.url.rpartition("/")[2]}
+    return len(others) < len(source.files) and all(is_optimizer(name) for name in others)
 
 
 def put(destination: Destination, path: str, data: bytes) -> None:
@@ -98,7 +100,9 @@ def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) ->
     return found
 
 
-def write_staged(claim: Claim, place: Place, format_name: str, *, num_workers: int, on_total: OnTotal) -> list[str]:
+def write_staged(
+    claim: Claim, place: Place, format_name: str, *, options: ReadOptions, num_workers: int, on_total: OnTotal
+) -> list[str]:
     """Write the list of finished output that is not published yet; its path, to be published before the output's own.
 
     No path where the output cannot be read yet. Raises CkptError.
@@ -106,7 +110,7 @@ def write_staged(claim: Claim, place: Place, format_name: str, *, num_workers: i
     finished = claim.finished
     if finished is None:
         return []
-    source, manifest = read_source(Source.open(finished), ReadOptions(), format_name=format_name)
+    source, manifest = read_source(Source.open(finished), options, format_name=format_name)
     found = _digests(source, manifest, num_workers, on_total)
     path = place.form.digests_path(digests.place_in(manifest))
     put(claim.destination, path, digests.dumps(found))
@@ -114,7 +118,13 @@ def write_staged(claim: Claim, place: Place, format_name: str, *, num_workers: i
 
 
 def write_published(
-    place: Place, format_name: str, *, num_workers: int, on_total: OnTotal, storage_options: StorageOptions = None
+    place: Place,
+    format_name: str,
+    *,
+    options: ReadOptions,
+    num_workers: int,
+    on_total: OnTotal,
+    storage_options: StorageOptions = None,
 ) -> str:
     """Write the list of output that was just published; its URL.
 
@@ -122,9 +132,7 @@ def write_published(
         CkptError: it cannot be read or written; the checkpoint itself is whole.
     """
     try:
-        source, manifest = read_checkpoint(
-            place.url, ReadOptions(), format_name=format_name, storage_options=storage_options
-        )
+        source, manifest = read_checkpoint(place.url, options, format_name=format_name, storage_options=storage_options)
         target = open_place(digests_url(source, manifest), storage_options)
         write_list(target, lambda: _digests(source, manifest, num_workers, on_total), overwrite=True)
     except CkptError as error:

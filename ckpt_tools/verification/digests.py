@@ -24,6 +24,7 @@ from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
+from ckpt_tools.formats.accelerate import numbered_model
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.source import Source, Store
@@ -223,7 +224,8 @@ def is_list(source: Source, path: str) -> bool:
 
 
 def place_in(manifest: Manifest) -> str:
-    """The name that the list has in the folder of a checkpoint: in the folder of the tag, where all tensors are in one.
+    """The name that the list has in the folder of a checkpoint: in the folder of the tag, where all tensors are in one,
+    and in that of the model, where it is not the first of several.
 
     ``zero`` is not a tag: it holds the tensors of a universal checkpoint whose tag folder was opened.
     """
@@ -233,7 +235,7 @@ def place_in(manifest: Manifest) -> str:
         for number in np.unique(table.file_ids).tolist()
         if table.files[number] not in manifest.literals
     }
-    (top,) = tops if len(tops) == 1 else {""}
+    (top,) = tops if len(tops) == 1 else {numbered_model(tops)}
     return f"{top}/{DIGESTS_NAME}" if top not in ("", "zero") else DIGESTS_NAME
 
 

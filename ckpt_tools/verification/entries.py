@@ -12,7 +12,6 @@ from typing import Any
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.core.wording import listed
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.verification.difference import Aspect, Difference
 from ckpt_tools.verification.report_summary import ENTRY
@@ -36,15 +35,12 @@ def differing_entries(ours: Manifest, theirs: Manifest, names: tuple[str, str]) 
 
 
 def not_compared(ours: Manifest, theirs: Manifest) -> tuple[Note, ...]:
-    """A note about the entries of both sides that are neither tensors nor plain values."""
+    """Notes on the entries of both sides that are neither tensors nor plain values."""
     pairs = _pairs(_entries(ours), _entries(theirs))
     paths = [
         path for path, a, b in pairs if not (_is_plain(a) and _is_plain(b)) and not (_is_tensor(a) or _is_tensor(b))
     ]
-    if not paths:
-        return ()
-    why = "it is neither a tensor nor a plain value, and was not compared"
-    return (Note(Outcome.DROPPED, f"the entry {listed(paths)}", why, len(paths)),)
+    return tuple(Note(Outcome.NOT_COMPARED, path, "it is neither a tensor nor a plain value") for path in paths)
 
 
 def _options(ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> Iterator[Difference]:

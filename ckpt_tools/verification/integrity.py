@@ -6,6 +6,7 @@ zip. safetensors has no checksums, so the check shows only that every tensor can
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,7 +66,10 @@ def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_
 
 
 def _archives(source: Source, manifest: Manifest) -> Iterator[Archive]:
-    """The items of a DCP; elsewhere, whole files."""
+    """The items of a DCP, and its objects that hold tensors; elsewhere, whole files."""
+    within: defaultdict[str, list[ByteRange]] = defaultdict(list)
+    for at in manifest.archives:
+        within[at.file].append(at)
     whole: dict[str, StateKey] = {}
     for key, entry in manifest.tensors.items():
         table = entry.shards
@@ -74,7 +78,8 @@ def _archives(source: Source, manifest: Manifest) -> Iterator[Archive]:
         else:
             files = {table.files[number] for number in table.file_ids.tolist()}
             whole |= {file: key for file in sorted(files) if file not in whole and file not in manifest.literals}
-    yield from (Archive(ByteRange(file, 0, source.size(file)), key) for file, key in whole.items())
+    for file, key in whole.items():
+        yield from (Archive(at, key) for at in within.get(file) or [ByteRange(file, 0, source.size(file))])
 
 
 def _limit(table: ShardTable, row: int) -> int | None:

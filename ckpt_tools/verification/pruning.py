@@ -16,9 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.prune_rules import Best, Facts, PruneRules, reasons
 from ckpt_tools.core.run_listing import RunCheckpoint
@@ -66,20 +65,26 @@ class Pruned(Shown):
     num_files: int
     file_bytes: int
 
-    def shown(self) -> dict[str, object]:
-        return {"name": self.name, "stays": self.stays, "reason": self.reason, "file_bytes": self.file_bytes}
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PruneReport(Shown):
     """The checkpoints of ``source``, the newest first. Those that do not stay are gone if ``is_removed``."""
 
+    SHOWN: ClassVar[tuple[str, ...]] = ("source", "num_staying", "num_going", "is_removed", "file_bytes")
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("num_files", "file_bytes")
+
     source: str
     checkpoints: Sequence[Pruned]
     is_removed: bool
+
+    @property
+    def num_staying(self) -> int:
+        return sum(each.stays for each in self.checkpoints)
+
+    @property
+    def num_going(self) -> int:
+        """Checkpoints that do not stay."""
+        return len(self.checkpoints) - self.num_staying
 
     @property
     def num_files(self) -> int:
@@ -89,20 +94,6 @@ class PruneReport(Shown):
     @property
     def file_bytes(self) -> int:
         return sum(each.file_bytes for each in self.checkpoints if not each.stays)
-
-    def shown(self) -> dict[str, object]:
-        going = sum(not each.stays for each in self.checkpoints)
-        kept = len(self.checkpoints) - going
-        return {
-            "source": self.source,
-            "kept": kept,
-            "removed": going,
-            "is_removed": self.is_removed,
-            "file_bytes": self.file_bytes,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self, "num_files", "file_bytes")
 
 
 def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options: StorageOptions) -> PruneReport:

@@ -7,7 +7,6 @@ them. Where anything else is there, nothing is replaced: a folder is never remov
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
@@ -18,40 +17,12 @@ from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, listed
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, whereabouts
+from ckpt_tools.stores.urls import ELSEWHERE
 from ckpt_tools.verification.digests import is_list, place_in
 from ckpt_tools.verification.signing import is_signature
 
 MAX_SIGNATURE_BYTES = 512 << 20
 """It lists every file of a folder with its digest."""
-
-_ELSEWHERE = "choose another destination"
-
-
-def check_apart(src: str | Path, dst: str | Path, storage_options: StorageOptions = None) -> None:
-    """Raises DestinationExistsError if one of the two is the other, or is inside it."""
-    (service, source), (other, target) = whereabouts(src, storage_options), whereabouts(dst, storage_options)
-    if service != other:
-        return
-    is_same = _same_file if service == "file" else PurePosixPath.__eq__
-    if is_same(source, target):
-        raise DestinationExistsError(f"{dst} is the source itself and is not replaced; {_ELSEWHERE}")
-    if any(is_same(target, parent) for parent in source.parents):
-        raise DestinationExistsError(
-            f"{dst} contains the source {src}; replacing it would remove the source; {_ELSEWHERE}"
-        )
-    if any(is_same(source, parent) for parent in target.parents):
-        raise DestinationExistsError(f"{dst} is inside the source {src}, which is not changed; {_ELSEWHERE}")
-
-
-def _same_file(one: PurePosixPath, other: PurePosixPath) -> bool:
-    """Whether two names are of one file or folder: by their letters, or by what the file system says."""
-    if one == other:
-        return True
-    try:
-        return Path(one).samefile(other)
-    except OSError:
-        return False
 
 
 def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
@@ -73,12 +44,12 @@ def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
     if others and not files:
         raise DestinationExistsError(
             f"{place.url} is not a checkpoint itself but contains one ({listed(others)}); "
-            f"{option('overwrite', True)} does not replace a folder that contains other files; {_ELSEWHERE}"
+            f"{option('overwrite', True)} does not replace a folder that contains other files; {ELSEWHERE}"
         )
     if others:
         raise DestinationExistsError(
             f"{place.url} contains files that are not part of its checkpoint: {listed(others)}; "
-            f"{option('overwrite', True)} replaces only the checkpoint: move the other files away, or {_ELSEWHERE}"
+            f"{option('overwrite', True)} replaces only the checkpoint: move the other files away, or {ELSEWHERE}"
         )
     _check_tags(place, files, written)
     return files
@@ -100,7 +71,7 @@ def _own_files(present: Present, url: str) -> frozenset[str]:
         names = listed(sorted([*present.files, *present.others]))
         raise DestinationExistsError(
             f"{url} is not a checkpoint that can be read, so it is not replaced: {error} (it holds {names}); name the "
-            f"place of one checkpoint, or {_ELSEWHERE}"
+            f"place of one checkpoint, or {ELSEWHERE}"
         ) from error
 
 
@@ -118,9 +89,7 @@ def _check_tags(place: Place, files: Iterable[str], written: Iterable[str]) -> N
     new = _folders(written)
     others = sorted(_folders(files) - new)
     if new and others:
-        raise DestinationExistsError(
-            f"{place.url} holds {others[0]} too, which replacing it would delete; {_ELSEWHERE}"
-        )
+        raise DestinationExistsError(f"{place.url} holds {others[0]} too, which replacing it would delete; {ELSEWHERE}")
 
 
 def _folders(paths: Iterable[str]) -> set[str]:

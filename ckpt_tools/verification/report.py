@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.verification.difference import Aspect, Difference
@@ -19,6 +18,17 @@ class VerifyReport(Shown):
     ``num_digests`` counts the tensors whose elements were compared with a recorded digest; it is None if there were no
     digests. ``notes`` list what was left out of the comparison, and the reason.
     """
+
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "equal",
+        "num_tensors",
+        "num_differing",
+        "num_bytes",
+        "differences",
+        "num_digests",
+        "notes",
+    )
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("equal", "num_differing", "num_equal", "num_entries")
 
     num_tensors: int
     num_bytes: int
@@ -54,17 +64,3 @@ class VerifyReport(Shown):
     def summary(self) -> DifferenceSummary:
         """The totals, and the differences by size."""
         return summarize(self.differences)
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "equal": self.equal,
-            "num_tensors": self.num_tensors,
-            "num_differing": self.num_differing,
-            "num_bytes": self.num_bytes,
-            "differences": len(self.differences),
-            "num_digests": self.num_digests,
-            "notes": len(self.notes),
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self, "equal", "num_differing", "num_equal", "num_entries")

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import (
@@ -37,14 +36,6 @@ class SignReport(Shown):
     """Where the signature was written."""
 
     signature: str
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "signature": self.signature,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self)
 
 
 def sign_with_key(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
@@ -17,9 +17,9 @@ from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import count
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.base import Writer
-from ckpt_tools.formats.reading import case_of, read_checkpoint
+from ckpt_tools.formats.reading import case_of, own_keys, read_checkpoint
 from ckpt_tools.formats.registry import known_writer
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
@@ -72,7 +72,7 @@ def _converted(listed: Digests, options: ConvertOptions) -> Digests:
     matching.check_renaming(names, rules=transforms.parsed_rules(options.rename), key_map=options.names)
     matching.check_globs(names, include=options.include, exclude=options.exclude)
     new_name = transforms.substitutions(options.rename, options.names)
-    chosen = [key for key in listed if transforms.is_chosen(key.fqn, options.include, options.exclude)]
+    chosen = [key for key in listed if matching.is_chosen(key.fqn, options.include, options.exclude)]
     renamed = {key._replace(fqn=new_name(key.fqn)): listed[key] for key in chosen}
     if len(renamed) < len(chosen):
         raise UsageError("renaming gives two tensors the same name; names must stay distinct")
@@ -96,7 +96,7 @@ def verify_pair(
     Raises:
         CkptError: one of them cannot be read.
     """
-    other_source, other = read_checkpoint(dst, _reading_beside(manifest, options), storage_options=how.storage_options)
+    other_source, other = _read_beside(dst, manifest, options, how.storage_options)
     target = known_writer(other.format)
     whole = options.state != "model" and (_has_more(other) or _keeps_names(manifest, other, target, options))
     holds_masters = target is None or target.holds_masters
@@ -129,6 +129,20 @@ def _with_entries(report: VerifyReport, ours: Manifest, theirs: Manifest, names:
     return replace(report, differences=report.differences + found, notes=report.notes + not_compared(ours, theirs))
 
 
+def _read_beside(
+    dst: str | Path, manifest: Manifest, options: ConvertOptions, storage_options: StorageOptions
+) -> tuple[Source, Manifest]:
+    """The destination; with the keys of the source if it may have kept the source's tree and does not say by itself
+    which model is meant. Raises CkptError."""
+    try:
+        return read_checkpoint(dst, _reading_beside(manifest, options), storage_options=storage_options)
+    except UnsupportedError:
+        keys = own_keys(manifest.format, manifest.format, options)
+        if keys == ReadOptions():
+            raise
+        return read_checkpoint(dst, keys, format_name=manifest.format, storage_options=storage_options)
+
+
 def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
     """The options for reading the destination: the tag and the keys that are not for reading the source."""
     case = case_of(manifest, "", keeps_both=False, whole=False)
@@ -157,18 +171,17 @@ def compare_all(
         manifests[0], _ = transforms.rename(manifests[0], new_name)
     sides = [Side.of(name, each[0].store, m) for name, each, m in zip("AB", (a, b), manifests, strict=True)]
     if options.include or options.exclude:
-        names = sorted({key.fqn for side in sides for key in side.tensors})
+        left = frozenset().union(*(each.left_out for each in manifests))
+        names = sorted({key.fqn for side in sides for key in side.tensors} | left)
         matching.check_globs(names, include=options.include, exclude=options.exclude)
-        sides = [
-            side.selected(lambda fqn: transforms.is_chosen(fqn, options.include, options.exclude)) for side in sides
-        ]
+        sides = [side.selected(lambda fqn: matching.is_chosen(fqn, options.include, options.exclude)) for side in sides]
         if not any(side.tensors for side in sides):
             raise UsageError(f"{option('include')} and {option('exclude')} select no tensor on either side")
     sides[0] = sides[0].with_extras_like(sides[1])
     report = compare(sides[0], sides[1], num_workers=how.num_workers, on_progress=how.on_progress)
     report = replace(report, notes=notes)
-    is_chosen = options.state == "model" or options.include or options.exclude
-    return report if is_chosen else _with_entries(report, manifests[0], manifests[1], (sides[0].name, sides[1].name))
+    is_part = options.state == "model" or options.include or options.exclude
+    return report if is_part else _with_entries(report, manifests[0], manifests[1], (sides[0].name, sides[1].name))
 
 
 def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[list[Manifest], tuple[Note, ...]]:
@@ -183,7 +196,8 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
     if all(counts) or not any(counts):
         return manifests, ()
     left_out = "model copies" if options.weight_copy == "master" else "fp32 masters"
-    note = Note(Outcome.DROPPED, f"{left_out} of {count(max(counts), 'tensor')}", "only one side has them", max(counts))
+    what = f"{left_out} of {count(max(counts), 'tensor')}"
+    note = Note(Outcome.NOT_COMPARED, what, "only one side has fp32 masters", max(counts))
     return [transforms.one_copy(each, weights=options.weight_copy)[0] for each in manifests], (note,)
 
 
@@ -194,17 +208,12 @@ class ChecksumReport(Shown):
     A tied tensor has a digest under each of its names, so that there can be more digests than tensors.
     """
 
+    SHOWN: ClassVar[tuple[str, ...]] = ("destination", "digests", "num_bytes")
+
     digests: Digests
     num_tensors: int
     num_bytes: int
     destination: str | None
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "destination": self.destination,
-            "digests": len(self.digests),
-            "num_bytes": self.num_bytes,
-        }
 
     def to_json(self) -> dict[str, Any]:
         """``digests`` are rows, as in the file."""

@@ -62,7 +62,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def words_of(source: Path, out: Path) -> list[str | Path]:
-    return ["convert", source, out, "--to", "dcp", "--memory", "73MiB", "--workers", "1", "--quiet"]
+    return ["convert", source, out, "--to", "dcp", "--memory", "47MiB", "--workers", "1", "--quiet"]
 
 
 def is_writing(out: Path) -> bool:

@@ -62,7 +62,8 @@ def kill_workers_at(cluster: Cluster, percents: list[int]) -> Callable[[int, int
     def on_progress(done: int, total: int) -> None:
         if left and 100 * done >= left[0] * total:
             left.pop(0)
-            os.kill(processes(cluster)[0].pid, signal.SIGKILL)
+            # A process that is just taking another title has no command line for a moment, and so is found later.
+            os.kill(wait_until(lambda: processes(cluster))[0].pid, signal.SIGKILL)
 
     return on_progress
 

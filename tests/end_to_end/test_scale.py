@@ -146,7 +146,7 @@ def test_a_conversion_is_as_the_plan_says(to: str, converted: Any, sources: dict
     world_size = {"world_size": 3} if to in ("dcp", "zero1", "zero2", "zero3") else {}
     planned = ckpt_tools.plan(sources["zero3-fp32"], tmp_path / "out", to=to, **world_size)
     assert (report["bytes_read"], report["bytes_written"]) == (planned.bytes_read, planned.bytes_written)
-    assert peak_bytes <= planned.peak_memory_bytes <= 3 * peak_bytes
+    assert peak_bytes <= planned.peak_memory_bytes <= 1.5 * peak_bytes
 
 
 def test_files_are_as_large_as_the_plan_says(converted: Any) -> None:
@@ -160,7 +160,7 @@ def test_of_a_dcp_little_more_than_the_tensors_is_read(sources: dict[str, Path],
     planned = ckpt_tools.plan(sources["dcp"], tmp_path / "again", to="safetensors")
     most = len(TINY.shapes()) * 8 * (ITEM_HEAD_BYTES + ITEM_TAIL_BYTES)
     assert planned.bytes_read <= report["bytes_read"] <= planned.bytes_read + most
-    assert peak_bytes <= planned.peak_memory_bytes <= 3 * peak_bytes
+    assert peak_bytes <= planned.peak_memory_bytes <= 1.5 * peak_bytes
 
 
 @pytest.fixture

@@ -299,11 +299,12 @@ def test_a_thousand_ranks_are_planned_in_little_memory() -> None:
     assert peak < 60 << 20
 
 
-def test_ranks_without_anything_have_no_file() -> None:
-    layout = DcpWriter().layout(
-        Manifest("x", {StateKey("w"): stored((2, 3), Kind.PARAMETER)}), WriteOptions(world_size=8)
-    )
-    assert [file.path for file in layout.files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"]
+def test_ranks_without_an_element_have_a_file() -> None:
+    tensors = {StateKey("w"): stored((5, 3), Kind.PARAMETER)}
+    layout = DcpWriter().layout(Manifest("x", tensors), WriteOptions(world_size=4))
+    assert [file.path for file in layout.files] == [*(f"__{rank}_0.distcp" for rank in range(4)), ".metadata"]
+    layout = DcpWriter().layout(Manifest("x", tensors, world_size=8), WriteOptions(world_size=8))
+    assert [file.path for file in layout.files] == [*(f"__{rank}_0.distcp" for rank in range(8)), ".metadata"]
 
 
 # Against torch's own files

@@ -59,6 +59,9 @@ def refusal(path: Path, **options: Any) -> str:
     return str(inspected.value)
 
 
+ONE_FILE = "this is one file of a checkpoint; name its folder"
+
+
 class TestRanks:
     """``torch.save`` on every rank of a state that is sharded: the folder opens, and one file of it does not."""
 
@@ -69,11 +72,12 @@ class TestRanks:
         self, saved: Any, name: str, rank: int, from_: str | None
     ) -> None:
         message = refusal(saved(foreign.save_ranks) / f"{name}_world_size_2_rank_{rank}.pt", from_=from_)
-        assert f"this is rank {rank} of 2 of a sharded state" in message and "name the folder" in message
+        of_rank = f"this is rank {rank} of 2 of a sharded state"
+        assert (of_rank if from_ else ONE_FILE) in message and "folder" in message
 
     def test_a_file_without_any_is_known_by_its_name(self, saved: Any) -> None:
         message = refusal(saved(foreign.save_ranks) / "extra_state_world_size_2_rank_1.pt")
-        assert "rank 1 of 2" in message and "name the folder" in message
+        assert f"{ONE_FILE} {saved(foreign.save_ranks)}" in message
 
     def test_a_file_under_another_name_is_known_by_its_content(self, saved: Any, tmp_path: Path) -> None:
         shutil.copy(saved(foreign.save_ranks) / "model_world_size_2_rank_0.pt", tmp_path / "model.pt")
@@ -111,7 +115,7 @@ class TestRanks:
         """A stand-in: accelerate's names around plain tensors."""
         for rank in range(2):
             torch.save({"w": torch.ones(3)}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
-        assert "rank 1" in refusal(tmp_path / "pytorch_model_fsdp_0_rank1.bin")
+        assert ONE_FILE in refusal(tmp_path / "pytorch_model_fsdp_0_rank1.bin")
         message = refusal(tmp_path)
         assert "name the one" not in message and "files of 2 ranks" in message
 
@@ -331,7 +335,7 @@ class TestDeepSpeed:
         files = zero_files.build(2, 1, [{"w": (3, 2)}])
         files[zero_files.MODEL]["module"][name] = torch.ones(3, 2).to_sparse()
         save_files(files, tmp_path / "zero")
-        assert "_rebuild_sparse_tensor" in refusal(tmp_path / "zero")
+        assert "it is a sparse tensor" in refusal(tmp_path / "zero")
 
     @pytest.mark.parametrize("is_excluded", [True, False])
     def test_weights_that_the_saver_left_out_are_mentioned(self, is_excluded: bool, tmp_path: Path) -> None:
@@ -353,14 +357,26 @@ class TestLoneOptimizers:
         optimizer.step()
         return model, optimizer
 
-    @pytest.mark.parametrize("is_numbered", [True, False])
-    def test_it_makes_no_model(self, is_numbered: bool, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("is_numbered", "reason"),
+        [(True, r"none of its tensors is known to be a weight: 6 tensors in .*state\.0"), (False, "holds no weights")],
+    )
+    def test_it_makes_no_model(self, is_numbered: bool, reason: str, tmp_path: Path) -> None:
         model, optimizer = self.trained()
         state = optimizer.state_dict() if is_numbered else get_state_dict(model, optimizer)[1]
         torch.save(state, tmp_path / "optimizer.bin")
-        with pytest.raises(UnsupportedError, match="holds no weights"):
+        with pytest.raises(UnsupportedError, match=ONE_FILE):
             ckpt_tools.convert(tmp_path / "optimizer.bin", tmp_path / "out.safetensors")
+        with pytest.raises(UnsupportedError, match=reason):
+            ckpt_tools.convert(tmp_path / "optimizer.bin", tmp_path / "out.safetensors", from_="torch")
         assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_tensors_in_the_place_of_weights_are_named(tmp_path: Path) -> None:
+    """A DCP keeps a tuple whole, in an item that is no tensor."""
+    dcp.save({"params": (torch.ones(2), torch.ones(3))}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
+    with pytest.raises(UnsupportedError, match=r"known to be a weight: 2 tensors in other entries \(params"):
+        ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors")
 
 
 class TestMarkers:
@@ -417,7 +433,7 @@ class TestWords:
     def test_a_weight_of_another_class_is_named(self, tmp_path: Path) -> None:
         torch.save({"w": torch.ones(2, 2).to_sparse(), "v": torch.ones(2)}, tmp_path / "model.pt")
         message = refusal(tmp_path / "model.pt")
-        assert "w:" in message and "_rebuild_sparse_tensor" in message and "Opaque" not in message
+        assert "w:" in message and "sparse tensor" in message and "Opaque" not in message
 
     def test_an_object_of_an_inner_class_is_carried(self, tmp_path: Path) -> None:
         state = {"w": torch.ones(2), "kept": Outer.Inner()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckpt_tools.formats.gguf.files import SAME_NAMES
 from ckpt_tools.formats.gguf.header import DTYPES, QUANTIZED
 from fixtures.corpus import make
 
@@ -55,7 +57,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     report = ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "model.gguf")
     found = read(tmp_path / "model.gguf")
-    assert [note.what for note in report.plan.notes] == ["general.architecture"]
+    assert [note.what for note in report.plan.notes] == ["general.architecture", "hyperparameters and vocabulary"]
     assert found.keys() == tensors.keys()
     for (name, _), tensor in zip(kinds, tensors.values(), strict=True):
         kind, shape, data = found[f"t.{name}"]
@@ -100,8 +102,10 @@ def test_the_parts_of_a_model_are_read_as_one(tmp_path: Path) -> None:
 
 def test_a_missing_part_is_an_error(tmp_path: Path) -> None:
     [first, _] = sorted(make("gguf-split").source.glob("*.gguf"))
-    with pytest.raises(IncompleteError, match="one of 2 parts"):
+    with pytest.raises(UnsupportedError, match="this is one file of a checkpoint; name its folder"):
         ckpt_tools.inspect(first)
+    with pytest.raises(IncompleteError, match="one of 2 parts"):
+        ckpt_tools.inspect(first, from_="gguf")
     for name, data in (("a.gguf", first), ("b.gguf", first)):
         (tmp_path / name).write_bytes(data.read_bytes())
     with pytest.raises(IncompleteError, match="missing, or are there twice"):
@@ -118,6 +122,18 @@ def test_unquantized_tensors_of_a_quantized_file_can_be_chosen(tmp_path: Path) -
     assert "1 quantized tensor" in [note.what for note in report.plan.notes]
     with pytest.raises(UnsupportedError, match=r"quantized.*llama-quantize.*include="):
         ckpt_tools.convert(source, tmp_path / "no.gguf", include=["*weight"])
+
+
+def test_quantized_tensors_can_be_left_out_by_name(tmp_path: Path) -> None:
+    """Also by a pattern that matches nothing else."""
+    source = make("gguf-quantized").source
+    with pytest.raises(UnsupportedError) as refused:
+        ckpt_tools.inspect(source)
+    assert refused.value.key is not None
+    ckpt_tools.convert(source, tmp_path / "norm.gguf", exclude=[refused.value.key])
+    assert read(tmp_path / "norm.gguf").keys() == {"output_norm.weight"}
+    with pytest.raises(UsageError, match="matches no tensor"):
+        ckpt_tools.convert(source, tmp_path / "no.gguf", exclude=[refused.value.key, "nothing"])
 
 
 def test_a_tied_tensor_is_written_under_each_name(tmp_path: Path) -> None:
@@ -239,3 +255,26 @@ def test_a_vocabulary_that_is_not_utf8_stays_as_it_is(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "model.gguf", tmp_path / "same.gguf")
     assert (tmp_path / "same.gguf").read_bytes() == data
     assert np.frombuffer(data[-32:-24], "<f4").tolist() == [0, 0]
+
+
+def test_architectures_are_those_of_the_library() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert {*gguf.MODEL_ARCH_NAMES.values()} >= SAME_NAMES
+    assert CONFIG_MAPPING_NAMES.keys() >= SAME_NAMES
+
+
+@pytest.mark.parametrize(
+    ("model_type", "written"), [("llama", "llama"), ("mixtral", "unknown"), (None, "unknown"), (3, "unknown")]
+)
+def test_the_architecture_is_that_of_the_config(tmp_path: Path, model_type: object, written: str) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"architectures": ["X"], "model_type": model_type}))
+    report = ckpt_tools.convert(source, tmp_path / "out.gguf")
+    field = GGUFReader(tmp_path / "out.gguf").get_field("general.architecture")
+    assert field is not None and field.contents() == written
+    told = {note.what: note.why for note in report.plan.notes}
+    assert "llama.cpp will refuse this file" in told.pop("hyperparameters and vocabulary")
+    assert set(told) == (set() if written == model_type else {"general.architecture"})

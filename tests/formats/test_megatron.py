@@ -234,6 +234,12 @@ class TestFolders:
         found = {(note.what, note.count) for note in notes_of(run) if note.outcome is Outcome.DROPPED}
         assert found == {(f"{FOLDER}/run_config.yaml", 1), (f"{FOLDER}/tokenizer", 2)}
 
+    def test_how_the_optimizer_was_sharded_is_said_in_its_own_term(self, tmp_path: Path) -> None:
+        job, grid = mg.Job(mg.DENSE), mg.Grid(2, 1, 1)
+        launch.pool(grid.size).run(mg.save, str(tmp_path), job, grid, "in_one_object")
+        (note,) = [note for note in notes_of(tmp_path) if note.what == "optimizer state"]
+        assert note.outcome is Outcome.DROPPED and "(dp_zero_gather_scatter)" in note.why
+
     def test_a_file_of_the_legacy_format_by_itself(self) -> None:
         made = corpus.make("megatron-legacy")
         with pytest.raises(UnsupportedError, match="legacy format"):
@@ -362,7 +368,7 @@ class TestWritten:
         weights = {name: tensor.contiguous() for name, tensor in mg.truth(DENSE)[0].items()}
         safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
         report = ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "out", to="megatron")
-        assert {note.what for note in report.plan.notes} == {"iteration", "args"}
+        assert {note.what for note in report.plan.notes} == {"global_step", "Megatron's args"}
         job = mg.Job(mg.DENSE, master=None)
         renamed(tmp_path / "out")
         common = loaded(tmp_path / "out", job, mg.Grid(1, 2, 1))

@@ -7,16 +7,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 
 import ckpt_tools
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.errors import DestinationExistsError, UnsupportedError, UsageError
-from ckpt_tools.formats import plugins
+from ckpt_tools.errors import CkptError, DestinationExistsError, FormatError, UnsupportedError, UsageError
+from ckpt_tools.formats import plugin_signs, plugins
 from fixtures.store import Fixture
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +52,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What is put on the import path for a test is looked for in it, and forgotten after it."""
     modules = set(sys.modules)
-    plugins._entries.cache_clear()
+    for cached in (plugins._entries, plugin_signs._signs, plugin_signs._may_be_declared):
+        cached.cache_clear()
     yield monkeypatch
-    plugins._entries.cache_clear()
+    for cached in (plugins._entries, plugin_signs._signs, plugin_signs._may_be_declared):
+        cached.cache_clear()
     plugins._loaded.cache_clear()
     for name in set(sys.modules) - modules:
         if name.startswith("ckpt_npy"):
@@ -159,13 +163,14 @@ class TestThePrintedFormat:
 def plugin(tmp_path: Path, path: pytest.MonkeyPatch) -> Plugin:
     """``plugin(distribution, code, **formats)``: a distribution whose formats are found, without pip."""
 
-    def make(distribution: str, code: str, **formats: str) -> Path:
+    def make(distribution: str, code: str, signs: Mapping[str, str] = MappingProxyType({}), **formats: str) -> Path:
         folder = tmp_path / distribution
         info = folder / f"{distribution}-1.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
         rows = [f"{name} = {place}" for name, place in formats.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[ckpt_tools.formats]", *rows, ""]))
+        claims = ["[ckpt_tools.signs]", *(f"{pattern} = {name}" for pattern, name in signs.items())] if signs else []
+        (info / "entry_points.txt").write_text("\n".join(["[ckpt_tools.formats]", *rows, *claims, ""]))
         (folder / f"ckpt_npy_{distribution}.py").write_text(code)
         path.syspath_prepend(str(folder))
         return folder
@@ -238,7 +243,7 @@ class TestWrongPlugins:
         plugin("broken", "1 / 0", aaa="ckpt_npy_broken:Claiming")
         plugin("good", CLAIMING.format(name="odd"), odd="ckpt_npy_good:Claiming")
         ckpt_tools.convert(checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "out.safetensors")
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(CkptError, match=r"^the format 'odd' of good 1\.0 failed in read_manifest"):
             ckpt_tools.inspect(odd)
         with pytest.raises(UsageError, match=r"no format .nope. can be read; there are megatron, dcp.*torch.*aaa, odd"):
             ckpt_tools.inspect(odd, from_="nope")
@@ -256,6 +261,98 @@ class TestWrongPlugins:
         (tmp_path / "x.bin2").write_bytes(b"?")
         with pytest.raises(UnsupportedError, match=r"torch.*odd"):
             ckpt_tools.inspect(tmp_path / "x.bin2")
+
+
+WEIGHTS = """
+from ckpt_tools.formats.base import ReadableFormat, WritableFormat
+from ckpt_tools.core.manifest import Manifest
+class Weights(ReadableFormat, WritableFormat):
+    name, about = "odd", "a file weights.bin of its own"
+    def detect(self, source): {detect}
+    def read_manifest(self, source, options): {read}
+    def own_files(self, source, manifest): {own}
+    def layout(self, manifest, options): {layout}
+"""
+WORKING = {
+    "detect": "return any(path.endswith('.bin') for path in source.files)",
+    "read": "return Manifest('odd', {})",
+    "own": "return frozenset(source.files)",
+    "layout": "return None",
+}
+SIGN = {"weights*.bin": "odd"}
+
+
+class TestClaims:
+    """A file whose name a built-in reader knows too."""
+
+    @pytest.fixture
+    def weights(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "weights"
+        folder.mkdir()
+        torch.save({"w": torch.ones(2)}, folder / "weights.bin")
+        return folder
+
+    @pytest.mark.parametrize("inside", ["", "weights.bin"])
+    def test_a_declared_sign_wins(self, plugin: Plugin, weights: Path, inside: str) -> None:
+        assert ckpt_tools.inspect(weights / inside).format == "torch"
+        for cached in (plugin_signs._signs, plugin_signs._may_be_declared):
+            cached.cache_clear()
+        plugin("odd", WEIGHTS.format(**WORKING), SIGN, odd="ckpt_npy_odd:Weights")
+        assert ckpt_tools.inspect(weights / inside).format == "odd"
+        assert ckpt_tools.inspect(weights / inside, from_="torch").format == "torch"
+
+    def test_a_sign_is_not_enough(self, plugin: Plugin, weights: Path) -> None:
+        plugin("odd", WEIGHTS.format(**{**WORKING, "detect": "return False"}), SIGN, odd="ckpt_npy_odd:Weights")
+        assert ckpt_tools.inspect(weights).format == "torch"
+
+    def test_without_a_sign_the_error_names_the_plug_in(self, plugin: Plugin, weights: Path) -> None:
+        plugin("odd", WEIGHTS.format(**WORKING), odd="ckpt_npy_odd:Weights")
+        assert ckpt_tools.inspect(weights).format == "torch"
+        (weights / "weights.bin").write_bytes(b"of the plug-in")
+        with pytest.raises(FormatError, match=r"the plug-in's format odd recognises it: add from_='odd'"):
+            ckpt_tools.inspect(weights)
+        assert ckpt_tools.inspect(weights, from_="odd").format == "odd"
+
+    def test_two_signs_that_match_are_refused(self, plugin: Plugin, weights: Path) -> None:
+        plugin("one", WEIGHTS.format(**WORKING), SIGN, odd="ckpt_npy_one:Weights")
+        code = WEIGHTS.format(**WORKING).replace('"odd"', '"even"')
+        plugin("two", code, {"*.bin": "even"}, even="ckpt_npy_two:Weights")
+        with pytest.raises(UsageError, match=r"several formats recognise .* \((even, odd|odd, even)\); say which"):
+            ckpt_tools.inspect(weights)
+
+    def test_a_plug_in_of_other_signs_is_not_imported(self, plugin: Plugin, weights: Path) -> None:
+        plugin("broken", "1 / 0", {"*.odd": "odd"}, odd="ckpt_npy_broken:Weights")
+        assert ckpt_tools.inspect(weights).format == "torch"
+
+    def test_a_sign_that_names_no_format_is_refused(self, plugin: Plugin, weights: Path) -> None:
+        plugin("odd", WEIGHTS.format(**WORKING), {"weights.bin": "ckpt_npy_odd:Weights"}, odd="ckpt_npy_odd:Weights")
+        with pytest.raises(UsageError, match="'ckpt_npy_odd:Weights' is none"):
+            ckpt_tools.inspect(weights)
+
+
+FAILURES = {
+    "detect": ("detect", "return 1 / 0", "ZeroDivisionError: division by zero"),
+    "read": ("read_manifest", "return source.files['no such']", "KeyError: 'no such'"),
+    "read nothing": ("read_manifest", "return None", "returned NoneType instead of Manifest"),
+    "own": ("own_files", "raise OSError('two' + chr(10) + 'lines')", "OSError: two lines"),
+    "layout": ("layout", "assert False, 'not yet'", "AssertionError: not yet"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_an_error_inside_a_plug_in_names_it(plugin: Plugin, tmp_path: Path, case: str) -> None:
+    method, code, reason = FAILURES[case]
+    folder = plugin("odd", WEIGHTS.format(**{**WORKING, case.split()[0]: code}), SIGN, odd="ckpt_npy_odd:Weights")
+    source = tmp_path / "run.bin" if method == "layout" else tmp_path / "weights.bin"
+    torch.save({"w": torch.ones(2)}, source)
+    words = ["convert", source, tmp_path / "out", "--to", "odd" if method == "layout" else "dcp"]
+    done = command(*words, folders=(folder,))
+    (said,) = done.stderr.splitlines()
+    assert (done.returncode, said.startswith("Error: the format 'odd' of odd 1.0")) == (1, True), done.stderr
+    assert method in said and reason in said and "unexpected" not in said
+    assert not (tmp_path / "out").exists()
+    verbose = command(*words, "--verbose", folders=(folder,)).stderr
+    assert "Traceback" in verbose and verbose.splitlines()[-1] == said
 
 
 def test_plug_ins_are_not_looked_up_for_what_is_built_in(checkpoint: Checkpoint, tmp_path: Path) -> None:

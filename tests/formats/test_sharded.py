@@ -253,6 +253,14 @@ class TestContents:
         assert names == {f"{item}_rank{rank}.bin" for item in items for rank in range(3)} | {"scheduler.bin"}
         assert ckpt_tools.verify(make("accelerate-ranks").folder, tmp_path / "out").equal
 
+    def test_generators_of_another_trainer_are_dropped(self, tmp_path: Path) -> None:
+        """verl would give them to ``torch.set_rng_state``: Composer's entry is a list with a dict for each rank."""
+        report = ckpt_tools.convert(make("composer").source, tmp_path / "out", to="sharded")
+        (note,) = [each for each in report.plan.notes if each.outcome is Outcome.DROPPED]
+        assert (note.what, note.count) == ("rng", 1)
+        saved = torch.load(tmp_path / "out" / "extra_state_world_size_2_rank_0.pt", weights_only=True)
+        assert "rng" not in saved and saved["lr_scheduler"] is None and saved["rank_zero_seed"] == 17
+
     def test_one_file_a_rank_stays_one(self, tmp_path: Path) -> None:
         ckpt_tools.reshard(make("torch-save-tp").folder, tmp_path / "out", world_size=3)
         assert {path.name for path in (tmp_path / "out").iterdir()} == {f"ck{rank:04d}.pt" for rank in range(3)}

@@ -23,11 +23,13 @@ def read(folder: Path) -> Manifest:
 
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
-    torch.save({"w": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
-    (tmp_path / "pytorch_model.bin.index.json").write_text(
+    folder = tmp_path / "source"
+    folder.mkdir()
+    torch.save({"w": torch.zeros(3)}, folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": {"w": "pytorch_model.bin"}})
     )
-    return tmp_path
+    return folder
 
 
 def test_a_scheduler_and_counts_are_read(beside: Path) -> None:

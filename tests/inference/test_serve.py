@@ -296,7 +296,6 @@ def test_a_bad_model_stops_the_start(tmp_path: Path) -> None:
     [
         (["--port=99999"], 2, "error: --port is a number from 0 to 65535, not 99999\n"),
         (["--port=-1"], 2, "error: --port is a number from 0 to 65535, not -1\n"),
-        (["--host="], 2, "error: --host is empty; 0.0.0.0 listens on every address of this machine\n"),
         (["--host=no-such-host.invalid"], 5, "error: the host no-such-host.invalid cannot be found ("),
         (["--host=" + "a" * 70], 5, "error: the host " + "a" * 70 + " cannot be found ("),
         (["--host=192.0.2.1", "--port=0"], 5, "error: cannot listen on host 192.0.2.1, port 0: "),

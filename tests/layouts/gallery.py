@@ -46,7 +46,7 @@ PATH is a file, or the folder of one checkpoint |
 | `ckpt-tools scan PATH` | says whether loading the files could run code ([scanning](scanning.md)) |
 
 [The command line](cli.md) has all options, and the [glossary](glossary.md) explains the words. In the names below, `N`
-and `M` stand for numbers, such as that of a rank, and `HASH` for letters and digits of chance.
+and `M` stand for numbers, such as that of a rank, and `HASH` for random letters and digits.
 
 ## Find it by a file's name
 

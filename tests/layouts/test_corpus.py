@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
 import pytest
+import torch
 
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import CkptError
 from fixtures.corpus import layouts, make
+from inference.loading import load_model
 from tests.layouts.contents import contents, of_tensor
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
@@ -28,11 +34,37 @@ def test_it_is_opened_whole(name: str) -> None:
     assert found == truth
 
 
+VERBS: Mapping[str, Callable[[Path, Path], object]] = {
+    "inspect": lambda source, out: ckpt_tools.inspect(source),
+    "open": lambda source, out: ckpt_tools.open(source),
+    "plan": lambda source, out: ckpt_tools.plan(source, out, to="dcp"),
+    "convert": lambda source, out: ckpt_tools.convert(source, out, to="dcp"),
+    "convert to one file": lambda source, out: ckpt_tools.convert(source, out.with_suffix(".safetensors")),
+    "reshard": lambda source, out: ckpt_tools.reshard(source, out, world_size=3),
+    "consolidate": lambda source, out: ckpt_tools.consolidate(source, out),
+    "verify": lambda source, out: ckpt_tools.verify(source),
+    "verify with a copy": lambda source, out: ckpt_tools.verify(source, source),
+    "verify a copy": lambda source, out: ckpt_tools.verify(make("torch-full").source, source),
+    "diff": lambda source, out: ckpt_tools.diff(source, source),
+    "diff with another": lambda source, out: ckpt_tools.diff(make("torch-full").source, source),
+    "checksum": lambda source, out: ckpt_tools.checksum(source, output="-"),
+    "load_into": lambda source, out: ckpt_tools.load_into(torch.nn.Linear(2, 2), None, source),
+    "storage_reader": lambda source, out: ckpt_tools.storage_reader(source),
+    "load_model": lambda source, out: load_model(source, model=torch.nn.Linear(2, 2)),
+}
+"""Every way to read a checkpoint."""
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_by_name(name: str) -> None:
+def test_it_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """In the same words by every command and function, and nothing is written."""
     made = make(name)
     assert made.layout.refusal is not None
     with pytest.raises(CkptError) as inspected:
         ckpt_tools.inspect(made.source)
     assert made.layout.refusal in str(inspected.value)
     assert inspected.value.exit_code in (2, 4)
+    for verb in VERBS.values():
+        with pytest.raises(type(inspected.value), match=re.escape(str(inspected.value))):
+            verb(made.source, tmp_path / "out")
+    assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.core.options import ConvertOptions
-from ckpt_tools.errors import CkptError, FormatError, UsageError
+from ckpt_tools.errors import CkptError, FormatError, LossError, UsageError
 from ckpt_tools.formats.reading import read_checkpoint
 from fixtures import hf_runs, launch
 from fixtures.corpus import make
@@ -172,6 +172,44 @@ def test_an_order_of_other_shapes_is_an_error(trained: tuple[Path, list[float]],
         ckpt_tools.plan(trained[0] / "checkpoint-2", tmp_path / "out", to="dcp", param_order=tmp_path / "order")
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    hf_runs.save_trainer_of_experts(folder)
+    return folder
+
+
+CANNOT = "it numbers 25 parameters, and the 45 tensors of the model have other shapes"
+
+
+def test_an_order_is_not_proposed_where_none_fits(experts: Path, tmp_path: Path) -> None:
+    """The optimizer knows fused experts, the file of the model has each for itself."""
+    source = experts / "checkpoint-1"
+    reports = [
+        ckpt_tools.inspect(source).notes,
+        ckpt_tools.plan(source, tmp_path / "dcp", to="dcp").notes,
+        ckpt_tools.plan(source, tmp_path / "zero3", to="zero3").notes,
+    ]
+    for notes, outcome in zip(reports, [Outcome.KEPT, Outcome.KEPT, Outcome.DROPPED], strict=True):
+        (note,) = [note for note in notes if note.what == "optimizer"]
+        assert note.outcome is outcome and CANNOT in note.why and "param_order" not in note.why
+    with pytest.raises(LossError, match="optimizer"):
+        ckpt_tools.plan(source, tmp_path / "zero3", to="zero3", strict=True)
+    report = ckpt_tools.convert(source, tmp_path / "weights", to="dcp", state="model")
+    assert report.plan.num_tensors == 45
+    assert ckpt_tools.verify(source, tmp_path / "weights", state="model").equal
+
+
+def test_an_order_where_none_fits_is_an_error(experts: Path, tmp_path: Path) -> None:
+    for read in (
+        lambda **options: ckpt_tools.inspect(experts / "checkpoint-1", **options),
+        lambda **options: ckpt_tools.convert(experts / "checkpoint-1", tmp_path / "out", to="zero3", **options),
+    ):
+        with pytest.raises(UsageError, match=f"cannot name the parameters of this optimizer: {CANNOT}"):
+            read(param_order=experts / "order.txt")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_order_for_nothing_is_an_error(full: Path, tmp_path: Path) -> None:
     (tmp_path / "order").write_text("w")
     with pytest.raises(UsageError, match="number their parameters"):
@@ -280,5 +318,5 @@ def test_a_second_copy_of_the_model_is_noted(full: Path, tmp_path: Path) -> None
     source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
     ckpt_tools.convert(source / "pytorch_model_fsdp.bin", source / "model.safetensors")
     report = ckpt_tools.plan(source, tmp_path / "out", to="dcp")
-    assert [note.what for note in report.notes if "is not read" in note.why] == ["pytorch_model_fsdp.bin"]
+    assert [note.what for note in report.notes if "not part of" in note.why] == ["pytorch_model_fsdp.bin"]
     assert ckpt_tools.inspect(source).optimizer_slots

@@ -1,27 +1,57 @@
-"""What was converted verifies: no layout of the corpus gives a false alarm in a format that holds all of it."""
+"""Every layout of the corpus through every writer is whole, or refused, or a note names what is not the source's.
+
+``verify`` judges: it gives no false alarm on what is whole, and it finds what a note says is missing.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools.core.applicability import SHARDED, WEIGHTS_ALONE
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.option_names import WrittenFormat
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import CkptError
 from ckpt_tools.verification.difference import Aspect
 from fixtures.corpus import layouts, make
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
-TARGETS: tuple[WrittenFormat, ...] = ("megatron", "dcp", "torch", "safetensors")
+TARGETS: tuple[WrittenFormat, ...] = get_args(WrittenFormat)
 
-REFUSED = {("accelerate-ddp-safetensors", "dcp"), ("accelerate-ddp-safetensors", "torch")}
-"""A reader would take the order of these weights for the model's, which it is not."""
+ALWAYS = {
+    ("accelerate-ddp-safetensors", "dcp"),
+    ("accelerate-ddp-safetensors", "torch"),
+    ("megatron", "dcp"),
+    ("megatron", "zero3"),
+    ("megatron-fsdp-weights", "megatron"),
+    ("composer", "megatron"),
+    ("composer", "sharded"),
+    ("deepspeed-muon-zero2-bf16", "zero3"),
+    ("deepspeed-muon-zero2-bf16", "universal"),
+    ("hf-trainer", "zero2"),
+}
+"""Each has a reason of its own to look different from its source, or to be refused."""
 
-ALWAYS = {*REFUSED, ("megatron", "dcp"), ("megatron-fsdp-weights", "megatron"), ("composer", "megatron")}
-"""Each has a reason of its own to look different from its source."""
+REFUSALS = (
+    r"say which they are with param_order=.*state='model'",
+    r"in one of float32, bfloat16 and float16.*choose one with dtype=",
+    r"(GGUF does not support|numpy has no) \w+; cast it .*or exclude it",
+    r"GGUF holds at most 4 dimensions",
+)
+"""The sentences by which a writer refuses a checkpoint that can be read. Each says what to do."""
+
+NOTED = {
+    Aspect.MISSING: Outcome.DROPPED,
+    Aspect.UNEXPECTED: Outcome.DEFAULTED,
+    Aspect.DTYPE: Outcome.CAST,
+}
+"""A difference that is no error, and the outcome that the report of the conversion must name for it."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,14 +64,33 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_what_was_converted_verifies(name: str, target: WrittenFormat, tmp_path: Path) -> None:
-    whole: Any = {"state": "all"} if target in ("torch", "safetensors") else {}
-    source = make(name).source
-    if (name, target) in REFUSED:
-        with pytest.raises(UnsupportedError, match=r"not proved to be the model's.*param_order"):
-            ckpt_tools.convert(source, tmp_path / "out", to=target, **whole)
+    whole: Any = {"state": "all"} if target in SHARDED else {}
+    source, out = make(name).source, tmp_path / "out"
+    try:
+        report = ckpt_tools.convert(source, out, to=target, **whole)
+    except CkptError as error:
+        check_refusal(error, tmp_path, lambda: ckpt_tools.plan(source, out, to=target, **whole))
         return
-    ckpt_tools.convert(source, tmp_path / "out", to=target, **whole)
-    report = ckpt_tools.verify(source, tmp_path / "out", **whole)
+    compared: Any = {"state": "model"} if target in WEIGHTS_ALONE else whole
+    found = ckpt_tools.verify(source, out, **compared)
+    outcomes = {note.outcome for note in report.plan.notes}
+    for difference in found.differences:
+        assert NOTED.get(difference.aspect) in outcomes, str(difference)
+
+
+def check_refusal(error: CkptError, folder: Path, plan: Callable[[], object]) -> None:
+    """The sentence says what to do, ``plan`` says the same, and nothing was written."""
+    assert any(re.search(each, error.message) for each in REFUSALS), error.message
+    assert error.exit_code == 4
+    assert not list(folder.iterdir())
+    with pytest.raises(type(error), match=re.escape(error.message)):
+        plan()
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_it_verifies_by_itself(name: str) -> None:
+    """No archive is looked for where a file holds several, or none."""
+    report = ckpt_tools.verify(make(name).source)
     assert report.equal, [str(each) for each in report.differences[:4]]
 
 

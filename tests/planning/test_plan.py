@@ -23,9 +23,10 @@ from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTab
 from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.planning.hits import FlatHit, Hit, hits
 from ckpt_tools.planning.plan import (
-    BUFFERS_PER_TASK,
+    MAX_SCRATCH_BYTES,
     MAX_TASK_BYTES,
     MIN_TASK_BYTES,
+    REMOTE_BYTES,
     CopyRules,
     Figures,
     Plan,
@@ -118,7 +119,7 @@ class TestTasks:
     def test_an_empty_file_has_one_empty_task_that_makes_it(self) -> None:
         plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
         assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
-        assert plan.figures() == Figures({"a": 0, "b": 0}, num_tasks=2, bytes_read=0, bytes_written=0)
+        assert plan.figures() == Figures({"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0)
 
     def test_an_odd_header_shifts_the_cuts_to_elements(self) -> None:
         payload = Payload(KEY, Box((0,), (8,)), (8,), DType.COMPLEX128)
@@ -232,7 +233,7 @@ class TestCopies:
         rules = CopyRules(5 * MIB, 10_000)
         larger, smaller, unlimited = (
             make_plan(manifest_of(1), Layout(()), memory_bytes=size, num_workers=2, is_limit=is_limit, copies=rules)
-            for size, is_limit in [(136 * MIB, True), (130 * MIB, True), (130 * MIB, False)]
+            for size, is_limit in [(72 * MIB, True), (66 * MIB, True), (66 * MIB, False)]
         )
         assert larger.task_bytes == unlimited.task_bytes == rules.task_bytes == 2 * (5 * MIB + 64)
         assert (larger.copies, smaller.copies, unlimited.copies) == (rules, None, rules)
@@ -325,34 +326,67 @@ def manifest_of(num_tensors: int, shards_each: int = 1) -> Manifest:
     return Manifest("test", {StateKey(f"w{i}"): entry for i in range(num_tensors)})
 
 
+LARGE = Layout((FileLayout("f", (Padding(1 << 30),)),))
+
+
 class TestBudget:
-    @pytest.mark.parametrize("budget", [80 * MIB, 96 * MIB, 128 * MIB, 1024 * MIB])
+    @pytest.mark.parametrize("budget", [48 * MIB, 64 * MIB, 128 * MIB, 1024 * MIB])
     @pytest.mark.parametrize("num_workers", [1, 2, 4])
     def test_the_projected_peak_keeps_to_it(self, budget: int, num_workers: int) -> None:
-        plan = make_plan(manifest_of(10), Layout(()), memory_bytes=budget, num_workers=num_workers)
+        plan = make_plan(manifest_of(10), LARGE, memory_bytes=budget, num_workers=num_workers)
         assert plan.peak_memory_bytes <= budget
         assert MIN_TASK_BYTES <= plan.task_bytes <= MAX_TASK_BYTES
         assert plan.task_bytes % MIN_TASK_BYTES == 0
 
     def test_it_is_used_up_to_the_largest_useful_task(self) -> None:
-        smaller = make_plan(manifest_of(1), Layout(()), memory_bytes=80 * MIB, num_workers=2)
-        larger = make_plan(manifest_of(1), Layout(()), memory_bytes=1024 * MIB, num_workers=2)
+        smaller = make_plan(manifest_of(1), LARGE, memory_bytes=50 * MIB, num_workers=2)
+        larger = make_plan(manifest_of(1), LARGE, memory_bytes=1024 * MIB, num_workers=2)
         assert smaller.task_bytes < larger.task_bytes == MAX_TASK_BYTES
-        assert 80 * MIB - smaller.peak_memory_bytes < 2 * BUFFERS_PER_TASK * MIN_TASK_BYTES
+        assert 50 * MIB - smaller.peak_memory_bytes < 2 * 3 * MIN_TASK_BYTES
 
     def test_one_that_cannot_be_met_is_refused_with_the_one_that_can(self) -> None:
         manifest = manifest_of(5, shards_each=1000)
         with pytest.raises(MemoryBudgetError, match=r"needs at least [\d.]+ MB .* memory=") as caught:
-            make_plan(manifest, Layout(()), memory_bytes=1000, num_workers=2)
+            make_plan(manifest, LARGE, memory_bytes=1000, num_workers=2)
         needed = parse_size(str(caught.value).partition("at least ")[2].partition(" of")[0])
-        peak = make_plan(manifest, Layout(()), memory_bytes=needed, num_workers=2).peak_memory_bytes
+        peak = make_plan(manifest, LARGE, memory_bytes=needed, num_workers=2).peak_memory_bytes
         assert needed - 10_000 <= peak <= needed
         with pytest.raises(MemoryBudgetError):
-            make_plan(manifest, Layout(()), memory_bytes=peak - 1, num_workers=2)
+            make_plan(manifest, LARGE, memory_bytes=peak - 1, num_workers=2)
 
     def test_a_budget_that_is_no_limit_leaves_tasks_their_size(self) -> None:
-        plan = make_plan(manifest_of(10), Layout(()), memory_bytes=MIB, num_workers=2, is_limit=False)
+        plan = make_plan(manifest_of(10), LARGE, memory_bytes=MIB, num_workers=2, is_limit=False)
         assert plan.task_bytes == MAX_TASK_BYTES and plan.peak_memory_bytes > MIB
+
+    def test_a_block_to_be_placed_strided_is_as_large_as_a_task_only_where_it_is_foreseen(self) -> None:
+        columns = [Shard(Box((0, n), (2, n + 1)), ByteRange("f", 8 * n, 8 * n + 8)) for n in range(2)]
+        rows = [Shard(Box((n, 0), (n + 1, 2)), ByteRange("f", 8 * n, 8 * n + 8)) for n in range(2)]
+
+        def plan(shards: list[Shard], box: Box) -> Plan:
+            entry = TensorEntry((2, 2), DType.FLOAT32, Kind.PARAMETER, ShardTable.build((2, 2), DType.FLOAT32, shards))
+            file = FileLayout("f", (Payload(KEY, box, (2, 2), DType.FLOAT32), Padding(1 << 30)))
+            return make_plan(Manifest("test", {KEY: entry}), Layout((file,)), memory_bytes=1024 * MIB, num_workers=1)
+
+        whole, column = Box((0, 0), (2, 2)), Box((0, 0), (2, 1))
+        assert plan(rows, whole).scratch_bytes == MAX_SCRATCH_BYTES
+        assert plan(columns, whole).scratch_bytes == plan(rows, column).scratch_bytes == MAX_TASK_BYTES
+        more = plan(columns, whole).peak_memory_bytes - plan(rows, whole).peak_memory_bytes
+        assert more == MAX_TASK_BYTES - MAX_SCRATCH_BYTES
+
+    def test_files_that_are_smaller_than_a_task_take_as_much_as_they_have(self) -> None:
+        tiny = Layout((FileLayout("f", (Padding(1000),)),))
+        empty, one, large = (
+            make_plan(manifest_of(1), layout, memory_bytes=1024 * MIB, num_workers=2).peak_memory_bytes
+            for layout in (Layout(()), tiny, LARGE)
+        )
+        assert empty < one < empty + 10_000 < large
+
+    def test_a_store_that_is_not_local_counts(self) -> None:
+        local, remote = (
+            make_plan(manifest_of(1), LARGE, memory_bytes=1024 * MIB, num_workers=2, remote_bytes=each)
+            for each in (0, REMOTE_BYTES)
+        )
+        assert remote.peak_memory_bytes - local.peak_memory_bytes == REMOTE_BYTES
 
     def test_shards_and_tensors_count(self) -> None:
         peaks = [
@@ -367,4 +401,6 @@ def test_bytes_read_are_as_stored_and_bytes_written_as_laid_out() -> None:
     entry = TensorEntry((6,), DType.BFLOAT16, Kind.PARAMETER, ShardTable.build((6,), DType.FLOAT32, [shard]))
     file = FileLayout("f", (Literal(b"head"), Payload(KEY, Box((1,), (6,)), (6,), DType.BFLOAT16)))
     plan = make_plan(Manifest("test", {KEY: entry}), Layout((file,)), memory_bytes=128 * MIB, num_workers=1)
-    assert plan.figures() == Figures({"f": 14}, num_tasks=1, bytes_read=5 * 4, bytes_written=4 + 5 * 2)
+    assert plan.figures() == Figures(
+        {"f": 14}, frozenset({KEY}), num_tasks=1, bytes_read=5 * 4, bytes_written=4 + 5 * 2
+    )

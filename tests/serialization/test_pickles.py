@@ -38,6 +38,7 @@ from ckpt_tools.core.values import (
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle import dcp_metadata as dcp_classes
 from ckpt_tools.serialization.pickle.load import dumps, loads
+from ckpt_tools.serialization.unread_tensors import why_unread
 from tests.serialization.strategies import values
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -429,9 +430,12 @@ def test_a_state_dict_keeps_its_order_and_metadata() -> None:
     assert ours.attributes is not None and ours.attributes["_metadata"] == {"": {"version": 1}}
 
 
-def test_conjugated_tensors_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="conj"):
-        read(saved(torch.ones(2, dtype=torch.complex64).conj()))
+def test_conjugated_tensors_are_no_plain_tensors() -> None:
+    """They are kept as the record of a call, so that the message that refuses one can name it."""
+    reason = why_unread(read(saved(torch.ones(2, dtype=torch.complex64).conj())))
+    assert reason == (
+        "it is stored with the flags conj, which change its values; save it with resolve_conj() and resolve_neg()"
+    )
 
 
 TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI%d\ntQI%d\n(%bt(%bt\x89NtR."

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -363,10 +364,28 @@ def test_our_own_items_are_located() -> None:
     assert data[found.start : found.stop] == _bits(torch.arange(10))
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, [torch.ones(1)], torch.empty(2, device="meta")])
+@pytest.mark.parametrize("value", [{"a": 1}, [torch.ones(1)]])
 def test_an_item_that_is_no_tensor_is_refused(value: Any) -> None:
     data = saved(value)
     with pytest.raises(MalformedError, match="does not contain a tensor"):
+        locate_item(reader(data), 0, len(data), "f")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.empty(2, device="meta"), "on the meta device"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), "the flags conj"),
+        (lambda: torch._neg_view(torch.ones(2)), "the flags neg"),
+        (lambda: torch.ones(2).to_sparse(), "a sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "a quantized tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "NestedTensor"),
+    ],
+)
+def test_an_item_whose_tensor_is_not_plain_is_refused_by_its_class(make: Callable[[], Any], reason: str) -> None:
+    data = saved(make())
+    with pytest.raises(UnsupportedError, match=rf"does not contain a plain tensor: .*{reason}"):
         locate_item(reader(data), 0, len(data), "f")
 
 
@@ -436,7 +455,7 @@ def test_a_storage_alone_is_read() -> None:
         (b"ctorch\nFloatStorage\n", b"0", 1 << 62, MalformedError, "storage of"),
         (b"ctorch\nFloatStorage\n", b"1", 2, IncompleteError, "no record"),
         (b"ctorch\nFloatStorage\n", b"../data/0", 2, IncompleteError, "no record"),
-        (b"ctorch\nQInt8Storage\n", b"0", 8, UnsupportedError, "QInt8Storage"),
+        (b"ctorch\nQInt32Storage\n", b"0", 3, MalformedError, "8 bytes instead of 12"),
         (b"cos\nFloatStorage\n", b"0", 2, UnsupportedError, r"os\.FloatStorage"),
         (b"VFloatStorage\n", b"0", 2, MalformedError, "not described"),
     ],

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 MARK = "CKPT_TOOLS_TEST_MARK"
 """A variable of the environment, which whatever the command starts inherits."""
@@ -66,12 +68,13 @@ def start(*words: str | Path, module: str = "ckpt_tools", **options: Any) -> Run
     return Running(subprocess.Popen(command, text=True, start_new_session=True, env=environment, **streams), mark)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
-    """Raises AssertionError where that takes too long."""
+def wait_until(condition: Callable[[], Value], seconds: float = SECONDS) -> Value:
+    """What the condition returns as soon as that is true. Raises AssertionError where that takes too long."""
     until = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < until, f"it did not happen within {seconds} seconds"
         time.sleep(0.01)
+    return value
 
 
 def users_of(folder: Path) -> list[int]:

@@ -324,10 +324,10 @@ def weights(tmp_path: Path) -> Path:
 def test_a_conversion_that_failed_is_continued(weights: Path, tmp_path: Path) -> None:
     target, plain = tmp_path / "out.safetensors", tmp_path / "plain.safetensors"
     with full_disk(after=2), pytest.raises(StoreError, match="No space left") as caught:
-        ckpt_tools.convert(weights, target, resume=True, workers=1, memory="73MiB")
+        ckpt_tools.convert(weights, target, resume=True, workers=1, memory="47MiB")
     assert str(caught.value).endswith("; what was written so far is kept, and the same command continues it")
     assert [left.kind for left in LocalPlace(target).leftovers()] == ["unfinished output"]
-    report = ckpt_tools.convert(weights, target, resume=True, workers=1, memory="73MiB")
+    report = ckpt_tools.convert(weights, target, resume=True, workers=1, memory="47MiB")
     ckpt_tools.convert(weights, plain)
     assert target.read_bytes() == plain.read_bytes()
     assert report.bytes_recovered > 0
@@ -349,3 +349,12 @@ def test_one_that_fails_without_resume_keeps_nothing(weights: Path, tmp_path: Pa
     with full_disk(after=1), pytest.raises(StoreError, match=r"No space left on device$"):
         ckpt_tools.convert(weights, tmp_path / "out.pt", workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_the_fingerprint_covers_the_file_of_every_tensor() -> None:
+    """Tables of one file make their list of files when they are asked for it."""
+    names = [f"{number}.bin" for number in range(50)]
+    tables = [ShardTable.whole((2,), DType.FLOAT32, ByteRange(name, 0, 8)) for name in names]
+    entries = [TensorEntry((2,), DType.FLOAT32, Kind.PARAMETER, table) for table in tables]
+    manifest = Manifest("x", {StateKey(name): entry for name, entry in zip(names, entries, strict=True)})
+    assert journal_module._add_tensors(journal_module._Digest(), manifest) == sorted(names)

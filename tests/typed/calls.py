@@ -18,6 +18,10 @@ def accepted() -> None:
     ckpt_tools.reshard("a", "b", world_size=2, dtype=np.dtype("float32"))
     report: ckpt_tools.PlanReport = ckpt_tools.plan("a", "b")
     print(report)
+    converted: ckpt_tools.ConvertReport = ckpt_tools.convert("a", "b")
+    names: list[str] = [converted.target_format, *(note.what for note in converted.notes), *converted.files]
+    numbers: list[int] = [converted.num_tensors, converted.num_bytes]
+    print(names, numbers)
 
 
 def refused() -> None:

@@ -81,4 +81,5 @@ def test_objects_are_said_not_to_be_compared(a: Path, tmp_path: Path) -> None:
         value = torch.load(saved(path))
         torch.save({**value, "when": Path("x")}, path)
     (note,) = ckpt_tools.diff(a, tmp_path / "b.pt").notes
-    assert (note.what, note.why) == ("the entry when", "it is neither a tensor nor a plain value, and was not compared")
+    assert (note.outcome.value, note.what) == ("not compared", "when")
+    assert note.why == "it is neither a tensor nor a plain value"

@@ -24,6 +24,7 @@ from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, LazyFile, Literal, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.rank_limits import check_rows
 from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.values import GlobalRef, Opaque, Size
 from ckpt_tools.formats.dcp.chunks import is_cut, row_chunks
@@ -47,7 +48,11 @@ VERSION = "1.0.0"
 
 
 def dcp_files(manifest: Manifest, entries: Entries, world_size: int, folder: str = "") -> list[FileSpec]:
-    """The files of one DCP, which lies in ``folder`` of the output: ``.metadata`` is the last one."""
+    """The files of one DCP, which lies in ``folder`` of the output: ``.metadata`` is the last one.
+
+    Raises:
+        UsageError: ``world_size`` is larger than is useful.
+    """
     placed = place(manifest, entries, world_size)
     prefix = f"{folder}/" if folder else ""
     metadata = FileLayout(f"{prefix}{METADATA}", (Literal(dumps(metadata_of(entries, placed))),))
@@ -83,6 +88,15 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Idle:
+    """The ranks from ``first`` on, which hold no element. As in torch's own files, each writes an empty piece, here of
+    the tensor ``name`` alone, and the index lists the last one."""
+
+    first: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Where every item of a checkpoint lies. Names are those of the entries, without aliases.
 
@@ -95,10 +109,16 @@ class Placed:
     sizes: Ints
     owners: Mapping[StateKey, StateKey] = field(default_factory=dict)
     """Tensors that another one is read for, such as a weight for the fp32 copy of it that the source lacks."""
+    idle: Idle | None = None
 
 
 def place(manifest: Manifest, entries: Entries, world_size: int) -> Placed:
-    """Every item in the file of a rank: whole ones first, spread so that the files are of one size."""
+    """Every item in the file of a rank: whole ones first, spread so that the files are of one size.
+
+    Raises:
+        UsageError: ``world_size`` is larger than is useful.
+    """
+    check_rows(manifest, world_size)
     items = Items(manifest.tensors)
     chunks = _Cutter(items, world_size)
     cut = {name: chunks.of(manifest.tensors[key]) for name, key in entries.tensors.items() if _is_cut(manifest, key)}
@@ -113,7 +133,12 @@ def place(manifest: Manifest, entries: Entries, world_size: int) -> Placed:
     for name, found in cut.items():
         placed[name] = Cut(entries.tensors[name], found, ends[: len(found.lengths)].copy())
         ends[: len(found.lengths)] += found.lengths
-    return Placed(manifest.tensors, whole, placed, ends)
+    idle = np.flatnonzero(ends == 0)
+    if not (idle.size and placed):
+        return Placed(manifest.tensors, whole, placed, ends)
+    name, filler = next(iter(placed.items()))
+    ends[idle] = filler.chunks.lengths[-1]
+    return Placed(manifest.tensors, whole, placed, ends, idle=Idle(int(idle[0]), name))
 
 
 def _is_cut(manifest: Manifest, key: StateKey) -> bool:
@@ -196,6 +221,9 @@ class RankFiles:
             if rank < len(cut.offsets):
                 payload = self._payload(cut.key, cut.chunks.boxes[rank])
                 yield cut.chunks.items[rank].holding(payload, int(cut.offsets[rank]))
+        if (idle := self._placed.idle) is not None and rank >= idle.first:
+            cut = self._placed.cut[idle.name]
+            yield cut.chunks.items[-1].holding(self._payload(cut.key, cut.chunks.boxes[-1]), 0)
 
     def _payload(self, key: StateKey, box: Box) -> Payload:
         entry = self._placed.tensors[key]
@@ -235,10 +263,13 @@ class _Index:
             info = StorageInfo(self._files[piece.rank], piece.offset, piece.item.num_bytes)
             yield self._index_of_whole(name, piece), info
             return
-        lengths = cut.chunks.lengths.tolist()
-        for rank, (offset, length) in enumerate(zip(cut.offsets.tolist(), lengths, strict=True)):
+        lengths, offsets = cut.chunks.lengths.tolist(), cut.offsets.tolist()
+        files = self._files[: len(lengths)]
+        if self._placed.idle is not None and self._placed.idle.name == owner:
+            files[-1], offsets[-1] = self._files[-1], 0
+        for rank, (file, offset, length) in enumerate(zip(files, offsets, lengths, strict=True)):
             at = MetadataIndex(name, self._chunks_of(cut)[rank].offsets, rank)
-            yield at, StorageInfo(self._files[rank], offset, length)
+            yield at, StorageInfo(file, offset, length)
 
     def _index_of_whole(self, name: str, piece: Whole) -> MetadataIndex:
         if piece.key is None:

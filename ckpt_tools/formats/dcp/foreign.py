@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import not_part
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.index import Index
@@ -86,6 +86,11 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
     known = {file for entry in manifest.tensors.values() for file in entry.shards.files}
     found = [path for path in source.files if _WEIGHTS.fullmatch(path) and path not in known]
     others = [path for path in found if not path.startswith(_below(folders))]
+    if others:
+        from ckpt_tools.formats.run_folders import files_of_others
+
+        elsewhere = files_of_others(source.files, known)
+        others = [path for path in others if path not in elsewhere]
     if not others:
         return manifest
     has_weights = any(key.slot == WEIGHT for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER))
@@ -95,8 +100,7 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
             f"the checkpoint has two halves, which are not joined: {', '.join(metadata)} describes optimizer state "
             f"alone, and the model lies in {listed}; name the model's files by themselves for the weights"
         )
-    note = Note(Outcome.DROPPED, listed, "it is beside the checkpoint and is not read", len(others))
-    return replace(manifest, notes=(*manifest.notes, note))
+    return replace(manifest, notes=(*manifest.notes, *map(not_part, others)))
 
 
 def _below(folders: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import prod
@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
 from ckpt_tools.core.values import Size, Value
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, errors_name
+from ckpt_tools.formats.dcp.looks import Looks
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TensorLeaf, TreePath
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import check_start, loads, refuse_call
@@ -47,13 +49,23 @@ class Index:
     """The names of those objects whose items are compressed with zstd."""
     mcore_data: Value = None
     """What Megatron-Core keeps in it beside torch's own: more about its tensors, by name."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that cannot be read, and why."""
+    unflattened: frozenset[str] = frozenset()
+    """The names of those objects that were saved as they are, with the dicts and tensors in them: all objects of
+    ``DefaultSavePlanner(flatten_state_dict=False)``."""
+    num_ranks: int | None = None
+    """One more than the highest rank that wrote a file, as the files are named."""
 
     @property
-    def num_ranks(self) -> int | None:
-        """One more than the highest rank that wrote a file, as the files are named."""
-        files = {file for tensor in self.tensors.values() for file in tensor.shards.files}
-        ranks = [int(match[1]) for file in files if (match := _FILE_NAME.fullmatch(file.rpartition("/")[2]))]
-        return max(ranks) + 1 if ranks else None
+    def archives(self) -> tuple[ByteRange, ...]:
+        """The items of objects that are not compressed: each is a zip that may hold tensors."""
+        return tuple(at for name, at in self.objects.items() if name not in self.compressed)
+
+
+def most_ranks(indexes: Iterable[Index]) -> int | None:
+    """The number of ranks that wrote these together."""
+    return max((index.num_ranks for index in indexes if index.num_ranks is not None), default=None)
 
 
 def read_index(source: Source, path: str) -> Index:
@@ -74,17 +86,42 @@ def _index_of(source: Source, path: str) -> Index:
         raise MalformedError("it does not contain DCP metadata", path=path)
     files = _Files(source, path.rpartition("/")[0])
     items = metadata.storage_data
+    num_ranks = _num_ranks(items.values())  # reading takes items away
+    looks = Looks(source)
     tensors: dict[str, TensorLeaf] = {}
+    unread: dict[str, str] = {}
     objects: dict[str, ByteRange] = {}
     compressed: set[str] = set()
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            tensors[fqn] = _stored(fqn, entry, items, files)
+            found = _stored(fqn, entry, items, files, looks)
+            if isinstance(found, TensorLeaf):
+                tensors[fqn] = found
+            else:
+                unread[fqn] = found
         else:
             objects[fqn] = _object(fqn, items, files)
             if _is_compressed([_info(fqn, None, items)]):
                 compressed.add(fqn)
-    return Index(tensors, objects, _paths(metadata), frozenset(compressed), metadata.extra.get("mcore_data"))
+    paths = _paths(metadata)
+    planned = metadata.planner_data or {}
+    return Index(
+        tensors,
+        objects,
+        paths,
+        frozenset(compressed),
+        metadata.extra.get("mcore_data"),
+        unread,
+        frozenset(objects.keys() - planned.keys()),
+        num_ranks,
+    )
+
+
+def _num_ranks(items: Iterable[StorageInfo]) -> int | None:
+    """By the files of all items; of a rank that holds no element, torch lists a piece without any."""
+    names = (path.rpartition("/")[2] for path in set(map(attrgetter("relative_path"), items)))
+    ranks = [int(match[1]) for name in names if (match := _FILE_NAME.fullmatch(name))]
+    return max(ranks) + 1 if ranks else None
 
 
 class _Files:
@@ -192,32 +229,43 @@ def _extents(sizes: Iterable[Size], num_rows: int, ndim: int) -> Ints:
     return np.fromiter(chain.from_iterable(sizes), np.int64, num_rows * ndim).reshape(num_rows, ndim)
 
 
-def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files) -> TensorLeaf:
+def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files, looks: Looks) -> TensorLeaf | str:
+    """The tensor, or why it cannot be read."""
+    dtype = entry.properties.dtype.dtype
+    if dtype is None:
+        return f"it has the dtype {entry.properties.dtype}, which is not supported"
     if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.size and not any(entry.chunks[0].offsets):
-        return _stored_whole(fqn, entry, items, files)
-    return _stored_in_pieces(fqn, entry, items, files)
+        return _stored_whole(fqn, entry, dtype, items, files, looks)
+    return _stored_in_pieces(fqn, entry, dtype, items, files, looks)
 
 
-def _stored_whole(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files) -> TensorLeaf:
+def _stored_whole(
+    fqn: str, entry: TensorStorageMetadata, dtype: DType, items: Items, files: _Files, looks: Looks
+) -> TensorLeaf | str:
     """One piece, as most are where a rank keeps whole tensors: 200,000 take a tenth of the time, and half the memory
     because what is said of a piece goes when the piece is known."""
     offsets = entry.chunks[0].offsets
     if 0 in entry.size:
-        return _stored_in_pieces(fqn, entry, items, files)
+        return _stored_in_pieces(fqn, entry, dtype, items, files, looks)
     info = _there(items.pop(MetadataIndex(fqn, offsets), None), fqn, offsets)
-    dtype = entry.properties.element_type
     is_compressed = bool(info.transform_descriptors) and _is_compressed([info])
     framing = Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM
-    table = ShardTable.whole(entry.size, dtype, files.place(info), framing=framing)
+    at = files.place(info)
+    table = ShardTable.whole(entry.size, dtype, at, framing=framing)
     num_bytes = prod(entry.size) * dtype.item_bytes
-    if not is_compressed and info.length < num_bytes:
-        raise _no_room(fqn, offsets)
     if not is_compressed and info.length == num_bytes:
         raise _safetensors(table.files[0])
+    reason = looks.why_unread(entry.size, dtype, at, is_compressed=is_compressed)
+    if reason is not None:
+        return reason
+    if not is_compressed and info.length < num_bytes:
+        raise _no_room(fqn, offsets)
     return TensorLeaf(table.shape, dtype, table)
 
 
-def _stored_in_pieces(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files) -> TensorLeaf:
+def _stored_in_pieces(
+    fqn: str, entry: TensorStorageMetadata, dtype: DType, items: Items, files: _Files, looks: Looks
+) -> TensorLeaf | str:
     shape = tuple(entry.size)
     chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
     if any(len(chunk.sizes) != len(shape) for chunk in chunks):
@@ -225,7 +273,6 @@ def _stored_in_pieces(fqn: str, entry: TensorStorageMetadata, items: Items, file
     infos = [_info(fqn, chunk.offsets, items) for chunk in chunks]
     is_compressed = _is_compressed(infos)
     numbers, byte_starts, byte_stops = files.places(infos)
-    dtype = entry.properties.element_type
     starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
     extents = _extents(map(attrgetter("sizes"), chunks), len(chunks), len(shape))
     table = RowTable(
@@ -240,8 +287,13 @@ def _stored_in_pieces(fqn: str, entry: TensorStorageMetadata, items: Items, file
         framing=Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM,
     )
     if not is_compressed:
-        _check_room(fqn, table)
         _refuse_safetensors(table)
+    if chunks:
+        reason = looks.why_unread(chunks[0].sizes, dtype, table.byte_range(0), is_compressed=is_compressed)
+        if reason is not None:
+            return reason
+    if not is_compressed:
+        _check_room(fqn, table)
     return TensorLeaf(shape, dtype, table)
 
 

@@ -16,7 +16,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Ints, RowTable, ShardTable
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.dcp.index import Index
+from ckpt_tools.formats.dcp.index import Index, most_ranks
 from ckpt_tools.formats.state_dict.parse import TensorLeaf, TreePath
 from ckpt_tools.stores.source import Source
 
@@ -39,12 +39,16 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
             if paths.setdefault(name, place) != place:
                 raise MalformedError("another rank has this entry elsewhere in its tree", path=path, key=name)
     _refuse_kinds(tensors, objects)
+    unread = {name: reason for index in indexes.values() for name, reason in index.unread.items()}
     index = Index(
-        {name: _united(name, leaves) for name, leaves in tensors.items()},
+        {name: _united(name, leaves) for name, leaves in tensors.items() if name not in unread},
         {name: found[0] for name, found in objects.items()},
         paths,
         frozenset(name for index in indexes.values() for name in index.compressed),
         next((index.mcore_data for index in indexes.values() if index.mcore_data is not None), None),
+        unread,
+        frozenset(name for index in indexes.values() for name in index.unflattened),
+        most_ranks(indexes.values()),
     )
     return index, tuple(note for name, found in objects.items() for note in _differing(source, name, found))
 
@@ -99,4 +103,4 @@ def _differing(source: Source, name: str, found: Sequence[ByteRange]) -> list[No
     if not others:
         return []
     why = f"{count(others, 'rank')} saved another value; that of rank 0 is taken, as torch does with collectives"
-    return [Note(Outcome.DROPPED, name, why, others)]
+    return [Note(Outcome.DROPPED, f"other values of {name}", why, others)]

@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.core.manifest import Manifest, StateKey, TensorRef
+from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.value_refs import extracted
-from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.errors import MalformedError, errors_name
+from ckpt_tools.formats.accelerate import note_of_missing
 from ckpt_tools.formats.dcp.folders import is_metadata, is_of_one_rank, metadata_files, own_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
-from ckpt_tools.formats.dcp.index import Index, read_index
+from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
 from ckpt_tools.formats.dcp.rank_indexes import merged
 from ckpt_tools.formats.dcp.trainers import trainer_folder
 from ckpt_tools.formats.foreign import megatron_folders
-from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.formats.state_dict.parse import TensorLeaf, manifest_of
+from ckpt_tools.formats.torch_leaves import FoundLeaves, Place, with_references
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.serialization.zip_archive import ReadRange
 from ckpt_tools.serialization.zstd import inflated
@@ -47,22 +47,25 @@ class DcpReader:
         index, of_ranks = merged(source, indexes) if is_of_one_rank(paths[0]) else (_joined(indexes), ())
         refuse_megatron(source, paths, index)
         ties = ties_among(index.tensors)
-        tensors = {fqn: each for fqn, each in index.tensors.items() if fqn not in ties} if ties else index.tensors
-        inner: dict[StateKey, TensorLeaf] = {}
+        tensors = {fqn: each for fqn, each in index.tensors.items() if fqn not in ties}
         literals: dict[str, bytes] = {}
-        objects = {
-            fqn: _read_object(fqn, *_item(source, at, literals, is_compressed=fqn in index.compressed), inner)
-            for fqn, at in index.objects.items()
-        }
+        found = FoundLeaves(tensors=tensors, unread=dict(index.unread), ties=ties)
+        for fqn, path in index.paths.items():
+            if fqn in index.objects:
+                _add_object(found, source, index, fqn, literals)
+            else:
+                found.put(fqn, path, paths[0])
         with errors_name(paths[0]):
             manifest = manifest_of(
-                Leaves(index.paths, tensors, objects, inner),
+                found.leaves(),
                 format_name="dcp",
                 model_key=options.model_key,
                 optim_key=options.optim_key,
                 param_order=options.param_order,
-                world_size=index.num_ranks,
-                ties=ties,
+                world_size=len(paths) if is_of_one_rank(paths[0]) else index.num_ranks,
+                ties=found.ties,
+                include=options.include,
+                exclude=options.exclude,
             )
         tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
         trainer = trainer_folder(source.files, paths, tops)
@@ -70,8 +73,9 @@ class DcpReader:
         manifest = replace(
             manifest,
             trainer=trainer,
-            notes=(*manifest.notes, *of_ranks),
+            notes=(*manifest.notes, *of_ranks, *note_of_missing([path.rpartition("/")[0] for path in paths])),
             literals={**manifest.literals, **used},
+            archives=index.archives,
         )
         return with_other_half(manifest, source, paths)
 
@@ -94,6 +98,9 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
             {**first.objects, **other.objects},
             {**first.paths, **other.paths},
             first.compressed | other.compressed,
+            unread={**first.unread, **other.unread},
+            unflattened=first.unflattened | other.unflattened,
+            num_ranks=most_ranks([first, other]),
         )
     return first
 
@@ -124,7 +131,22 @@ MAX_OBJECT_BYTES = 256 << 20
 
 def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
     """The value of an item that is not compressed; tensors inside it are added to ``inner``, and leave references."""
-    return _read_object(fqn, *_item(source, at, {}, is_compressed=False), inner)
+    place = _place(source, fqn, at, {}, is_compressed=False)
+    return with_references(place.archive.value, place, fqn, inner)
+
+
+def _add_object(found: FoundLeaves, source: Source, index: Index, fqn: str, literals: dict[str, bytes]) -> None:
+    place = _place(source, fqn, index.objects[fqn], literals, is_compressed=fqn in index.compressed)
+    if fqn in index.unflattened:
+        found.add_tree(place.archive.value, index.paths[fqn], place)
+    else:
+        found.add(fqn, index.paths[fqn], place.archive.value, place)
+
+
+def _place(source: Source, fqn: str, at: ByteRange, literals: dict[str, bytes], *, is_compressed: bool) -> Place:
+    """The archive that an item is."""
+    read, at = _item(source, at, literals, is_compressed=is_compressed)
+    return Place(open_archive(read, at.stop - at.start, f"{at.file}: {fqn}"), at.file, at.start, fqn)
 
 
 def _item(
@@ -141,18 +163,3 @@ def _item(
     file = f"{at.file}@{at.start}"
     literals[file] = data
     return lambda start, stop: data[start:stop], ByteRange(file, 0, len(data))
-
-
-def _read_object(fqn: str, read: ReadRange, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
-    """The value of an item; tensors inside it are added to ``inner``, and leave references."""
-
-    def refer(tensor: StoredTensor) -> Any:
-        if tensor.storage is None:
-            return tensor
-        key = Leaves.inner_key(fqn, len(inner))
-        start, _ = archive.storage_range(tensor.storage.key)
-        inner[key] = TensorLeaf.of(tensor, at.file, at.start + start)
-        return TensorRef(key)
-
-    archive = open_archive(read, at.stop - at.start, f"{at.file}: {fqn}")
-    return extracted(archive.value, refer)

@@ -16,7 +16,7 @@ from ckpt_tools.core.manifest import Manifest, StateTree
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.trainer_folder import BesideFile, TrainerFolder
 from ckpt_tools.core.value_refs import references
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import count
 from ckpt_tools.formats.dcp.files import dcp_files
 from ckpt_tools.formats.state_dict.build import Entries, entries_of
 
@@ -57,4 +57,4 @@ def _left_out(trainer: TrainerFolder, left: Mapping[str, BesideFile], world_size
         return []
     ranks = len({file.rank for file in trainer.files.values() if file.rank is not None})
     why = f"each is of one rank of {ranks}, and this is for {count(world_size, 'rank')}; {trainer.without_ranks}"
-    return [Note(Outcome.DROPPED, listed(sorted(left)), why, len(left), sum(file.num_bytes for file in left.values()))]
+    return [Note(Outcome.DROPPED, name, why, num_bytes=file.num_bytes) for name, file in sorted(left.items())]

@@ -14,11 +14,11 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.matching import is_chosen
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ShardTable
-from ckpt_tools.core.transforms import is_chosen
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.flat_names import weights_by_name
@@ -41,6 +41,14 @@ from ckpt_tools.stores.source import Source
 SUFFIX = ".gguf"
 ARCHITECTURE = "general.architecture"
 NO_ARCHITECTURE = "unknown"
+SAME_NAMES = frozenset((
+    "afmoe", "apertus", "arcee", "bert", "bitnet", "bloom", "chameleon", "cohere2", "dbrx", "dots1", "ernie4_5",
+    "eurobert", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "glm4", "gpt2", "gptj",
+    "granite", "granitemoe", "jais2", "jamba", "lfm2", "llama", "llama4", "mamba", "mamba2", "minicpm3", "mistral3",
+    "mistral4", "mpt", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "phimoe", "qwen2", "qwen3",
+    "seed_oss", "smollm3", "stablelm", "starcoder2", "t5",
+))  # fmt: skip
+"""``model_type`` of transformers that llama.cpp calls the same (gguf 0.19, constants.py ``MODEL_ARCH_NAMES``)."""
 
 _PART, _PARTS = "split.no", "split.count"
 _OF_SPLITS = (_PART, _PARTS, "split.tensors.count")
@@ -64,7 +72,8 @@ class GgufReader:
         entries = {StateKey(name): _entry(name, info) for name, info in chosen.items()}
         left = [info for name, info in tensors.items() if name not in chosen]
         values = {name: value for name, value in headers[0].values.items() if name not in _OF_SPLITS}
-        return Manifest(self.name, entries, extra={ENTRY: values}, notes=_left_out(left))
+        names = tensors.keys() - chosen.keys()
+        return Manifest(self.name, entries, extra={ENTRY: values}, notes=_left_out(left), left_out=frozenset(names))
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         return frozenset(_files(source))
@@ -119,7 +128,7 @@ def _entry(name: str, info: TensorInfo) -> TensorEntry:
     if info.dtype is None:
         raise UnsupportedError(
             f"it is quantized ({info.type_name}), and its elements are not read; dequantize the file first "
-            "(llama-quantize --allow-requantize IN OUT F32, of llama.cpp), or leave its quantized tensors out with "
+            "(llama-quantize --allow-requantize IN OUT F32, of llama.cpp), or convert the others with "
             f"{option('include')} or {option('exclude')}",
             path=info.at.file,
             key=name,
@@ -142,10 +151,11 @@ class GgufWriter:
     holds_optimizer: bool = False
     holds_masters: bool = False
     kept_entries: tuple[str, ...] = (ENTRY,)
+    asks_model_type: bool = True
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        names, notes = weights_by_name(manifest)
-        values, more = _written_values(manifest)
+        names, notes = weights_by_name(manifest, "GGUF")
+        values, more = _written_values(manifest, options.model_type)
         entries = {name: manifest.tensors[key] for name, key in names.items()}
         alignment = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))[1]
         segments: list[Segment] = list(_head(entries, values, alignment))
@@ -156,12 +166,21 @@ class GgufWriter:
         return Layout((FileLayout(path, tuple(merged(each for each in segments if each.num_bytes))),), (*notes, *more))
 
 
-def _written_values(manifest: Manifest) -> tuple[dict[str, Value], tuple[Note, ...]]:
+def _written_values(manifest: Manifest, model_type: str | None) -> tuple[dict[str, Value], tuple[Note, ...]]:
+    """The source's key-values; the architecture only, if the source is in another format."""
     values = values_of(manifest.extra.get(ENTRY, {}))
     if ARCHITECTURE in values:
         return values, ()
-    why = f"the source does not say it; {NO_ARCHITECTURE!r} is written, and llama.cpp loads known ones alone"
-    return {ARCHITECTURE: ("string", NO_ARCHITECTURE), **values}, (Note(Outcome.DEFAULTED, ARCHITECTURE, why),)
+    why = (
+        "llama.cpp will refuse this file without them; for one that it loads, write a folder of safetensors with "
+        "config.json and run llama.cpp's convert_hf_to_gguf.py"
+    )
+    lost = Note(Outcome.MISSING, "hyperparameters and vocabulary", why)
+    if model_type in SAME_NAMES:
+        return {ARCHITECTURE: ("string", model_type), **values}, (lost,)
+    said = "the source does not say it" if model_type is None else f"llama.cpp has no architecture {model_type!r}"
+    made = Note(Outcome.DEFAULTED, ARCHITECTURE, f"{said}; {NO_ARCHITECTURE!r} is written")
+    return {ARCHITECTURE: ("string", NO_ARCHITECTURE), **values}, (made, lost)
 
 
 def _head(entries: Mapping[str, TensorEntry], values: Mapping[str, Value], alignment: int) -> tuple[Segment, ...]:

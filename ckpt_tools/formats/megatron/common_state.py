@@ -68,6 +68,12 @@ class CommonState:
         return sorted(trees.items())
 
     @property
+    def sharding(self) -> str | None:
+        """Sharding type of the distributed optimizer, megatron-core's own term; None if it is not recorded."""
+        found = [tree.get(SHARDING) for _, tree in self.chains]
+        return next((each for each in found if isinstance(each, str)), None)
+
+    @property
     def groups(self) -> list[Group]:
         """Every group of every optimizer, in order. Raises MalformedError."""
         return [Group(number, options) for number, tree in self.chains for options in self._groups(tree)]

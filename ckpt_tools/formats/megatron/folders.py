@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import Note, not_part
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import (
     IncompleteError,
@@ -106,8 +106,7 @@ class Folder:
         for path in others:
             top = home + "/".join(path[len(home) :].split("/")[:1])
             tops[top] = tops.get(top, 0) + 1
-        why = "it is beside the tensors and is not read"
-        return [Note(Outcome.DROPPED, top, why, count) for top, count in tops.items() if top != TRACKER]
+        return [not_part(top, count) for top, count in tops.items() if top != TRACKER]
 
 
 def find_folder(source: Source) -> Folder:

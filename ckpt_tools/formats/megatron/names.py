@@ -45,7 +45,8 @@ def state_of(key: str) -> State | None:
 
 
 def is_of_buckets(key: str) -> bool:
-    """Whether ``key`` is state that lies in the distributed optimizer's own buffers (``dp_reshardable``)."""
+    """Whether ``key`` is state that lies in the distributed optimizer's own buffers: of ``dp_reshardable`` each is a
+    tensor, of ``dp_zero_gather_scatter`` all are one object."""
     return _BUCKETS.fullmatch(key) is not None
 
 

@@ -22,7 +22,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
 from ckpt_tools.core.value_refs import extracted
 from ckpt_tools.core.values import StoredTensor, Value, are_naturals
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.dcp.index import Index, read_index
 from ckpt_tools.formats.dcp.reader import read_object, ties_among
@@ -74,11 +74,15 @@ class _Contents:
     own: Mapping[str, Any] = field(default_factory=dict)
     """What ckpt-tools itself left in it."""
     literals: dict[str, bytes] = field(default_factory=dict)
+    archives: list[ByteRange] = field(default_factory=list)
+    """The items of tensors that are stored flattened."""
     notes: list[Note] = field(default_factory=list)
 
     @classmethod
     def of(cls, folder: Folder) -> _Contents:
         index = read_index(folder.source, folder.metadata)
+        for name, reason in index.unread.items():
+            raise UnsupportedError(reason, path=folder.metadata, key=name)
         inner: Inner = {}
         common = _common(folder, index, inner)
         own = _object(folder.source, OWN_ITEM, index, inner)[0] if OWN_ITEM in index.objects else {}
@@ -105,6 +109,7 @@ class _Contents:
             step=self._step,
             world_size=self.index.num_ranks,
             notes=tuple(self.notes),
+            archives=(*self.index.archives, *self.archives),
         )
 
     @property
@@ -172,6 +177,7 @@ class _Contents:
             return leaf
         if not are_naturals(shape):
             raise MalformedError("its original shape in mcore_data is not one of a tensor")
+        self.archives += [leaf.shards.byte_range(row) for row in range(len(leaf.shards))]
         return _unflattened(self.folder.source, leaf, tuple(shape))
 
     def _objects(self) -> dict[str, Value]:
@@ -275,9 +281,11 @@ class _Contents:
         lost = [key for key in (*self.index.tensors, *self.index.objects) if is_of_buckets(key)]
         if lost:
             num_bytes = sum(self.index.tensors[key].shards.num_bytes for key in lost if key in self.index.tensors)
+            is_object = any(".param_state/" in key for key in lost)
+            sharding = self.common.sharding or ("dp_zero_gather_scatter" if is_object else "dp_reshardable")
             why = (
-                "it lies in buffers of the distributed optimizer (dp_reshardable), and which parameters are where in "
-                f"them is not stored; {_RESHARDABLE}"
+                f"it lies in buffers of the distributed optimizer ({sharding}), and which parameters are where in them "
+                f"is not stored; {_RESHARDABLE}"
             )
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why, len(lost), num_bytes))
 
@@ -290,9 +298,8 @@ class _Contents:
             for key, entry in entries.items()
             if key.slot == WEIGHT and entry.shape[:1] == (padded,) and key.fqn.endswith(_VOCABULARY)
         ]
-        if names:
-            why = f"the last {padded - real:,} of their {padded:,} rows are padding; the vocabulary has {real:,}"
-            self.notes.append(Note(Outcome.KEPT, listed(names), why, len(names)))
+        why = f"the last {padded - real:,} of their {padded:,} rows are padding; the vocabulary has {real:,}"
+        self.notes += [Note(Outcome.KEPT, name, why) for name in names]
 
 
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")

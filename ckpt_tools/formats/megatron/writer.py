@@ -20,11 +20,11 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
 from ckpt_tools.core.literals import literal_number
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.values import Value
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.files import RankFiles, metadata_of, place
 from ckpt_tools.formats.dcp.items import Items
@@ -50,6 +50,9 @@ VERSION = 3.0
 
 _DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """By these Megatron recognises its groups (optimizer/optimizer.py, ``param_group_identifier_keys``)."""
+
+
+_REFUSED_CLASS = "it is of a class that Megatron's loader refuses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class _State:
             if master not in self.manifest.tensors and weight is not None and weight.dtype is not DType.FLOAT32:
                 self.owners[master] = StateKey(name)
         if self.owners:
-            why = "the source has none, so they are made from the weights"
+            why = "none are written from the source, so they are made from the weights"
             what = f"fp32 masters of {count(len(self.owners), 'parameter')}"
             self.notes.append(Note(Outcome.DEFAULTED, what, why, len(self.owners)))
 
@@ -124,8 +127,8 @@ class _State:
 
     def _note_iteration(self) -> None:
         if self.manifest.step is None and type(self.manifest.extra.get("global_step")) is not int:
-            why = "the source does not state it; Megatron starts counting at 0"
-            self.notes.append(Note(Outcome.DEFAULTED, "iteration", why))
+            why = f"{ABSENT}; Megatron starts counting at 0"
+            self.notes.append(Note(Outcome.DEFAULTED, "global_step", why))
 
     @cached_property
     def source(self) -> dict[Any, Value] | None:
@@ -161,9 +164,7 @@ class _State:
                 tensors[self._name(key)] = key
         aliases.update({self._name(StateKey(name, MASTER)): name for name in self.own_masters})
         lost = [name for name, value in self.objects.items() if not is_loadable(value)]
-        if lost:
-            why = "it is of a class that Megatron's loader refuses"
-            self.notes.append(Note(Outcome.DROPPED, listed(lost), why, len(lost)))
+        self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in lost]
         objects = {name: value for name, value in self.objects.items() if name not in lost}
         objects[OWN_ITEM] = [self._own()]
         names = [*tensors, *aliases, *objects]
@@ -221,9 +222,7 @@ class _State:
     def common(self) -> dict[Any, Value]:
         """What ``torch.load`` gives Megatron before it reads a tensor."""
         found, lost = loadable({name: value for name, value in (self.source or {}).items() if name != "optimizer"})
-        if lost:
-            why = "it is of a class that Megatron's loader refuses"
-            self.notes.append(Note(Outcome.DROPPED, listed(lost), why, len(lost)))
+        self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in lost]
         content = found.get(CONTENT)
         found[CONTENT] = {
             **(content if isinstance(content, dict) else {}),
@@ -234,8 +233,8 @@ class _State:
         if self.trained:
             found["optimizer"] = self._optimizer()
         if "args" not in found:
-            why = "the source has none; Megatron-LM then does not compare its arguments, and has none to take over"
-            self.notes.append(Note(Outcome.DEFAULTED, "args", why))
+            why = f"{ABSENT}; Megatron-LM then does not compare its arguments"
+            self.notes.append(Note(Outcome.MISSING, "Megatron's args", why))
         return found
 
     def _optimizer(self) -> dict[Any, Value]:

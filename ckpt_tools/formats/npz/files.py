@@ -121,7 +121,7 @@ def _entry(header: NpyHeader, at: ByteRange) -> TensorEntry:
 def _as_bfloat16(names: list[str]) -> tuple[Note, ...]:
     why = "numpy keeps it as void of 2 bytes, the form in which it saves bfloat16, and it is read as bfloat16"
     what = names[0] if len(names) == 1 else count(len(names), "array")
-    return (Note(Outcome.DEFAULTED, what, why, len(names)),) if names else ()
+    return (Note(Outcome.DEFAULTED, f"dtype of {what}", why, len(names)),) if names else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class NpzWriter:
     holds_masters: bool = False
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        names, notes = weights_by_name(manifest)
+        names, notes = weights_by_name(manifest, "numpy")
         archive = ArchiveWriter("", base=0)
         for name, key in names.items():
             entry = manifest.tensors[key]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt_tools.core.dtypes import to_numpy
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef, TreePath, dotted
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, ShardTable
@@ -31,6 +31,7 @@ from ckpt_tools.formats.orbax.metadata import (
     refuse_unfinished,
 )
 from ckpt_tools.formats.orbax.roles import Roles, find_roles
+from ckpt_tools.formats.run_folders import files_of_others
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.source import Source
@@ -148,7 +149,7 @@ class _Reading:
         shapes = {path: array.shape for path, array in self.arrays.items()}
         roles = find_roles(shapes, self._scalars, options.model_key)
         if not roles.weights:
-            raise UnsupportedError("it holds no arrays")
+            raise UnsupportedError("none of its arrays is a weight" if self.arrays else "it holds no arrays")
         numbers = self._numbers(roles)
         extra, notes = self._extra(roles, numbers)
         tensors = {self._key(path, roles): self._entry(path, roles) for path in shapes if path not in numbers}
@@ -222,7 +223,8 @@ def _beside(source: Source, folders: list[str]) -> tuple[dict[str, Any], tuple[N
     """The JSON items, and a note for each file that is no part of what is read."""
     found: dict[str, Any] = {}
     notes: list[Note] = []
-    for path in source.files:
+    elsewhere = files_of_others(source.files, [f"{folder}/{TREE}" if folder else TREE for folder in folders])
+    for path in (each for each in source.files if each not in elsewhere):
         folder, _, name = path.rpartition("/")
         if folder and folder not in folders and "/" not in folder and name in _JSON_FILES and "" not in folders:
             try:
@@ -230,5 +232,5 @@ def _beside(source: Source, folders: list[str]) -> tuple[dict[str, Any], tuple[N
             except FormatError as error:
                 notes.append(Note(Outcome.DROPPED, path, f"it cannot be read: {error.message}"))
         elif not _is_own(path, folders):
-            notes.append(Note(Outcome.DROPPED, path, "it is beside the checkpoint and is not read"))
+            notes.append(not_part(path))
     return found, tuple(notes)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import TreePath, dotted
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats.state_dict.parse import choices
 
 PARAMS = "params"
 
@@ -59,8 +59,7 @@ def _model_prefix(paths: Collection[TreePath]) -> TreePath:
     if len(found) == 1:
         return next(iter(found))
     if found:
-        names = listed(sorted(map(dotted, found)))
-        raise UnsupportedError(f"there are several models ({names}); choose one with {option('model_key')}")
+        raise UnsupportedError(f"there are several models {choices('model_key', sorted(found))}")
     more = next((path for path in paths if _is_more(path)), None)
     if more is not None:
         raise UnsupportedError(

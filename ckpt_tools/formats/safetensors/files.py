@@ -230,7 +230,7 @@ def _are_pieces(headers: Mapping[str, _Header]) -> bool:
 def _note_of_pieces(headers: Mapping[str, _Header]) -> Note:
     """No file says how many there are, and no piece how large its tensor is."""
     return Note(
-        Outcome.DEFAULTED,
+        Outcome.MISSING,
         "the number of ranks",
         f"the files do not state it; if one after {max(headers)} is missing, tensors are missing or end too early",
     )

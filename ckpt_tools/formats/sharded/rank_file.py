@@ -15,7 +15,7 @@ from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, refuse_deepspeed
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
-from ckpt_tools.formats.torch_leaves import tree_leaves, with_references
+from ckpt_tools.formats.torch_leaves import Place, tree_leaves, with_references
 from ckpt_tools.serialization.pickle.sharded_tensors import DTensorPart, Mesh, Part, PartReader, ShardedTensorPart
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive
@@ -83,7 +83,7 @@ def read_rank_file(source: Source, path: str) -> RankFile:
                 tensors[leaf] = held
             else:
                 _refuse_inner(value)
-                objects[leaf] = with_references(value, archive, path, f"{path}: {dotted(leaf)}", inner)
+                objects[leaf] = with_references(value, Place(archive, path), f"{path}: {dotted(leaf)}", inner)
     kind = next(iter(found.kinds), None)
     return RankFile(path, kind, found.rank, frozenset(found.ranks), found.mesh, tensors, objects, inner)
 

@@ -10,12 +10,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Manifest, ParamGroup, StateKey, TreePath, dotted
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError
+from ckpt_tools.formats.accelerate import refuse_several_of_ranks
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
 from ckpt_tools.formats.rank_names import RANK, base, folder_of, without_world
 from ckpt_tools.formats.sharded.items import Checkpoint, Item, read_checkpoint_files
@@ -40,7 +41,9 @@ CONFIG = "fsdp_config.json"
 FSDP = "fsdp"
 """What verl calls the dim of its mesh."""
 
-_GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
+GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
+"""Entries with the states of a rank's random number generators. They are neither read nor written: ranks of another
+run cannot use them, and verl's loader restores its own from ``rng``."""
 
 _NOTED = (*TRAINERS_OWN, *UNREAD)
 
@@ -52,6 +55,8 @@ def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Man
     found = read_checkpoint_files(source)
     _check_config(source, found)
     _refuse_unnamed(found)
+    labels = [item.label for item in found.items]
+    refuse_several_of_ranks(labels, model_key=options.model_key, optim_key=options.optim_key)
     tree = _Tree(source, found)
     for item in found.items:
         tree.add(item)
@@ -148,7 +153,10 @@ def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
     others = [path for path in source.files if path.endswith(_WEIGHTS) and path not in found.files]
     others = [path for path in others if not any(fnmatchcase(base(path), pattern) for pattern in _NOTED)]
     if others:
-        yield Note(Outcome.DROPPED, listed(others), "it is beside the checkpoint and is not read", len(others))
+        from ckpt_tools.formats.run_folders import files_of_others
+
+        elsewhere = files_of_others(source.files, found.files)
+        yield from (not_part(path) for path in others if path not in elsewhere)
 
 
 def _small_files(source: Source, folder: str) -> dict[str, str]:
@@ -197,7 +205,7 @@ class _Tree:
             if not is_cut:
                 self._whole.add(dotted((*prefix, *path)))
         self._add_objects(item, prefix, differing)
-        self._note_differences([*differing, *unlike], "of the other ranks differ, and those of rank 0 are taken")
+        self._note_differences([*differing, *unlike], "the ranks differ, and those of rank 0 are taken")
 
     def _stands_alone(self) -> bool:
         return sum(not self._is_extra(item) for item in self.found.items) == 1 and len(self.found.items) == 1
@@ -271,7 +279,7 @@ class _Tree:
         own: defaultdict[str, list[str]] = defaultdict(list)
         for path in (*first.tensors, *first.objects):
             top = str(path[0])
-            if any(str(part) in _GENERATORS for part in path[:-1]):
+            if any(str(part) in GENERATORS for part in path[:-1]):
                 own[top].append("generators of random numbers")
             elif not self._is_agreed(path, item):
                 own[top].append("values that differ between the ranks")
@@ -315,8 +323,7 @@ class _Tree:
         return name
 
     def _note_differences(self, names: list[str], why: str) -> None:
-        if names:
-            self.notes.append(Note(Outcome.DROPPED, f"values of {listed(names)}", f"those {why}", len(names)))
+        self.notes += [Note(Outcome.DROPPED, f"other values of {name}", why) for name in names]
 
     def buffers(self) -> frozenset[str]:
         """Leaves that every rank has whole, where an optimizer's state shows that its parameters are not."""

@@ -24,6 +24,7 @@ from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, Lazy
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.rank_limits import check_elements
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
@@ -31,7 +32,7 @@ from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import guess_notes, un
 from ckpt_tools.formats.rank_names import RANK, WORLD
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
-from ckpt_tools.formats.sharded.reader import CONFIG, FSDP
+from ckpt_tools.formats.sharded.reader import CONFIG, FSDP, GENERATORS
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
 from ckpt_tools.formats.torch_save import Branch, as_lists, put_leaf
@@ -59,6 +60,7 @@ class ShardedWriter:
     holds_masters: bool = False
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        check_elements(manifest, options.world_size)
         origin = origin_of(manifest) if manifest.format == self.name else None
         tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
         entries = entries_of(manifest, tree)
@@ -124,8 +126,11 @@ class _Files:
         self._whole = whole
         self._world = world_size
         self._entries = entries
-        self._paths = _numbered(manifest, entries, tree) if origin.is_numbered else dict(entries.paths)
-        self._names = manifest.groups if origin.is_numbered and self._paths is not entries.paths else ()
+        paths = _numbered(manifest, entries, tree) if origin.is_numbered else entries.paths
+        self._names = manifest.groups if origin.is_numbered and paths is not entries.paths else ()
+        generators = _generators(manifest, entries, paths)
+        self._generators = list(dict.fromkeys(generators.values()))
+        self._paths = {name: path for name, path in paths.items() if name not in generators}
         self._templates = _templates(origin)
         self._tree = tree
         self._labels = self._labelled()
@@ -165,12 +170,14 @@ class _Files:
         return "" not in self._templates and any(self._paths[name][0] == "lr_scheduler" for name in left)
 
     def dropped(self) -> Iterator[Note]:
-        """Entries for which the source's own files have no place."""
+        """Entries that the files have no place for, and states of random number generators."""
+        if self._generators:
+            why = "each rank restores its own random number generators, and these are of other ranks"
+            yield Note(Outcome.DROPPED, listed(self._generators), why, len(self._generators))
         left = [] if "" in self._templates else [self._paths[name][0] for name in self._labels.get("", [])]
         names = dict.fromkeys(str(name) for name in left if name != "lr_scheduler")
-        if names:
-            why = f"the files ({listed(list(self._templates.values()))}) have no place for it"
-            yield Note(Outcome.DROPPED, listed(list(names)), why, len(names))
+        why = f"the files ({listed(list(self._templates.values()))}) have no place for it"
+        yield from (Note(Outcome.DROPPED, name, why) for name in names)
 
     def _file(self, label: str, template: str, rank: int) -> FileLayout:
         tensors = _RankTensors(self._manifest, self._whole, self._origin, rank, self._world)
@@ -202,6 +209,14 @@ class _Files:
         groups = value.get("param_groups") if isinstance(value, dict) else None
         for made, group in zip(groups or (), self._names, strict=False):
             made["param_names"] = list(group.params)
+
+
+def _generators(manifest: Manifest, entries: Entries, paths: Mapping[str, TreePath]) -> Mapping[str, str]:
+    """The user's own entries that the reader takes for states of random number generators: the name at the top, by that
+    of the leaf."""
+    tensors = {name for name, key in entries.tensors.items() if manifest.tensors[key].kind is Kind.EXTRA}
+    own = (name for name in paths if name in entries.objects or name in tensors)
+    return {name: str(paths[name][0]) for name in own if any(part in GENERATORS for part in paths[name][:-1])}
 
 
 def _templates(origin: Origin) -> Mapping[str, str]:

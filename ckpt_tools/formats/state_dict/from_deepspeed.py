@@ -69,6 +69,10 @@ def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
         if internals
         else []
     )
+    scheduler = extra.get("lr_scheduler")
+    if isinstance(scheduler, dict) and "last_batch_iteration" in scheduler and "last_epoch" not in scheduler:
+        why = "it is of a scheduler of DeepSpeed's, which counts last_batch_iteration; one of torch's starts afresh"
+        notes.append(Note(Outcome.KEPT, "lr_scheduler", why))
     for name, value in client_state.items():
         if str(name) in extra:
             notes.append(Note(Outcome.DROPPED, f"client_state.{name}", "another entry of the checkpoint has this name"))

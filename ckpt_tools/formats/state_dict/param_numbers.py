@@ -9,13 +9,14 @@ buffers are among the choices, so that one of them in the place of a trained one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.param_order import ParamOrder
-from ckpt_tools.core.wording import nearest
+from ckpt_tools.core.wording import count, nearest
 from ckpt_tools.errors import UsageError
 
 BUFFER_NAMES = ("running_mean", "running_var")
@@ -55,6 +56,20 @@ def match_numbers(
             return None
         found.update(zip(group.numbers, names, strict=True))
     return found if _is_sound(found, groups, shapes, parameters) else None
+
+
+def why_unnamed(
+    groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
+) -> str | None:
+    """Reason why no order of names fits the numbers; None if one can: each state needs a parameter of its shape."""
+    if Counter(shapes.values()) <= Counter(parameters.values()):
+        return None
+    numbers = sum(len(group.numbers) for group in groups)
+    return (
+        f"it numbers {count(numbers, 'parameter')}, and the {count(len(parameters), 'tensor')} of the model have other "
+        "shapes, as when transformers 5 splits fused experts on saving; the two cannot be joined yet, so convert with "
+        f"{option('state', 'model')} for the weights alone"
+    )
 
 
 def _by_shape_alone(
@@ -165,9 +180,9 @@ def _is_sound(
     parameters: Mapping[str, Shape],
 ) -> bool:
     """Every number means one parameter, every state belongs to a number, and has the shape of its parameter."""
-    count = sum(len(group.numbers) for group in groups)
+    total = sum(len(group.numbers) for group in groups)
     return (
-        len(found) == count == len(set(found.values()))
+        len(found) == total == len(set(found.values()))
         and set(found.values()) <= set(parameters)
         and all(number in found and parameters[found[number]] == shape for number, shape in shapes.items())
     )

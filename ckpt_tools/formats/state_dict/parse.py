@@ -3,15 +3,17 @@
 A DCP and a file of torch.save are trees of the user's own making; each leaf is a tensor or an object.
 ``get_state_dict`` puts optimizer state at ``(..., "state", fqn, slot)`` and options at ``(..., "param_groups",
 number, option)``; torchtitan flattens both into one string, ``state.<fqn>.<slot>``. The model is the mapping whose
-names the optimizer knows, or, without an optimizer, the one with the most elements. What is in neither is the user's
-own.
+names the optimizer knows; without such names, the one that is called a model; else the only one that could be one.
+Several that could be are refused. What is in neither model nor optimizer is the user's own.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape
@@ -19,19 +21,28 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import is_number, number_table
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef, dotted
 from ckpt_tools.core.manifest import TreePath as TreePath
+from ckpt_tools.core.matching import is_chosen
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.param_order import ParamOrder
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.values import Distinct, StoredTensor
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
-from ckpt_tools.formats.foreign import refuse_tensor_object, refuse_weights
-from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, follow_order, match_numbers
+from ckpt_tools.formats.foreign import refuse_weights
+from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, follow_order, match_numbers, why_unnamed
+from ckpt_tools.serialization.unread_tensors import why_unread
 
-MODEL_NAMES = ("model", "module", "state_dict")
+MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 """What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
 
+_AVERAGED = re.compile(r"(?i)(?:^|[^a-z])(?:ema|swa|shadow|averaged?|avg)(?:[^a-z]|$)")
+"""Names that trainers give to a moving average of a model: ``model_ema``, ``params_ema``, ``shadow_params``."""
+
+
+MAX_CHOICES = 4
+"""Options that a message spells out."""
 
 MAX_PATH_PARTS = 100
 """Levels of a tree; no state is nested so deeply, and what walks it must end."""
@@ -88,13 +99,15 @@ def find_tree(
     model_key: str | None,
     optim_key: str | None,
     own: Collection[str] = (),
+    integers: Collection[str] = (),
 ) -> Tree:
-    """The tree of a checkpoint whose leaves lie at ``paths``, those with ``numels`` being tensors.
+    """The tree of a checkpoint whose leaves lie at ``paths``, those with ``numels`` being tensors; ``integers`` are
+    tensors of other types than floating point.
 
     Leaves that are known to be the user's ``own`` say nothing of it.
 
     Raises:
-        UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers.
+        UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers, or several models.
     """
     given = None if model_key is None else _given(model_key, paths, "model_key")
     optim = None if optim_key is None else _given(optim_key, paths, "optim_key")
@@ -105,7 +118,7 @@ def find_tree(
     if given is not None:
         return Tree(given, optim)
     known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
-    return Tree(_model_prefix(paths, numels, optim, known), optim)
+    return Tree(_model_prefix(paths, numels, optim, known, integers), optim)
 
 
 def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
@@ -117,11 +130,21 @@ def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
 
 
 def _optim_prefix(paths: Iterable[TreePath]) -> TreePath | None:
-    found = Counter(prefix for path in paths if (prefix := _optim_part(path)) is not None)
+    found = _optim_prefixes(paths)
     if len(found) > 1:
-        names = listed([dotted(prefix) for prefix in found])
-        raise UnsupportedError(f"there are several optimizers ({names}); choose one with {option('optim_key')}")
+        raise UnsupportedError(f"there are several optimizers {choices('optim_key', found)}")
     return next(iter(found), None)
+
+
+def _optim_prefixes(paths: Iterable[TreePath]) -> list[TreePath]:
+    return list(dict.fromkeys(prefix for path in paths if (prefix := _optim_part(path)) is not None))
+
+
+def choices(key: str, prefixes: Iterable[TreePath]) -> str:
+    """The end of a message that refuses several things: their names, and the options that choose each."""
+    names = [dotted(prefix) for prefix in prefixes]
+    options = " or ".join(option(key, name) for name in names[:MAX_CHOICES])
+    return f"({listed(names)}); choose one with {options}"
 
 
 def _optim_part(path: TreePath) -> TreePath | None:
@@ -135,23 +158,78 @@ def _optim_part(path: TreePath) -> TreePath | None:
 
 
 def _model_prefix(
-    paths: Mapping[str, TreePath], numels: Mapping[str, int], optim: TreePath | None, known: set[str]
+    paths: Mapping[str, TreePath],
+    numels: Mapping[str, int],
+    optim: TreePath | None,
+    known: set[str],
+    integers: Collection[str],
 ) -> TreePath:
-    """The parent of the names that the optimizer knows best, then by name, then by size."""
-    sizes: Counter[TreePath] = Counter()
-    hits: Counter[TreePath] = Counter()
+    """The parent of the names that the optimizer knows best; if it knows none, the one that names or sizes leave."""
+    found: defaultdict[TreePath, dict[str, int]] = defaultdict(dict)
     for name, numel in numels.items():
         path = paths[name]
         if path and _in_optim(path, optim) is None:
-            sizes[path[:-1]] += numel
-            hits[path[:-1]] += path[-1] in known
-    if not sizes:
-        return ()
-    best = max(hits.values())
-    rivals = [prefix for prefix in sizes if best and hits[prefix] == best]
+            found[path[:-1]][name] = numel
+    hits = {prefix: sum(paths[name][-1] in known for name in inside) for prefix, inside in found.items()}
+    best = max(hits.values(), default=0)
+    rivals = [prefix for prefix in found if best and hits[prefix] == best]
     if len(rivals) > 1:
         return _chosen(_fitting(rivals, paths, numels, optim))
-    return max(sizes, key=lambda prefix: (hits[prefix], bool(prefix) and prefix[-1] in MODEL_NAMES, sizes[prefix]))
+    if rivals:
+        return rivals[0]
+    sizes = {prefix: sum(inside.values()) for prefix, inside in found.items()}
+    models = _possible_models(paths, found, integers)
+    return _by_names(models) or max(sizes, key=lambda prefix: (_is_model_name(prefix), sizes[prefix]), default=())
+
+
+def _is_model_name(prefix: TreePath) -> bool:
+    return bool(prefix) and prefix[-1] in MODEL_NAMES
+
+
+_Found = Mapping[TreePath, Mapping[str, int]]
+"""Tensors with their elements, by the mapping that they are in."""
+
+
+def _possible_models(paths: Mapping[str, TreePath], found: _Found, integers: Collection[str]) -> list[TreePath]:
+    """The mappings that could each be a model: they hold more than single numbers, and none is an optimizer's.
+
+    Tensors at the root are a model where they are the most. Beside another model they are not."""
+    optims = _optim_prefixes(paths.values())
+    weights = {
+        prefix: {paths[name][-1]: numel for name, numel in inside.items()}
+        for prefix, inside in found.items()
+        if any(numel > 1 and name not in integers for name, numel in inside.items())
+        and not isinstance(paths[next(iter(inside))][-1], int)
+        and not any(prefix[: len(optim)] == optim and prefix != optim for optim in optims)
+    }
+    weights = {prefix: inside for prefix, inside in weights.items() if not _is_average(prefix, weights)}
+    root = sum(weights.pop((), {}).values())
+    return [] if root and root >= max((sum(each.values()) for each in weights.values()), default=0) else list(weights)
+
+
+def _is_average(prefix: TreePath, weights: Mapping[TreePath, Mapping[str | int, int]]) -> bool:
+    """Whether a mapping is the moving average of another, by its name and by the names and sizes of its tensors."""
+    if not any(_AVERAGED.search(str(part)) for part in prefix):
+        return False
+    return any(other != prefix and weights[prefix].items() <= weights[other].items() for other in weights)
+
+
+def _by_names(models: list[TreePath]) -> TreePath | None:
+    """The model among the mappings that could be one, or the mapping called a model that holds them all; None where
+    there is none.
+
+    Raises:
+        UnsupportedError: nothing says which one it is.
+    """
+    named = [prefix for prefix in models if _is_model_name(prefix)]
+    highest = min(map(len, named), default=0)
+    rivals = [prefix for prefix in named if len(prefix) == highest] or models
+    if len(rivals) < 2:
+        return next(iter(rivals), None)
+    shared = reduce(_common, rivals)
+    if _is_model_name(shared):
+        return shared
+    raise UnsupportedError(f"there are several models {choices('model_key', rivals)}")
 
 
 def _fitting(
@@ -174,10 +252,9 @@ def _chosen(rivals: list[TreePath]) -> TreePath:
     named = [rival for rival in rivals if rival and rival[-1] in MODEL_NAMES]
     found = named if len(rivals) > 1 and named else rivals
     if len(found) > 1:
-        names = listed([dotted(rival) for rival in found])
         raise UnsupportedError(
-            f"there are several models whose tensors have the names and shapes that the optimizer knows ({names}); "
-            f"choose one with {option('model_key')}"
+            "there are several models whose tensors have the names and shapes that the optimizer knows "
+            f"{choices('model_key', found)}"
         )
     return found[0]
 
@@ -240,7 +317,8 @@ class Leaves:
     """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object.
 
     ``inner`` are tensors to which objects refer, ``own`` the names of leaves that are the user's, wherever they lie.
-    ``is_ordered`` says that the tensors are in the order in which the model has them.
+    ``is_ordered`` says that the tensors are in the order in which the model has them. ``unread`` says of each leaf that
+    is a tensor, or holds one, which cannot be read, why.
     """
 
     paths: Mapping[str, TreePath]
@@ -249,6 +327,7 @@ class Leaves:
     inner: Mapping[StateKey, TensorLeaf] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
     is_ordered: bool = True
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def inner_key(name: str, number: int) -> StateKey:
@@ -266,20 +345,26 @@ def manifest_of(
     ties: Mapping[str, str] | None = None,
     param_order: ParamOrder | None = None,
     buffers: Collection[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> Manifest:
     """The tree as a manifest. ``ties`` maps names of leaves that are no tensors of their own to the leaf they are,
-    ``buffers`` are leaves that are known to be no parameters.
+    ``buffers`` are leaves that are known to be no parameters. A tensor that cannot be read is left out if ``include``
+    and ``exclude`` do not choose it.
 
     Raises:
-        FormatError: a tensor's pieces do not cover it, or there are several optimizers. UsageError: a key leads
-        nowhere, or the order of parameters does not fit.
+        FormatError: a tensor's pieces do not cover it, it cannot be read, or there are several optimizers or models.
+        UsageError: a key leads nowhere, or the order of parameters does not fit.
     """
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
-    tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key, own=leaves.own)
+    numels |= dict.fromkeys(leaves.unread, 1)
+    integers = {name for name, tensor in leaves.tensors.items() if not tensor.dtype.is_floating}
+    tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key, own=leaves.own, integers=integers)
     doubts = () if model_key is not None else _doubts(leaves, numels, tree)
     parameters = _parameter_shapes(leaves, tree, buffers)
     leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order, parameters)
-    del numels, parameters
+    del numels, parameters, integers
+    leaves, left = _without_unread(leaves, tree, include, exclude)
     roles = {name: _role(name, leaves, tree) for name in leaves.paths}
     refuse_weights(dotted(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
     aliases, twins = _aliases(ties or {}, roles)
@@ -295,14 +380,65 @@ def manifest_of(
         format_name,
         _entries(leaves, roles, buffers),
         aliases=aliases,
-        groups=_groups(_options(leaves, roles)),
+        groups=_groups(_options(leaves, roles), left),
         literals={file: data for _, files in numbers.values() for file, data in files.items()},
         extra=extra,
         step=_step(extra),
         world_size=world_size,
         tree=StateTree(tree.model, tree.optim, _is_flattened(leaves.paths.values(), tree.optim), homes),
-        notes=(*doubts, *notes),
+        notes=(*doubts, *notes, *_left_note(left)),
+        left_out=left,
     )
+
+
+def _without_unread(
+    leaves: Leaves, tree: Tree, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[Leaves, frozenset[str]]:
+    """The leaves without the tensors that cannot be read, and the names of these tensors, which are not chosen.
+
+    Raises UnsupportedError for one that is chosen.
+    """
+    where = {name: role_of(path, tree, is_tensor=True) for name, path in leaves.paths.items()}
+    objects = {name: why_unread(v) for name, v in leaves.objects.items() if isinstance(where[name], Weight | State)}
+    unread = {**leaves.unread, **{name: reason for name, reason in objects.items() if reason is not None}}
+    if not unread:
+        return leaves, frozenset()
+    names = {name: _own_name(where[name], leaves.paths[name]) for name in unread}
+    chosen = [name for name in unread if _is_chosen(where[name], names[name], include, exclude)]
+    if chosen:
+        raise _unread_error(names[chosen[0]], unread[chosen[0]], len(chosen) - 1)
+    gone = {ref.key for name in unread for ref in references(leaves.objects.get(name))}
+    kept = replace(
+        leaves,
+        paths={name: path for name, path in leaves.paths.items() if name not in unread},
+        objects={name: value for name, value in leaves.objects.items() if name not in unread},
+        inner={key: leaf for key, leaf in leaves.inner.items() if key not in gone},
+        unread={},
+    )
+    return kept, frozenset(names.values())
+
+
+def _unread_error(name: str, reason: str, num_more: int) -> UnsupportedError:
+    """Name, reason and what to do; a reason may say that too."""
+    joint = ", or" if ";" in reason else ";"
+    more = f" ({count(num_more, 'more tensor')} cannot be read)" if num_more else ""
+    return UnsupportedError(f"{name}: {reason}{joint} leave it out with {option('exclude', name)}{more}", key=name)
+
+
+def _own_name(where: LeafRole, path: TreePath) -> str:
+    """Name of a leaf for messages: a weight by the model's name, all others by their place in the tree."""
+    return where.fqn if isinstance(where, Weight) else dotted(path)
+
+
+def _is_chosen(where: LeafRole, name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a leaf is chosen; state of the optimizer also goes by its parameter, and the user's own stays unless it
+    is excluded."""
+    by_parameter = isinstance(where, Extra | Option) or is_chosen(where.fqn, include, exclude)
+    return by_parameter and is_chosen(name, (), exclude)
+
+
+def _left_note(left: Collection[str]) -> tuple[Note, ...]:
+    return (Note(Outcome.DROPPED, listed(sorted(left)), "not selected", len(left), asked=True),) if left else ()
 
 
 def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree) -> tuple[Note, ...]:
@@ -315,7 +451,7 @@ def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree) -> tuple[Note
     named = [other for other in others if other and other[-1] in MODEL_NAMES and other[: len(tree.model)] != tree.model]
     if not named or not tree.model or tree.model[-1] not in MODEL_NAMES:
         return ()
-    why = f"the model is {dotted(tree.model)}, which is larger, and this is carried along; choose it with"
+    why = f"the model is {dotted(tree.model)}, and this is carried along; choose it with"
     names = sorted(dotted(other) for other in named)
     return tuple(Note(Outcome.KEPT, f"tensors in {name}", f"{why} {option('model_key', name)}") for name in names)
 
@@ -333,9 +469,14 @@ def _by_name(
         if order is not None:
             raise UsageError(f"{option('param_order')} is for optimizers that number their parameters; here is none")
         return leaves, tree, ()
+    impossible = why_unnamed(list(groups.values()), _state_shapes(leaves, tree.optim), parameters)
+    if impossible is not None and order is not None:
+        raise UsageError(f"{option('param_order')} cannot name the parameters of this optimizer: {impossible}")
     names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), ties, order, parameters)
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
-        return leaves, replace(tree, optim=None), (unplaced(dotted(tree.optim) or "the optimizer"),)
+        without = replace(tree, optim=None)
+        optimizer = _name_of_extra(tree.optim, without) if tree.optim else "the optimizer"
+        return leaves, without, (_unplaced(optimizer, impossible),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
 
 
@@ -349,10 +490,10 @@ def is_taken_by_number(leaves: Leaves, tree: Tree) -> bool:
     return names is not None and _state_numbers(leaves, tree.optim) <= names.keys()
 
 
-def unplaced(optimizer: str) -> Note:
-    """About an optimizer whose numbers could mean several parameters."""
+def _unplaced(optimizer: str, impossible: str | None) -> Note:
+    """About an optimizer whose numbers could mean several parameters, or none."""
     why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"
-    return Note(Outcome.KEPT, optimizer, f"{why} {option('param_order')}")
+    return Note(Outcome.KEPT, optimizer, impossible or f"{why} {option('param_order')}")
 
 
 def _names_of_numbers(
@@ -441,12 +582,7 @@ def _renamed(leaves: Leaves, optim: TreePath, groups: Mapping[str, NumberedGroup
 
 
 def _role(name: str, leaves: Leaves, tree: Tree) -> LeafRole:
-    """What a leaf is. Optimizer state that is neither a tensor nor a number has no slot, and stays the user's own.
-
-    Raises UnsupportedError for a weight that is a tensor of a class that is not understood.
-    """
-    if name in leaves.objects and isinstance(role_of(leaves.paths[name], tree, is_tensor=True), Weight | State):
-        refuse_tensor_object(leaves.objects[name], name)
+    """Role of a leaf. Optimizer state that is neither a tensor nor a number has no slot, and stays the user's own."""
     if name in leaves.own:
         return Extra(leaves.paths[name])
     where = role_of(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
@@ -511,15 +647,17 @@ def _aliases(ties: Mapping[str, str], roles: Mapping[str, LeafRole]) -> tuple[di
     return aliases, twins
 
 
-def _groups(options: Mapping[Option, Any]) -> tuple[ParamGroup, ...]:
-    """The optimizer's groups; where options are kept by parameter, parameters with the same options are a group."""
+def _groups(options: Mapping[Option, Any], left: Collection[str]) -> tuple[ParamGroup, ...]:
+    """The optimizer's groups, without parameters that are ``left`` out; where options are kept by parameter, parameters
+    with the same options are a group."""
     by_owner: defaultdict[int | str, dict[str, Any]] = defaultdict(dict)
     for each, value in options.items():
         by_owner[each.owner][each.name] = value
     numbered = {owner: options for owner, options in by_owner.items() if isinstance(owner, int)}
     if numbered:
-        return tuple(_numbered_group(numbered[number]) for number in sorted(numbered))
-    return _gathered_groups({str(owner): options for owner, options in by_owner.items()})
+        groups = (_numbered_group(numbered[number]) for number in sorted(numbered))
+        return tuple(replace(each, params=tuple(name for name in each.params if name not in left)) for each in groups)
+    return _gathered_groups({str(owner): options for owner, options in by_owner.items() if owner not in left})
 
 
 def _numbered_group(options: dict[str, Any]) -> ParamGroup:
@@ -538,13 +676,12 @@ def _gathered_groups(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGr
 def _extras(leaves: Leaves, roles: Mapping[str, LeafRole], tree: Tree) -> tuple[dict[str, Any], dict[str, TreePath]]:
     """The user's own entries as the tree they were, without the levels that model and optimizer share with them; and
     the path of each name at its top."""
-    shared = tree.model[:-1] if tree.optim is None else _common(tree.model, tree.optim)
     extra: dict[str, Any] = {}
     homes: dict[str, TreePath] = {}
     uses: Counter[str] = Counter()
     for name, where in roles.items():
         if isinstance(where, Extra):
-            depth = len(shared) if where.path[: len(shared)] == shared and len(where.path) > len(shared) else 0
+            depth = _depth_of_extra(where.path, tree)
             home = where.path[: depth + 1]
             inner = where.path[depth:]
             if homes.setdefault(str(inner[0]), home) != home:
@@ -553,6 +690,17 @@ def _extras(leaves: Leaves, roles: Mapping[str, LeafRole], tree: Tree) -> tuple[
             tensor = leaves.tensors.get(name)
             _set(extra, inner, leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0]))
     return {str(name): _with_lists(value) for name, value in extra.items()}, homes
+
+
+def _depth_of_extra(path: TreePath, tree: Tree) -> int:
+    """Number of levels that the path to a user's entry shares with model and optimizer."""
+    shared = tree.model[:-1] if tree.optim is None else _common(tree.model, tree.optim)
+    return len(shared) if path[: len(shared)] == shared and len(path) > len(shared) else 0
+
+
+def _name_of_extra(path: TreePath, tree: Tree) -> str:
+    """The name at the top of ``Manifest.extra`` under which it stands."""
+    return str(path[_depth_of_extra(path, tree)])
 
 
 def _unused(name: str, names: Mapping[str, TreePath], uses: Counter[str]) -> str:

@@ -37,8 +37,8 @@ def entries_read_back(manifest: Manifest, tree: StateTree) -> Entries:
     wrong = _taken_for_model(manifest, entries)
     if wrong is not None:
         raise UnsupportedError(
-            f"the user's own tensors in {_place(wrong)} would be read as the model's weights; write the weights alone "
-            f"with {option('state', 'model')}, or the whole state to safetensors or universal"
+            f"the user's own tensors in {_place(wrong)} would be read as the model's weights; convert the weights "
+            f"alone with {option('state', 'model')}, or the whole state to safetensors or universal"
         )
     return entries
 
@@ -52,6 +52,9 @@ def entries_of_own_tree(manifest: Manifest, tree: StateTree) -> tuple[Entries, t
     """
     entries = entries_of(manifest, tree)
     _check_numbers(manifest, entries, tree)
+    if _is_asked(manifest, entries):
+        note = Note(Outcome.KEPT, "the model's place in the tree", f"a reader asks for it; read it with {_key(tree)}")
+        return entries, (note,)
     wrong = _taken_for_model(manifest, entries)
     if wrong is None:
         return entries, ()
@@ -59,9 +62,17 @@ def entries_of_own_tree(manifest: Manifest, tree: StateTree) -> tuple[Entries, t
         why = f"at the root, as in the source, the user's own tensors in {_place(wrong)} would be read as weights"
         note = Note(Outcome.DEFAULTED, f"the model's place {dotted(APP_TREE.model)}", why)
         return entries_read_back(manifest, APP_TREE), (note,)
-    key = option("model_key", dotted(tree.model))
-    why = f"a reader would find the user's own tensors in {_place(wrong)}; read it with {key}"
+    why = f"a reader would find the user's own tensors in {_place(wrong)}; read it with {_key(tree)}"
     return entries, (Note(Outcome.KEPT, "the model's place in the tree", why),)
+
+
+def _key(tree: StateTree) -> str:
+    return option("model_key", dotted(tree.model))
+
+
+def _is_asked(manifest: Manifest, entries: Entries) -> bool:
+    """Whether a reader asks the user which of several models is meant."""
+    return bool(manifest.of_kind(Kind.EXTRA)) and _tree_found(manifest, entries) is None
 
 
 def _place(prefix: TreePath) -> str:
@@ -82,8 +93,9 @@ def _taken_for_model(manifest: Manifest, entries: Entries) -> TreePath | None:
 def _tree_found(manifest: Manifest, entries: Entries) -> Tree | None:
     """Where a reader finds model and optimizer; None if it asks the user."""
     numels = {name: manifest.tensors[key].numel for name, key in entries.tensors.items()}
+    integers = {name for name, key in entries.tensors.items() if not manifest.tensors[key].dtype.is_floating}
     try:
-        return find_tree(entries.paths, numels, model_key=None, optim_key=None)
+        return find_tree(entries.paths, numels, model_key=None, optim_key=None, integers=integers)
     except UnsupportedError:
         return None
 
@@ -101,7 +113,7 @@ def _check_numbers(manifest: Manifest, entries: Entries, tree: StateTree) -> Non
         raise UnsupportedError(
             f"the optimizer in {_place(found.optim)} numbers its parameters, and a reader would find them by the order "
             "of the weights, which is not proved to be the model's; say which they are with "
-            f"{option('param_order')}, or write the weights alone with {option('state', 'model')}"
+            f"{option('param_order')}, or convert the weights alone with {option('state', 'model')}"
         )
 
 

@@ -45,7 +45,10 @@ def _tensor(
         raise MalformedError("a tensor is a view of something that is not a storage")
     _check_hooks(backward_hooks)
     if metadata:
-        raise UnsupportedError(f"a tensor is stored with the flags {_flags(metadata)}, which change its values")
+        raise UnsupportedError(
+            f"it is stored with the flags {_flags(metadata)}, which change its values; save it with resolve_conj() and "
+            "resolve_neg()"
+        )
     if type(requires_grad) is not bool:
         raise MalformedError("whether a tensor requires gradients is neither true nor false")
     dtype = dtype or storage.dtype
@@ -86,7 +89,7 @@ def _tensor_v3(
 def _dtype(value: Value) -> DType:
     found = value.dtype if type(value) is GlobalRef else None
     if found is None:
-        raise UnsupportedError(f"a tensor has the dtype {value!s:.80}, which is not supported")
+        raise UnsupportedError(f"it has the dtype {value!s:.80}, which is not supported")
     return found
 
 
@@ -97,7 +100,7 @@ def _meta_tensor(dtype: Value, size: Value, strides: Value, requires_grad: Value
 def _device_tensor(data: Value, dtype: Value, device: Value, requires_grad: Value) -> StoredTensor:
     """``_rebuild_device_tensor_from_cpu_tensor``: where the tensor lived does not matter, a cast would."""
     if type(data) is not StoredTensor or data.dtype is not _dtype(dtype):
-        raise UnsupportedError("a tensor of another device is stored as another type")
+        raise UnsupportedError("it is a tensor of another device, which is stored as another type")
     return replace(data, requires_grad=requires_grad is True)
 
 
@@ -143,8 +146,7 @@ def _rebuilt(machine: Machine, function: Value, inner: Value) -> Value:
         return None
     if function in _PARAMETERS:
         return _parameter(machine, inner)
-    build = _TENSORS.get(function)
-    return build(*inner) if build is not None else None
+    return CALLS[function.module, function.name](machine, inner) if function in _TENSORS else None
 
 
 _PARAMETERS = (
@@ -239,12 +241,32 @@ def _reconstructor(machine: Machine, args: tuple[Value, ...]) -> Value:
     return recorded(machine, Opaque(GlobalRef("copyreg", "_reconstructor"), args))
 
 
-def _plainly(build: Callable[..., Value]) -> Callable[[Machine, tuple[Value, ...]], Value]:
-    return lambda _, args: build(*args)
+def _plainly(ref: GlobalRef) -> Callable[[Machine, tuple[Value, ...]], Value]:
+    """A plain tensor; the record of the call where it is of a kind that is not supported, so that it can be named."""
+
+    def call(machine: Machine, args: tuple[Value, ...]) -> Value:
+        try:
+            return _TENSORS[ref](*args)
+        except UnsupportedError:
+            return recorded(machine, Opaque(ref, args))
+
+    return call
+
+
+def why_unsupported(value: Opaque) -> str | None:
+    """Why the call of one of torch's functions for plain tensors gives none; None for other objects."""
+    build = _TENSORS.get(value.ref) if isinstance(value.ref, GlobalRef) else None
+    if build is None or value.form != "call":
+        return None
+    try:
+        build(*value.args)
+    except UnsupportedError as error:
+        return error.message
+    return None
 
 
 CALLS: dict[tuple[str, str], Callable[[Machine, tuple[Value, ...]], Value]] = {
-    (ref.module, ref.name): _plainly(build) for ref, build in _TENSORS.items()
+    (ref.module, ref.name): _plainly(ref) for ref in _TENSORS
 } | {
     **{(ref.module, ref.name): _parameter for ref in _PARAMETERS},
     (_FROM_TYPE.module, _FROM_TYPE.name): _from_type,

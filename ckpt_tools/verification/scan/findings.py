@@ -43,14 +43,6 @@ class Finding(Shown):
     danger: Danger
     what: str
 
-    def shown(self) -> dict[str, object]:
-        return {
-            "file": self.file,
-            "place": self.place,
-            "danger": self.danger.value,
-            "what": self.what,
-        }
-
     def __str__(self) -> str:
         return ": ".join(part for part in (self.file, self.place, self.what) if part)
 

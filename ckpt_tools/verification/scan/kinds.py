@@ -71,10 +71,10 @@ def is_json_lines(path: str) -> bool:
 
 
 def unknown_kind(head: bytes) -> str:
-    """What is said of a file that is of no kind that can be proved."""
+    """Finding on a file of an unknown type."""
     for magic, what in _MAGIC.items():
         if head.startswith(magic):
             return f"it is {what}"
     if head[257:262] == b"ustar":
         return "it is a tar archive; torch before 0.1.10 wrote such, and no loader of today needs them"
-    return "it is of no kind that can be proved"
+    return "unknown file type, not scanned"

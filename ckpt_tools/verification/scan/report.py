@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.verification.scan.findings import Finding, FindingCollector
 
@@ -17,6 +16,9 @@ class ScanReport(Shown):
     ``num_files`` files of ``num_bytes`` bytes and ``num_pickles`` pickles were proved; ``allowed`` are the names that
     the user vouched for and that were met. ``names`` are those that could be vouched for: what is left is a finding.
     """
+
+    SHOWN: ClassVar[tuple[str, ...]] = ("source", "clean", "num_findings", "num_pickles", "num_files", "num_bytes")
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("clean",)
 
     source: str
     num_files: int
@@ -44,19 +46,6 @@ class ScanReport(Shown):
     @property
     def clean(self) -> bool:
         return not self.num_findings
-
-    def shown(self) -> dict[str, object]:
-        return {
-            "source": self.source,
-            "clean": self.clean,
-            "num_findings": self.num_findings,
-            "num_pickles": self.num_pickles,
-            "num_files": self.num_files,
-            "num_bytes": self.num_bytes,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        return json_of(self, "clean")
 
     def to_sarif(self) -> dict[str, Any]:
         """The findings in the form in which code hosts take results of scanners."""

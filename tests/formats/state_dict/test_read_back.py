@@ -56,23 +56,25 @@ def test_the_weights_stay_the_same_on_every_way(own: str, has_optimizer: bool, t
 
 @pytest.mark.parametrize("to", ["dcp", "torch"])
 def test_what_would_be_read_as_the_model_is_refused(to: WrittenFormat, tmp_path: Path) -> None:
-    """The model is selected, so that the user's entry of a model's name is now the larger one."""
+    """What is left of the model is a single number, so that the user's entry of a model's name is the only one that
+    could be a model."""
     state = {"w": torch.ones(9), "v": torch.ones(1)}
     torch.save({"model": state, "state_dict": {"q": torch.ones(3)}}, tmp_path / "in.pt")
-    assert weights(tmp_path / "in.pt") == {"w", "v"}
+    with pytest.raises(UnsupportedError, match=r"several models \(model, state_dict\)"):
+        weights(tmp_path / "in.pt")
     with pytest.raises(UnsupportedError, match=r"tensors in (app\.)?state_dict would be read as the model's weights"):
-        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to=to, state="all", include=["v"])
-    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "model", to=to, state="model", include=["v"])
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to=to, state="all", include=["v"], model_key="model")
+    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "model", to=to, state="model", include=["v"], model_key="model")
     assert weights(tmp_path / "model") == {"v"}
 
 
 def test_a_second_entry_of_a_models_name_is_told(tmp_path: Path) -> None:
-    """No optimizer says which of the two is the model, so that the larger one is."""
+    """No optimizer says which of the two is the model, and one is a single number."""
     torch.save({"model": {"w": torch.ones(1)}, "state_dict": {"q": torch.ones(3)}}, tmp_path / "in.pt")
     assert weights(tmp_path / "in.pt") == {"q"}
     (note,) = read_checkpoint(tmp_path / "in.pt", ReadOptions())[1].notes
     assert note.what == "tensors in model"
-    assert "the model is state_dict, which is larger" in note.why
+    assert "the model is state_dict, and this is carried along" in note.why
     assert "model_key='model'" in note.why
     manifest = read_checkpoint(tmp_path / "in.pt", ReadOptions(model_key="model"))[1]
     assert {key.fqn for key in manifest.of_kind(Kind.PARAMETER)} == {"w"}
@@ -84,7 +86,7 @@ def test_files_that_say_what_the_model_is_are_written(to: WrittenFormat, tmp_pat
     more: Any = {"state": "all"} if to == "safetensors" else {}
     state = {"model": {"w": torch.ones(9), "v": torch.ones(1)}, "state_dict": {"q": torch.ones(3)}}
     torch.save(state, tmp_path / "in.pt")
-    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to=to, include=["v"], **more)
+    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to=to, include=["v"], model_key="model", **more)
     assert weights(tmp_path / "out") == {"v"}
 
 

@@ -77,12 +77,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an undisturbed run writes."""
     folder = tmp_path_factory.mktemp("expected") / "out"
-    ckpt_tools.convert(source, folder, to="dcp", memory="73MiB")
+    ckpt_tools.convert(source, folder, to="dcp", memory="47MiB")
     return folder
 
 
 def words_of(source: Path, out: Path, *more: str) -> list[str | Path]:
-    return ["convert", source, out, "--to", "dcp", "--memory", "73MiB", "--quiet", "--runner", "ray", *more]
+    return ["convert", source, out, "--to", "dcp", "--memory", "47MiB", "--quiet", "--runner", "ray", *more]
 
 
 def is_writing(out: Path) -> bool:

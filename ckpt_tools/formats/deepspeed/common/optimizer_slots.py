@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.core.wording import count, listed
 
 
@@ -77,9 +77,7 @@ class OptimizerState:
             why = f"{', '.join(foreign)} cannot be partitioned like the parameters, so DeepSpeed resets this group"
             return [noted(Outcome.DROPPED, what, why, self.entries(params))]
         if self.manifest.groups:
-            return [
-                noted(Outcome.DEFAULTED, what, "the source has none, so DeepSpeed initializes it at the first step")
-            ]
+            return [noted(Outcome.MISSING, what, f"{ABSENT}, so DeepSpeed initializes it at the first step")]
         return []
 
 
@@ -129,18 +127,18 @@ class _Column:
         return Slot(self.name, DType.FLOAT32 if dtype in CASTABLE else dtype, self.keys)
 
     def notes(self) -> list[Note]:
-        """What is made up or rounded where the slot is cut."""
+        """Notes on what is set to zero or cast."""
         missing = [param for param, state in zip(self.params, self.states, strict=True) if state is None]
         fresh = [weight for weight, state in zip(self.weights, self.states, strict=True) if state is None]
-        wide = [state for _, state in self.present if state.dtype is DType.FLOAT64]
+        cast = [state for _, state in self.present if state.dtype is not self.slot.dtype]
         why = (
             "the source has none, as for parameters that never had a gradient; set to zero, at the step of their group"
         )
         notes = [noted(Outcome.DEFAULTED, f"{self.name} of {listed(missing)}", why, fresh)] if missing else []
-        if wide:
-            notes.append(
-                noted(Outcome.CAST, f"{self.name} of {count(len(wide), 'tensor')}", "float64 to float32", wide)
-            )
+        for dtype in dict.fromkeys(state.dtype for state in cast):
+            found = [state for state in cast if state.dtype is dtype]
+            what, why = f"{self.name} of {count(len(found), 'tensor')}", f"{dtype.value} to {self.slot.dtype.value}"
+            notes.append(noted(Outcome.CAST, what, why, found))
         return notes
 
     def shared_notes(self, number: int) -> list[Note]:

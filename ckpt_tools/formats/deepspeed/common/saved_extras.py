@@ -36,10 +36,15 @@ _OWN = (
     "num_experts",
     "ds_autoep_layers",
     "autoep_layers",
+    "folding",
     "universal_checkpoint_info",
 )
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 _NEUTRAL = ("global_steps", "lr_scheduler")
+
+RESERVED = frozenset((*_READ, *_OWN, *_NEUTRAL))
+"""DeepSpeed's own entries of a model file. All others are client state, and an entry of a client's under one of these
+names would replace DeepSpeed's."""
 
 
 @dataclass(slots=True)
@@ -56,8 +61,7 @@ class Extras:
         self.values["global_step"] = content.get("global_steps")
         if content.get("lr_scheduler") is not None:
             self.values["lr_scheduler"] = self.inert(content["lr_scheduler"], "lr_scheduler", file)
-        known = {*_READ, *_OWN, *_NEUTRAL}
-        self._add_section("client_state", file, content, (name for name in content if name not in known))
+        self._add_section("client_state", file, content, (name for name in content if name not in RESERVED))
         self._add_section("deepspeed", file, content, (name for name in _OWN if name not in without))
 
     def add_optimizer(self, file: File, own: Mapping[str, Value]) -> None:

@@ -3,6 +3,8 @@ named alike."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import (
@@ -39,6 +41,12 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
             f"there are several tags and no file {latest!r}; choose one with {option('tag')} ({_listed(folders)})"
         )
     return folders[0]
+
+
+def folder_of(folders: Iterable[str], used: Collection[str]) -> str:
+    """The one of ``folders`` that holds the files ``used`` of a checkpoint that was read."""
+    holding = (each for each in folders if any(not each or path.startswith(f"{each}/") for path in used))
+    return max(holding, key=len)
 
 
 def written_tag(tag: str, *, latest: str) -> str:

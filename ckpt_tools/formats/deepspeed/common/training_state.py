@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
@@ -26,7 +26,7 @@ _ADAM_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
 class Group:
     """Parameters that are optimized together, in order: their elements, hyperparameters, and state.
 
-    ``scalars`` are the 0-d slots, each by the tensor that stands for the whole group.
+    ``scalars`` are the 0-d slots, each by the tensor that stands for the whole group. ``notes`` are about the slots.
     """
 
     params: tuple[str, ...]
@@ -35,6 +35,7 @@ class Group:
     masters: Slot
     slots: tuple[Slot, ...]
     scalars: Mapping[str, StateKey]
+    notes: tuple[Note, ...] = ()
 
     def picked(self, positions: Sequence[int]) -> Group:
         """The group with these of its parameters, in this order."""
@@ -45,6 +46,7 @@ class Group:
             self.masters.picked(positions),
             tuple(slot.picked(positions) for slot in self.slots),
             self.scalars,
+            self.notes,
         )
 
 
@@ -62,7 +64,12 @@ class TrainingState:
     frozen: Mapping[str, TensorEntry]
     buffers: Mapping[str, TensorEntry]
     guessed: tuple[str, ...]
-    notes: tuple[Note, ...]
+    of_all_groups: tuple[Note, ...]
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """Those on all groups, then those on the optimizer state of each."""
+        return (*self.of_all_groups, *(note for group in self.groups for note in group.notes))
 
     def weight(self, name: str) -> TensorEntry:
         return self.manifest.tensors[StateKey(name)]
@@ -112,8 +119,7 @@ class _Reading:
         """The source's own groups; without any, one of all weights of the main type, which loads as weights alone."""
         if self.manifest.groups:
             return self.manifest.groups
-        why = "the source has none, so all parameters are in one group without hyperparameters; "
-        why += "load it with load_optimizer_states=False"
+        why = f"{ABSENT}, so all are in one group without hyperparameters; load it with load_optimizer_states=False"
         self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
         weights = {key.fqn: e for key, e in self.manifest.tensors.items() if key.slot == WEIGHT}
         weights = {name: entry for name, entry in weights.items() if entry.kind is Kind.PARAMETER and entry.numel}
@@ -147,7 +153,6 @@ class _Reading:
             self.notes.append(Note(Outcome.DROPPED, f"hyperparameters of parameter group {number}", why))
             return None
         state = self.optimizer.group(number, params)
-        self.notes.extend(state.notes)
         return Group(
             params,
             tuple(self._weight(name).numel for name in params),
@@ -155,6 +160,7 @@ class _Reading:
             Slot(MASTER, DType.FLOAT32, tuple(_master(self.manifest, name) for name in params)),
             state.cut,
             state.scalars,
+            state.notes,
         )
 
     def _options(self, number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -180,7 +186,7 @@ class _Reading:
         keys = [_master(self.manifest, name) for name in trained]
         narrow = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
         if narrow:
-            why = "the source has none, so they are made from the weights"
+            why = "none are written from the source, so they are made from the weights"
             self.notes.append(
                 noted(Outcome.DEFAULTED, f"fp32 masters of {count(len(narrow), 'parameter')}", why, narrow)
             )

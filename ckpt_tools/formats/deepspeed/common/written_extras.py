@@ -12,11 +12,10 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import is_deepspeed
+from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER, is_scaling
 
-_NEUTRAL = ("global_step", "lr_scheduler", "loss_scaler", "deepspeed", "client_state", "megatron")
+_NEUTRAL = ("global_step", "loss_scaler", "deepspeed", "client_state", "megatron")
 """Entries that are no client's. Those of Megatron hold objects of its classes, which DeepSpeed's loader would import.
 """
 
@@ -24,14 +23,6 @@ _FROM_SOURCE = frozenset(
     {"data_sampler", "random_ltd", "skipped_steps", "global_samples", "num_experts", "universal_checkpoint_info"}
 )
 """DeepSpeed's own entries of a model file that mean the same at any stage and world size."""
-
-_RESERVED = _FROM_SOURCE | {
-    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-    *("shared_params", "lr_scheduler", "global_steps", "dp_world_size", "mp_world_size"),
-    *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "ds_autoep_layers"),
-}
-"""engine.py ``_common_checkpoint_state`` and ``_save_moe_checkpoint``: a client's entry of such a name would replace
-DeepSpeed's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +40,29 @@ class Extras:
 
     @classmethod
     def of(cls, manifest: Manifest, dtype: DType) -> Extras:
+        # A list of the formats that can be written needs neither.
+        from ckpt_tools.formats.deepspeed.common.saved_extras import RESERVED
+        from ckpt_tools.formats.deepspeed.common.scheduler import Scheduler
+
         extra = manifest.extra
         own = _dict(extra.get("deepspeed"))
         steps = _steps(manifest)
-        others = {name: value for name, value in extra.items() if name not in _NEUTRAL}
+        scheduler = Scheduler.of(manifest, _dict(own.get("ds_config")))
+        others = {name: value for name, value in extra.items() if name not in (*_NEUTRAL, scheduler.source)}
         client = {**others, **_dict(extra.get("client_state"))}
-        shadowing = [name for name in client if name in _RESERVED]
+        shadowing = [name for name in client if name in RESERVED]
         scaler = extra.get("loss_scaler")
         return cls(
             global_steps=steps or 0,
-            lr_scheduler=extra.get("lr_scheduler"),
+            lr_scheduler=scheduler.state,
             loss_scaler=scaler,
             counters={name: value for name, value in own.items() if name in _FROM_SOURCE and value is not None},
             own=own,
             client_state={name: value for name, value in client.items() if name not in shadowing},
             notes=(
                 *_notes(manifest, steps),
-                *_scaler_notes(scaler, dtype),
+                *scheduler.notes,
+                *_scaler_notes(manifest, scaler, dtype),
                 *(Note(Outcome.DROPPED, name, _why_not(manifest, name)) for name in shadowing),
             ),
         )
@@ -99,12 +96,8 @@ def _steps(manifest: Manifest) -> int | None:
 def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
     notes = []
     if steps is None:
-        notes.append(
-            Note(Outcome.DEFAULTED, "global_steps", "the source does not state it; DeepSpeed starts counting at 0")
-        )
-    if manifest.extra.get("lr_scheduler") is None and not is_deepspeed(manifest):
-        why = "the source has none; if the run has a scheduler, load with load_lr_scheduler_states=False"
-        notes.append(Note(Outcome.DEFAULTED, "lr_scheduler", why))
+        why = f"{ABSENT}; DeepSpeed starts counting at 0"
+        notes.append(Note(Outcome.DEFAULTED, "global_step", why))
     if "megatron" in manifest.extra:
         what = "Megatron's common state (args, scheduler) and sharded objects"
         notes.append(Note(Outcome.DROPPED, what, "only Megatron uses them; dcp and megatron keep them"))
@@ -121,9 +114,10 @@ def _why_not(manifest: Manifest, name: str) -> str:
     return known.get(name, "DeepSpeed uses this name for something else")
 
 
-def _scaler_notes(found: Any, dtype: DType) -> list[Note]:
+def _scaler_notes(manifest: Manifest, found: Any, dtype: DType) -> list[Note]:
     if dtype is DType.FLOAT16 and not is_scaling(found):
-        return [Note(Outcome.DEFAULTED, "loss_scaler", f"the source has none: {DEFAULT_SCALER}")]
+        absent = ABSENT if found is None else "the source's does not scale"
+        return [Note(Outcome.DEFAULTED, "loss_scaler", f"{absent}; {DEFAULT_SCALER}")]
     if dtype is not DType.FLOAT16 and is_scaling(found):
         return [Note(Outcome.DROPPED, "loss_scaler", f"training in {dtype.value} does not use loss scaling")]
     if found is not None and not isinstance(found, dict):

@@ -132,7 +132,7 @@ class Contents:
         states = {_slot_name(slot, path): self._state(slot, path, shape, name) for slot, path in paths.items()}
         yield StateKey(name, WEIGHT), self._weight(name, value, shape, states.get(MASTER))
         yield from ((StateKey(name, slot), entry) for slot, entry in states.items())
-        if STEP not in states and name in self.shared_steps:
+        if states.keys() - {MASTER, STEP} and STEP not in states and name in self.shared_steps:
             yield StateKey(name, STEP), self.shared_steps[name]
 
     def _check_slots(self, name: str, paths: Mapping[str, str], shape: Shape) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.ds_config import Settings
 from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
+from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER
 from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
 from ckpt_tools.formats.deepspeed.universal.names import MASTER_FILE
@@ -30,8 +32,8 @@ MAX_ELEMENTS_OF_ONE_RANK = 2
 have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]``."""
 
 
-def portable(groups: Sequence[Group]) -> tuple[tuple[Group, ...], tuple[Note, ...]]:
-    """The groups without the state that has no form in ``zero/<fqn>/``, and what became of it.
+def portable(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """The groups without the state that has no form in ``zero/<fqn>/``, and with a note on it.
 
     A file there has to have as many elements as its parameter, and is copied into float32. An optimizer that finds a
     part of its state takes it for the whole, so that a group keeps all of it or nothing.
@@ -39,14 +41,16 @@ def portable(groups: Sequence[Group]) -> tuple[tuple[Group, ...], tuple[Note, ..
     Raises:
         UnsupportedError: a slot has the name of the master's file.
     """
-    notes, found = [], []
-    for number, group in enumerate(groups):
-        foreign = _foreign(group)
-        if foreign:
-            why = f"a universal checkpoint cannot hold {', '.join(foreign)}; zero1, zero2 and zero3 do"
-            notes.append(Note(Outcome.DROPPED, f"optimizer state of parameter group {number}", why))
-        found.append(replace(group, slots=(), scalars={}) if foreign else group)
-    return tuple(found), tuple(notes)
+    return tuple(_portable(number, group) for number, group in enumerate(groups))
+
+
+def _portable(number: int, group: Group) -> Group:
+    foreign = _foreign(group)
+    if not foreign:
+        return group
+    why = f"a universal checkpoint cannot hold {', '.join(foreign)}; zero1, zero2 and zero3 do"
+    note = Note(Outcome.DROPPED, f"optimizer state of parameter group {number}", why)
+    return replace(group, slots=(), scalars={}, notes=(note,))
 
 
 def _foreign(group: Group) -> list[str]:
@@ -77,31 +81,35 @@ def corrected(notes: Iterable[Note]) -> Iterator[Note]:
     """The notes on what is no tensor. A native checkpoint needs a loss scaler; here the job keeps its own."""
     for note in notes:
         if note.what == "loss_scaler" and note.outcome is Outcome.DEFAULTED:
-            note = replace(note, why="the source has none, so the job keeps its own values")
+            note = replace(note, outcome=Outcome.MISSING, why=note.why.replace(DEFAULT_SCALER, "the job keeps its own"))
         yield note
 
 
 def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
     """What a job that loads the checkpoint has to know."""
-    yield from _untrained("buffers", state.buffers.values())
+    yield from _untrained("buffer", "buffers", state.buffers.values())
     without_state = [entry for entry in state.frozen.values() if entry.numel]
-    yield from _untrained("parameters without optimizer state (frozen, or tied to others)", without_state)
+    more = "without optimizer state (frozen, or tied to others)"
+    yield from _untrained(f"parameter {more}", f"parameters {more}", without_state)
     yield from _slots_in_stage3(state.groups)
     yield from _groups_in_stage3(state, extras)
     yield from _groups_in_stages_1_and_2(state.groups)
     if any(split(name) for group in state.groups for name in group.params):
         why = (
-            "load it in stage 1 or 2, with ep_size=1 or in a model of the same names without deepspeed.moe; DeepSpeed "
-            "stops if it has more expert-parallel ranks, and in stage 3, for which zero3 is"
+            "they have their numbers among all ranks; load it in stage 1 or 2, with ep_size=1 or in a model of the "
+            "same names without deepspeed.moe; DeepSpeed stops if it has more expert-parallel ranks, and in stage 3, "
+            "for which zero3 is"
         )
-        yield Note(Outcome.DEFAULTED, "experts have their numbers among all ranks", why)
+        yield Note(Outcome.KEPT, "experts", why)
 
 
-def _untrained(what: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:
+def _untrained(one: str, many: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:
     found = list(entries)
     if found:
-        why = "they are in the checkpoint, but load_universal does not restore them; zero1, zero2 and zero3 do"
-        yield Note(Outcome.DROPPED, f"{len(found)} {what}", why, len(found), sum(entry.num_bytes for entry in found))
+        why = "load_universal does not restore them; zero1, zero2 and zero3 do"
+        yield Note(
+            Outcome.NOT_LOADED, count(len(found), one, many), why, len(found), sum(entry.num_bytes for entry in found)
+        )
 
 
 def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
@@ -110,10 +118,10 @@ def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
     others = {slot.name for group in groups for slot in group.slots if slot.name not in STAGE3_SLOTS}
     if missing:
         why = f"it loads Adam's state and nothing else, and fails without {', '.join(missing)}; zero3 loads"
-        yield Note(Outcome.DEFAULTED, what, why)
+        yield Note(Outcome.KEPT, what, why)
     elif others:
         why = f"it does not load {', '.join(sorted(others))}, and the next step fails without it; zero3 restores it"
-        yield Note(Outcome.DEFAULTED, what, why)
+        yield Note(Outcome.KEPT, what, why)
 
 
 def _missing_in_stage3(groups: Sequence[Group]) -> list[str]:
@@ -135,13 +143,13 @@ def _groups_in_stage3(state: TrainingState, extras: Extras) -> Iterator[Note]:
         shared.insert(0, f"the same hyperparameters, so that {', '.join(differing)} stay as the job sets them")
     if len(options) > 1 and shared:
         why = f"they get {', and '.join(shared)}; zero3 restores each group's own"
-        yield Note(Outcome.DEFAULTED, f"{len(options)} parameter groups in stage 3", why, len(options))
+        yield Note(Outcome.KEPT, f"{len(options)} parameter groups in stage 3", why, len(options))
     elif shared and sum(state.groups[0].numels) > _sub_group_size(extras):
         why = (
             f"a rank with more than sub_group_size ({_sub_group_size(extras):,}) elements cuts them into sub-groups, "
             f"which get {shared[0]}; zero3 restores each one's own"
         )
-        yield Note(Outcome.DEFAULTED, "the step count in stage 3", why)
+        yield Note(Outcome.KEPT, "the step count in stage 3", why)
 
 
 def _counts_in_python(state: TrainingState) -> bool:
@@ -162,4 +170,4 @@ def _groups_in_stages_1_and_2(groups: Sequence[Group]) -> Iterator[Note]:
                 "stages 1 and 2 fail on more than one rank, where a rank has none of a group's elements; "
                 "zero1 and zero2 load"
             )
-            yield Note(Outcome.DEFAULTED, f"parameter group {number} of {numel} elements", why)
+            yield Note(Outcome.KEPT, f"parameter group {number} of {numel} elements", why)

@@ -85,8 +85,6 @@ class ModelFiles:
     def _counters(self, tensors: Tensors) -> dict[str, Value]:
         found: dict[str, Value] = {
             "lr_scheduler": self.extras.lr_scheduler,
-            "data_sampler": None,
-            "random_ltd": None,
             "skipped_steps": 0,
             "global_steps": self.extras.global_steps,
             "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},

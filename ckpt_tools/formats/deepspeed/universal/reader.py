@@ -14,6 +14,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, stages_of
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
+from ckpt_tools.formats.deepspeed.common.tags import folder_of
 from ckpt_tools.formats.deepspeed.universal import names
 from ckpt_tools.formats.deepspeed.universal.contents import Contents
 from ckpt_tools.formats.deepspeed.universal.states import Slots
@@ -48,7 +49,7 @@ class UniversalReader:
         return Contents(files, models, optimizer, Slots(source), parts).manifest()
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        folder = names.choose_folder(source, None)
+        folder = folder_of(names.universal_folders(source.files), manifest.files)
         used = manifest.files | manifest.fqns | manifest.aliases.keys()
         return names.own_files(source.files, names.universal_files(source, folder), folder, used)
 

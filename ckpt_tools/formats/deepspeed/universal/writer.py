@@ -45,8 +45,7 @@ class UniversalWriter:
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         state = TrainingState.of(_grouped(manifest))
         extras = Extras.of(manifest, state.dtype)
-        groups, dropped = portable(state.groups)
-        state = replace(state, groups=groups)
+        state = replace(state, groups=portable(state.groups))
         tag = written_tag(options.tag or extras.tag, latest=LATEST)
         output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
         files = [
@@ -55,7 +54,8 @@ class UniversalWriter:
             *ModelFiles(state, extras).layouts(f"{tag}/"),
             FileLayout(LATEST, (Literal(tag.encode()),)),
         ]
-        return Layout(files, (*state.notes, *dropped, *corrected(extras.notes), *notes_of(state, extras)))
+        notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
+        return Layout(files, notes, as_stored=state.buffers.keys())
 
 
 def _grouped(manifest: Manifest) -> Manifest:

@@ -78,10 +78,10 @@ class Contents:
             return
         what = "weights of frozen parameters, if the run has any"
         if self.optim.stage > 1:
-            yield Note(Outcome.DEFAULTED, what, "the checkpoint was saved with exclude_frozen_parameters")
+            yield Note(Outcome.MISSING, what, "the checkpoint was saved with exclude_frozen_parameters")
         elif not self._has_frozen():
             why = "there are none, and stage 1 does not say whether exclude_frozen_parameters left them out"
-            yield Note(Outcome.DEFAULTED, what, why)
+            yield Note(Outcome.MISSING, what, why)
 
     def _has_frozen(self) -> bool:
         known = {*self.trainable, *self.model.buffers, *self.aliases}

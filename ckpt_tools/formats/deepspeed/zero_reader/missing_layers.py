@@ -189,4 +189,4 @@ def untold(numbers: Collection[int], *, is_numbered: bool) -> Note:
         f"nothing in the checkpoint tells which layers the model has, and there are files of layers {have}; the "
         f"loss of another one does not show if {shows}"
     )
-    return Note(Outcome.DEFAULTED, UNTOLD, why)
+    return Note(Outcome.MISSING, UNTOLD, why)

@@ -15,6 +15,7 @@ from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
+from ckpt_tools.formats.deepspeed.common.tags import folder_of
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from ckpt_tools.formats.deepspeed.zero_reader import moe, names, pipeline, stage0, whole_names
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
@@ -56,7 +57,8 @@ class DeepSpeedReader:
         return Joining([part.manifest for part in parts], rules).manifest()
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return names.own_files(source.files, names.choose_folder(source, None))
+        folder = folder_of(names.tag_folders(source.files), manifest.files)
+        return names.own_files(source.files, folder)
 
 
 @dataclass(frozen=True, slots=True)

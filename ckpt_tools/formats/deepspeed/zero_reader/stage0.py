@@ -174,7 +174,7 @@ class Contents:
         notes: tuple[Note, ...] = ()
         if members is None:
             self._keep_numbers()
-            why = "it numbers its parameters, and their order and shapes do not identify them; it is copied unchanged"
+            why = "it numbers its parameters, and their order and shapes do not identify them"
             notes = (Note(Outcome.KEPT, "optimizer", why),)
         tensors |= {key: entry for name, piece in self._pieces(members).items() for key, entry in self._of(name, piece)}
         self._gather_extras()

@@ -142,12 +142,12 @@ def _ties(state: TrainingState) -> dict[str, str]:
 
 
 def _counters(target: Target, tensors: Tensors) -> dict[str, Value]:
-    """Without ``global_samples`` where the source does not say: DeepSpeed then takes steps times its batch size."""
+    """Without ``global_samples``, ``data_sampler`` and ``random_ltd`` where the source does not have them: DeepSpeed
+    then takes steps times its batch size, and a run with a data sampler or random-LTD starts these afresh. None would
+    end in an error there."""
     extras = target.extras
     return {
         "lr_scheduler": tensors.restored(extras.lr_scheduler),
-        "data_sampler": None,
-        "random_ltd": None,
         "skipped_steps": 0,
         "global_steps": extras.global_steps,
         **tensors.restored(dict(extras.counters)),

@@ -13,6 +13,7 @@ from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, Lazy
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.rank_limits import check_elements
 from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import guess_notes
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
@@ -36,12 +37,13 @@ class ZeroWriter:
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
-        is no folder's name."""
+        cannot name a folder, or for too many ranks."""
+        check_elements(manifest, options.world_size)
         target = Target.of(manifest, self.stage, options.world_size)
         tag = written_tag(options.tag or target.extras.tag, latest="latest")
         files = ZeroFiles.of(tag, target).files()
         notes = (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage))
-        return Layout(files, (*notes, *_expert_notes(manifest)))
+        return Layout(files, (*notes, *_expert_notes(manifest)), as_stored=target.state.buffers.keys())
 
 
 def _expert_notes(manifest: Manifest) -> list[Note]:
@@ -49,10 +51,10 @@ def _expert_notes(manifest: Manifest) -> list[Note]:
     if not any(split(key.fqn) for key in manifest.tensors):
         return []
     why = (
-        "a job with deepspeed.moe stops without files of experts; load it in a model of the same names without "
-        "deepspeed.moe, or convert to universal"
+        "they are in the model's file, and a job with deepspeed.moe stops without files of experts; load it in a model "
+        "of the same names without deepspeed.moe, or convert to universal"
     )
-    return [Note(Outcome.DEFAULTED, "experts are in the model's file", why)]
+    return [Note(Outcome.KEPT, "experts", why)]
 
 
 def _guess_notes(state: TrainingState, stage: int) -> list[Note]:

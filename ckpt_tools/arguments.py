@@ -1,0 +1,59 @@
+"""Refuses empty arguments: an unset shell variable would make the current folder of a path, and a default of a name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
+
+from ckpt_tools.core.option_names import is_place, option
+from ckpt_tools.errors import UsageError
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_WITH_HOST = "s3|s3a|gs|gcs|az|abfs|abfss|adl|oss|oci|http|https|ftp|sftp|ssh|hf"
+"""URL schemes whose first part names a bucket, container, host or repository."""
+
+_NOWHERE = re.compile(rf"(?:.*::)?(?:[A-Za-z][A-Za-z0-9+.-]*://|(?:{_WITH_HOST}):///.*)", re.DOTALL)
+"""A URL that ends behind its scheme, or has no host."""
+
+
+def refusing_empty(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """``function``, which raises UsageError if one of its arguments is empty. Every public function is decorated."""
+
+    @wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        given, named = [_kept(each) for each in args], {name: _kept(each) for name, each in kwargs.items()}
+        for name, value in (*zip(signature(function).parameters, given, strict=False), *named.items()):
+            check_not_empty(option(name), value, is_required=is_place(name))
+        return function(*given, **named)
+
+    return checked
+
+
+def check_not_empty(label: str, value: object, *, is_required: bool = False) -> None:
+    """Raises UsageError if the argument that messages call ``label`` is empty, contains an empty string, or is a URL
+    without a place."""
+    texts = list(_texts(value))
+    if value == "":
+        raise UsageError(f"{label} is empty" + ("; name a folder or a URL" if is_required else ""))
+    if "" in texts:
+        raise UsageError(f"{label} contains an empty text")
+    nowhere = next((text for text in texts if _NOWHERE.fullmatch(text)), None)
+    if nowhere is not None:
+        raise UsageError(f"{label}: {nowhere} is a URL without a place; name a bucket, a host or a path in it")
+
+
+def _texts(value: object) -> Iterable[str]:
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for text in pair if isinstance(text, str)]
+    parts: Iterable[object] = value if isinstance(value, list | tuple | set | frozenset) else (value,)
+    return [text for text in parts if isinstance(text, str)]
+
+
+def _kept(value: Any) -> Any:
+    """``value`` as it can be read twice."""
+    return tuple(value) if isinstance(value, Iterator) else value

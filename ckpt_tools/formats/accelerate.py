@@ -1,0 +1,171 @@
+"""Several models in one folder of accelerate: which model has which optimizer, by the names of files.
+
+``Accelerator.save_state`` (1.15, checkpointing.py ``save_accelerator_state``, utils/fsdp_utils.py) numbers models and
+optimizers in the order in which they were prepared, and pairs them by that number. With FSDP each is a DCP:
+``pytorch_model_fsdp_1`` and ``optimizer_1``. Elsewhere each is a file, and the first has no number:
+``model.safetensors`` and ``optimizer.bin``, ``model_1.safetensors`` and ``optimizer_1.bin``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.wording import listed, natural
+from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
+from ckpt_tools.formats.trainer_names import OPTIMIZERS
+from ckpt_tools.stores.source import Source
+
+MAX_CHOICES = 4
+"""Paths that a message spells out."""
+
+_MODEL = "pytorch_model_fsdp_"
+_FOLDER = re.compile(rf"{_MODEL}(\d{{1,9}})")
+_TAGGED = re.compile(r"(pytorch_model(?:_[1-9]\d{0,8})?)/[^/]*_states\.pt")
+_FILE = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)(?:_([1-9]\d{0,8}))?\.(safetensors|bin)")
+
+Look = Callable[[str], Source]
+"""Opens what is at a URL. Raises SourceNotFoundError."""
+
+
+def refuse_several(source: Source, tag: str | None) -> None:
+    """Raises UnsupportedError if ``source`` is a folder with several models of accelerate, and ``tag`` names none."""
+    _refuse_several_tags(source, tag)
+    found: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for path in source.files:
+        folder, name, number = _model_of(path)
+        if number is not None:
+            found[folder].setdefault(number, f"{folder}{name}")
+    if len(found) == 1 and len(models := next(iter(found.values()))) > 1:
+        url = source.store.url.rstrip("/")
+        choices = [f"{url}/{models[number]}" for number in sorted(models)]
+        raise UnsupportedError(
+            f"there are several models here ({listed([models[number] for number in sorted(models)])}); name one of "
+            f"them, which is read with its own optimizer: {' or '.join(choices[:MAX_CHOICES])}"
+        )
+
+
+def _refuse_several_tags(source: Source, tag: str | None) -> None:
+    """With DeepSpeed each model has a tag of its own, and ``latest`` names the last of them (accelerator.py
+    ``save_state``)."""
+    tags = sorted({match[1] for path in source.files if (match := _TAGGED.fullmatch(path)) is not None}, key=natural)
+    if tag is None and len(tags) > 1:
+        options = " or ".join(option("tag", each) for each in tags[:MAX_CHOICES])
+        raise UnsupportedError(f"there are several models ({listed(tags)}); choose one with {options}")
+
+
+def _model_of(path: str) -> tuple[str, str, int | None]:
+    """The prefix of a model's folder, the model's name, and its number; None if ``path`` is not a file of a model."""
+    folder, _, name = path.rpartition("/")
+    above, _, last = folder.rpartition("/")
+    if name == ".metadata" and (match := _FOLDER.fullmatch(last)) is not None:
+        return above and f"{above}/", last, int(match[1])
+    file = _FILE.fullmatch(name) if not folder else None
+    return "", name, int(file[2] or 0) if file is not None else None
+
+
+def with_optimizer(url: str, source: Source, look: Look) -> tuple[Source, tuple[Note, ...]]:
+    """``source`` with the optimizer of the same number, and a note if it is missing, if ``url`` names the DCP of a
+    model, or the file of one of several models. The file of the only model of a folder stands for itself."""
+    base, _, name = url.rstrip("/").removesuffix("/.metadata").rpartition("/")
+    folder, file = _FOLDER.fullmatch(name), _FILE.fullmatch(name)
+    if base and folder is not None and ".metadata" in source.files:
+        return _both_folders(base, name, int(folder[1]), source, look)
+    if base and file is not None and list(source.files) == [name]:
+        return _both_files(base, file, source, look)
+    return source, ()
+
+
+def _both_folders(base: str, name: str, number: int, source: Source, look: Look) -> tuple[Source, tuple[Note, ...]]:
+    """The folder above, without the other models and optimizers."""
+    optimizer = f"optimizer_{number}"
+    if _found(look, f"{base}/{optimizer}") is None:
+        return source, (_missing(optimizer, name),)
+    every = look(base)
+    parts = (f"{name}/", f"{optimizer}/")
+    files = {path: size for path, size in every.files.items() if path.startswith(parts) or "/" not in path}
+    return replace(every, files=files), ()
+
+
+def _both_files(base: str, file: re.Match[str], source: Source, look: Look) -> tuple[Source, tuple[Note, ...]]:
+    number = int(file[2] or 0)
+    if not number and _found(look, f"{base}/{file[1]}_1.{file[3]}") is None:
+        return source, ()
+    name = f"optimizer_{number}.bin" if number else "optimizer.bin"
+    found = _found(look, f"{base}/{name}")
+    if found is not None and list(found.files) == [name]:
+        from ckpt_tools.stores.joined import Joined
+
+        return Source(Joined(source.store, {name: (found.store, name)}), {**source.files, **found.files}), ()
+    others = ("optimizer.bin", "optimizer_1.bin")
+    has_others = any(_found(look, f"{base}/{other}") is not None for other in others)
+    return source, (_missing(name, file[0]),) if has_others else ()
+
+
+def _found(look: Look, url: str) -> Source | None:
+    try:
+        return look(url)
+    except SourceNotFoundError:
+        return None
+
+
+def _missing(optimizer: str, model: str) -> Note:
+    return Note(Outcome.MISSING, optimizer, f"it is not beside {model}, which is read without an optimizer")
+
+
+def note_of_missing(folders: Collection[str]) -> tuple[Note, ...]:
+    """A note for each model among the DCPs in ``folders`` whose optimizer is not among them."""
+    numbers = {folder: match[1] for folder in folders if (match := _FOLDER.fullmatch(folder.rpartition("/")[2]))}
+    optimizers = {
+        folder: f"{folder.removesuffix(_MODEL + number)}optimizer_{number}" for folder, number in numbers.items()
+    }
+    return tuple(_missing(each, folder) for folder, each in optimizers.items() if each not in folders)
+
+
+def optimizer_of(files: Collection[str]) -> str | None:
+    """The file of the optimizer of the model in a folder; None if there is none."""
+    numbers = {number for path in files if (number := _model_of(path)[2]) is not None}
+    last = max(numbers, default=0)
+    names = (f"optimizer_{last}.bin",) if last else OPTIMIZERS
+    return next((name for name in names if name in files and len(files) > 1), None)
+
+
+def refuse_several_of_ranks(labels: Collection[str], *, model_key: str | None, optim_key: str | None) -> None:
+    """Raises UnsupportedError if the items of files of ranks are several models, and the keys leave open which model or
+    which optimizer is meant. The first model's label is ``model``, its optimizer's is ``optimizer``."""
+    models = {label: match[1] for label in labels if (match := _FOLDER.fullmatch(label)) is not None}
+    optimizers = {model: f"optimizer_{number}" for model, number in models.items()}
+    if "model" in labels:
+        optimizers = {"model": "optimizer", **optimizers}
+    is_chosen = model_key is not None and (optim_key is not None or not {*optimizers.values()} & {*labels})
+    if len(optimizers) > 1 and not is_chosen:
+        choices = [
+            " ".join([option("model_key", model), *([option("optim_key", each)] if each in labels else [])])
+            for model, each in optimizers.items()
+        ]
+        raise UnsupportedError(
+            f"there are several models ({listed([*optimizers])}); choose one with {' or '.join(choices[:MAX_CHOICES])}"
+        )
+
+
+def is_optimizer(path: str) -> bool:
+    """Whether a file has the name of the optimizer of a model beside it."""
+    return path in OPTIMIZERS or re.fullmatch(r"optimizer_\d{1,9}\.bin", path) is not None
+
+
+def numbered_model(folders: Collection[str]) -> str:
+    """The folder of a model that is not the first of its run, if ``folders`` are those of it and its optimizer; else
+    nothing."""
+    found = [folder for folder in folders if (match := _FOLDER.fullmatch(folder)) is not None and int(match[1])]
+    return found[0] if len(found) == 1 and len(folders) == 2 else ""
+
+
+def has_several_schedulers(files: Collection[str]) -> bool:
+    """Whether ``scheduler.bin`` can be another model's: schedulers are numbered by themselves."""
+    names = {path.rpartition("/")[2] for path in files}
+    others = any(re.fullmatch(r"(?:scheduler|optimizer)_[1-9]\d{0,8}\.bin", name) for name in names)
+    return others or any((_model_of(path)[2] or 0) > 0 for path in files)

@@ -1,0 +1,79 @@
+"""Tensors that are not plain: why the elements of each cannot be read, in words that name its class.
+
+A plain tensor is a strided view of a storage. Subclasses (DTensor, quantized tensors of torchao, jagged nested tensors)
+mean more than the elements that they hold; sparse, quantized and flagged tensors mean something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, StoredTensor, Value
+from ckpt_tools.core.wording import listed
+
+_TENSOR = GlobalRef("torch", "Tensor")
+"""The class of a tensor that has attributes: FSDP1 sets ``_has_been_cloned`` on every parameter that it gathers."""
+
+_PLAIN_ATTRIBUTES = (bool, int, float, str)
+
+_UNINITIALIZED = tuple(
+    GlobalRef("torch.nn.parameter", name) for name in ("UninitializedParameter", "UninitializedBuffer")
+)
+
+_KINDS = {
+    "_rebuild_sparse_tensor": "sparse tensor",
+    "_rebuild_qtensor": "quantized tensor",
+    "_rebuild_nested_tensor": "nested tensor",
+}
+
+
+def why_unread(value: Value) -> str | None:
+    """Reason why the tensor ``value`` cannot be read; None for a plain tensor, and for other values."""
+    if isinstance(value, StoredTensor):
+        return _why_stored(value)
+    if not isinstance(value, Opaque) or not isinstance(value.ref, GlobalRef):
+        return None
+    if value.ref in _UNINITIALIZED:
+        return f"it is a {value.ref}, which has no elements; materialize it before saving"
+    from ckpt_tools.serialization.pickle.allowed_calls import why_unsupported
+
+    return why_unsupported(value) or (_cannot(_class(value)) if _rebuilds(value.ref) else None)
+
+
+def _why_stored(tensor: StoredTensor) -> str | None:
+    if tensor.storage is None:
+        return "it is on the meta device and has no elements; materialize it before saving"
+    if tensor.wrapper not in (None, PARAMETER, _TENSOR):
+        return _cannot(str(tensor.wrapper))
+    parts = tensor.state if isinstance(tensor.state, tuple) else (tensor.state,)
+    unknown = [name for part in parts if part is not None for name in _unknown(part, tensor.wrapper)]
+    return _cannot(f"{tensor.wrapper} with attributes of its own ({listed(unknown)})") if unknown else None
+
+
+def _unknown(state: Value, wrapper: GlobalRef | None) -> list[str]:
+    """The attributes that could change what the elements mean; all others are left behind. Of a parameter, whose
+    attributes are those of the framework that trains it, only tensors could."""
+    if not isinstance(state, Mapping):
+        return ["its state"]
+    if wrapper == PARAMETER:
+        return [str(name) for name, value in state.items() if isinstance(value, StoredTensor)]
+    return [str(name) for name, value in state.items() if value is not None and type(value) not in _PLAIN_ATTRIBUTES]
+
+
+def _cannot(kind: str) -> str:
+    return f"it is a {kind}, which cannot be read; save plain tensors"
+
+
+def _rebuilds(ref: GlobalRef) -> bool:
+    is_rebuilt = ref.module in ("torch._utils", "torch._tensor") and ref.name.startswith("_rebuild")
+    return is_rebuilt or ref == PARAMETER
+
+
+def _class(value: Opaque) -> str:
+    """The class that ``_rebuild_from_type_v2`` makes, or the function that would make the tensor."""
+    if value.ref == PARAMETER and value.args and isinstance(value.args[0], Opaque):
+        return _class(value.args[0])
+    named = [arg for arg in value.args if isinstance(arg, GlobalRef)]
+    if len(named) > 1:
+        return str(named[1])
+    return _KINDS.get(value.ref.name, f"tensor of {value.ref}")

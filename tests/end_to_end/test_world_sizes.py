@@ -1,0 +1,109 @@
+"""As many ranks as were asked for, or an error with the largest useful number; never fewer in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import ckpt_tools
+from ckpt_tools.cli.main import main
+from ckpt_tools.core.option_names import WrittenFormat
+from ckpt_tools.errors import UsageError
+
+ROWS, COLUMNS = 10, 3
+LIMITS: dict[WrittenFormat, int] = {
+    "dcp": ROWS,
+    "megatron": ROWS,
+    "sharded": ROWS * COLUMNS,
+    "zero1": ROWS * COLUMNS,
+    "zero2": ROWS * COLUMNS,
+    "zero3": ROWS * COLUMNS,
+}
+
+
+@pytest.fixture(params=["weights", "training state"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    model = torch.nn.Linear(COLUMNS, ROWS)
+    if request.param == "weights":
+        save_file(model.state_dict(), tmp_path / "src.safetensors")
+        return tmp_path / "src.safetensors"
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, COLUMNS)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "src.pt")
+    return tmp_path / "src.pt"
+
+
+def ranks_of(folder: Path) -> tuple[int | None, int | None]:
+    """As ``inspect`` and ``ls`` say."""
+    (listed,) = ckpt_tools.ls(folder).checkpoints
+    assert listed.is_complete
+    return ckpt_tools.inspect(folder).world_size, listed.world_size
+
+
+@pytest.mark.parametrize("to", LIMITS)
+def test_the_limit_and_one_above(to: WrittenFormat, source: Path, tmp_path: Path) -> None:
+    limit = LIMITS[to]
+    ckpt_tools.convert(source, tmp_path / "out", to=to, world_size=limit)
+    assert ranks_of(tmp_path / "out") == (limit, limit)
+    assert ckpt_tools.verify(source, tmp_path / "out").equal
+    for call in (ckpt_tools.convert, ckpt_tools.plan):
+        for asked in (limit + 1, 1_000_000, 10**18):
+            with pytest.raises(UsageError, match=rf"^world_size={asked}: the largest useful .* is {limit},"):
+                call(source, tmp_path / "more", to=to, world_size=asked)
+    with pytest.raises(UsageError, match=f"the largest useful number of ranks for this checkpoint is {limit}, "):
+        ckpt_tools.reshard(tmp_path / "out", tmp_path / "more", world_size=limit + 1)
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize("to", LIMITS)
+@pytest.mark.parametrize("asked", [1, 4, 7, 9])
+def test_every_number_below_it_is_written(to: WrittenFormat, asked: int, source: Path, tmp_path: Path) -> None:
+    """10 rows on 7 ranks are 2 rows each, and none for the last two: they have a file too, as torch writes it."""
+    ckpt_tools.convert(source, tmp_path / "out", to=to, world_size=asked)
+    assert ranks_of(tmp_path / "out") == (asked, asked)
+    assert ckpt_tools.verify(source, tmp_path / "out").equal
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("asked", [6, 7, 8, 9, ROWS])
+def test_torch_loads_what_ranks_without_an_element_wrote(asked: int, source: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(source, tmp_path / "out", to="dcp", state="model", world_size=asked)
+    files = {path.name for path in (tmp_path / "out").glob("*.distcp")}
+    assert files == {f"__{rank}_0.distcp" for rank in range(asked)}
+    state = {"weight": torch.zeros(ROWS, COLUMNS), "bias": torch.zeros(ROWS)}
+    is_tree = "model.weight" in dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    tree = {"model": state} if is_tree else state
+    dcp.load(tree, checkpoint_id=tmp_path / "out", no_dist=True)
+    with ckpt_tools.open(source) as expected:
+        for name, tensor in state.items():
+            assert torch.equal(tensor, expected[name].torch())
+
+
+@pytest.mark.parametrize("to", ["dcp", "megatron", "sharded"])
+def test_the_ranks_of_the_source_are_never_too_many(to: WrittenFormat, source: Path, tmp_path: Path) -> None:
+    """A job that has more ranks than the model has rows saves and loads as any other."""
+    ckpt_tools.convert(source, tmp_path / "zero", to="zero2", world_size=12)
+    for options in ({}, {"world_size": 12}):
+        out = tmp_path / f"out-{len(options)}"
+        ckpt_tools.convert(tmp_path / "zero", out, to=to, **options)  # type: ignore[arg-type]
+        assert ranks_of(out) == (12, 12)
+        assert ckpt_tools.verify(tmp_path / "zero", out).equal
+    if to != "sharded":
+        with pytest.raises(UsageError, match="is 12, the number of ranks of the source"):
+            ckpt_tools.convert(tmp_path / "zero", tmp_path / "more", to=to, world_size=13)
+
+
+def test_the_command_says_it_in_one_sentence(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(source), str(tmp_path / "out"), "--to", "dcp", "--world-size", "1000000"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "Error: --world-size 1000000: the largest useful number of ranks for this checkpoint is 10, the most rows that "
+        "a tensor has, along which tensors are cut\n"
+    )
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,107 @@
+"""One file of a checkpoint is refused by every verb with the folder to name, and never read as though it were all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt_tools
+from ckpt_tools.core.notes import Outcome
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import LossError, UnsupportedError
+from ckpt_tools.formats.reading import read_checkpoint
+from fixtures.corpus import make
+from tests.support.every_verb import READING, USING, refusal
+
+FILES = [
+    ("deepspeed-zero1-bf16", "**/*_optim_states.pt", 1),
+    ("deepspeed-zero1-bf16", "**/mp_rank_00_model_states.pt", 1),
+    ("deepspeed-zero3-bf16", "**/zero_pp_rank_0_*_model_states.pt", 1),
+    ("deepspeed-pipeline-bf16", "**/layer_*-model_states.pt", 1),
+    ("deepspeed-universal", "**/zero/*/fp32.pt", 3),
+    ("dcp", "__0_0.distcp", 1),
+    ("dcp-alone", "__0.metadata", 1),
+    ("accelerate-fsdp2", "pytorch_model_fsdp_0/__0_0.distcp", 2),
+    ("accelerate-fsdp2", "optimizer_0/__0_0.distcp", 2),
+    ("accelerate-fsdp2", "random_states_0.pkl", 1),
+    ("accelerate-ranks", "pytorch_model_fsdp*_rank0.bin", 1),
+    ("megatron", "**/common.pt", 1),
+    ("verl", "**/model_world_size_2_rank_0.pt", 1),
+    ("hf-pretrained-sharded", "model-00001-of-*.safetensors", 1),
+    ("bin-shards", "*-00001-of-*.bin", 1),
+    ("gguf-split", "*-00001-of-*.gguf", 1),
+    ("hf-trainer", "**/optimizer.pt", 1),
+    ("hf-trainer", "**/scheduler.pt", 1),
+    ("hf-trainer", "**/rng_state.pth", 1),
+    ("hf-trainer", "**/training_args.bin", 1),
+    ("hf-trainer", "**/trainer_state.json", 1),
+    ("orbax", "**/manifest.ocdbt", None),
+    ("orbax", "**/_METADATA", None),
+    ("orbax-manager", "run/5/_CHECKPOINT_METADATA", None),
+    ("orbax-zarr", "**/.zarray", None),
+]
+"""Layout, file, and how many folders above it the one to name is; None where that is the layout's source."""
+
+
+@pytest.mark.parametrize(("name", "pattern", "above"), FILES)
+def test_the_folder_to_name_is_said_and_opens(name: str, pattern: str, above: int | None, tmp_path: Path) -> None:
+    made = make(name)
+    file = min(made.folder.glob(pattern))
+    folder = made.source if above is None else file.parents[above - 1]
+    code, sentence = refusal(file, tmp_path / "out")
+    assert code == 4
+    assert sentence == f"{file.name}: this is one file of a checkpoint; name its folder {folder}"
+    assert ckpt_tools.inspect(folder).num_tensors
+
+
+@pytest.mark.parametrize("name", ["megatron", "dcp"])
+def test_an_index_stands_for_its_folder(name: str) -> None:
+    made = make(name)
+    index = min(made.folder.rglob(".metadata"))
+    assert ckpt_tools.inspect(index).num_tensors == ckpt_tools.inspect(made.source).num_tensors
+
+
+def test_a_shard_is_read_by_itself_if_its_format_is_named_and_never_in_silence(tmp_path: Path) -> None:
+    file = min(make("hf-pretrained-sharded").source.glob("model-00001-of-*.safetensors"))
+    _, manifest = read_checkpoint(file, ReadOptions(), format_name="safetensors")
+    (note,) = manifest.notes
+    assert note.outcome is Outcome.DROPPED and str(file.parent) in note.what
+    with pytest.raises(LossError):
+        ckpt_tools.convert(file, tmp_path / "out.safetensors", from_="safetensors", strict=True)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_run_without_zero_is_one_file() -> None:
+    """With one rank of model parallelism it holds the whole state."""
+    file = min(make("deepspeed-stage0-bf16").folder.rglob("mp_rank_00_model_states.pt"))
+    assert ckpt_tools.inspect(file).format == "zero0"
+
+
+def test_one_of_one_shard_is_the_whole(tmp_path: Path) -> None:
+    shutil.copy(make("safetensors").folder.glob("*.safetensors").__next__(), tmp_path / "m-00001-of-00001.safetensors")
+    assert ckpt_tools.inspect(tmp_path / "m-00001-of-00001.safetensors").num_tensors
+
+
+def test_a_file_without_tensors_is_shown_and_not_used(tmp_path: Path) -> None:
+    source = tmp_path / "in.safetensors"
+    save_file({}, source)
+    for verb in READING.values():
+        verb(source, tmp_path / "out", {})
+    code, sentence = refusal(source, tmp_path / "out", {k: v for k, v in USING.items() if k != "reshard"})
+    assert (code, sentence) == (4, "in.safetensors: it holds no tensors")
+
+
+def test_a_torch_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "in.pt")
+    code, sentence = refusal(tmp_path / "in.pt", tmp_path / "out")
+    assert code == 4 and "no tensors" in sentence
+
+
+def test_an_optimizer_alone_makes_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="holds no weights"):
+        ckpt_tools.consolidate(make("accelerate-fsdp2").folder / "optimizer_0", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,52 @@
+"""``ls`` names the format of a checkpoint as ``inspect`` does, and the pages list every format that is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.formats.registry import writers
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+WRITTEN = list(writers())
+SHOWN = dict.fromkeys(["zero1", "zero2", "zero3"], "deepspeed")
+"""The stage is in the files; ``ls`` reads names."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.save({"model": torch.nn.Linear(3, 2).state_dict()}, tmp_path / "m.pt")
+    return tmp_path / "m.pt"
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+def test_a_run_lists_each_format_by_its_name_and_as_complete(to: str, model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "run" / "step_1"
+    ckpt_tools.convert(model, saved / f"m.{to}" if to in ("gguf", "npz") else saved, to=to)
+    (listed,) = ckpt_tools.ls(tmp_path / "run").checkpoints
+    assert (listed.format, listed.problem) == (SHOWN.get(to, to), None)
+    row = next(line for line in (DOCS / "json.md").read_text().split("\n") if "how its files are laid out" in line)
+    assert f"`{listed.format}`" in row and "torch_dist" not in row
+
+
+def test_a_megatron_checkpoint_in_a_folder_of_its_own_lacks_what_is_written_last(model: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(model, tmp_path / "run" / "step_1", to="megatron")
+    next((tmp_path / "run").rglob("metadata.json")).unlink()
+    (listed,) = ckpt_tools.ls(tmp_path / "run").checkpoints
+    assert listed.problem is not None and "metadata.json" in listed.problem
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+def test_the_files_that_overwrite_replaces_are_documented(to: str, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / (f"x.{to}" if to in ("gguf", "npz") else to)
+    ckpt_tools.convert(model, target, to=to)
+    removed = ckpt_tools.convert(model, target, to=to, overwrite=True).plan.removed_files
+    assert removed
+    table = (DOCS / "crashes.md").read_text().partition("| format | files |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    family = "DeepSpeed" if to.startswith("zero") else to
+    assert any(family.lower() in row.lower() for row in rows), rows

@@ -1,0 +1,59 @@
+"""No option of a command of inference and no argument of its functions may be empty."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import inference
+from ckpt_tools.errors import UsageError
+from inference import batch, demo, serve
+from tests.support.empty_values import check_refused, lines_with_one_empty_value
+
+COMMANDS = {"batch": batch.main, "demo": demo.main, "serve": serve.main}
+LINES = [
+    pytest.param(command, label, words, id=f"{name}{label}")
+    for name, command in COMMANDS.items()
+    for label, words in lines_with_one_empty_value(command)
+]
+FUNCTIONS = [*(getattr(inference, name) for name in inference.__all__), serve.create_app]
+ARGUMENTS = [
+    pytest.param(function, each.name, id=f"{function.__name__}-{each.name}")
+    for function in FUNCTIONS
+    for each in inspect.signature(function).parameters.values()
+    if "str" in str(each.annotation)
+]
+
+
+def test_every_command_is_here() -> None:
+    folder = Path(sys.modules["inference"].__path__[0])
+    found = {path.stem for path in folder.rglob("*.py") if "@click.command(" in path.read_text()}
+    assert found == COMMANDS.keys()
+
+
+@pytest.mark.parametrize(("command", "label", "words"), LINES)
+def test_an_empty_value_is_refused(
+    command: Any, label: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_refused(command, label, words)
+
+
+@pytest.mark.parametrize(("function", "name"), ARGUMENTS)
+def test_a_function_refuses_an_empty_argument(function: Callable[..., Any], name: str) -> None:
+    first = next(iter(inspect.signature(function).parameters))
+    value: Any = {"": "x"} if name == "storage_options" else ""
+    with pytest.raises(UsageError, match=rf"^{name}=? (is empty|contains an empty text)"):
+        function(**{first: "x", name: value})
+
+
+@pytest.mark.parametrize(("text", "what"), [("vit=", "URL"), ("=run", "NAME"), ("=", "NAME")])
+def test_half_of_a_named_model_is_refused(text: str, what: str) -> None:
+    ended = CliRunner().invoke(serve.main, ["--model", text])
+    assert (ended.exit_code, ended.output) == (2, f"error: --model {text} has an empty {what}; it is NAME=URL\n")

@@ -1,0 +1,358 @@
+"""Tensors in pickled objects, and tensors of classes of their own: read exactly, or refused by name everywhere."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.masked import masked_tensor
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, FormatError, UnsafeError, UnsupportedError, UsageError
+from fixtures.corpus import make
+from fixtures.corpus.dcp_objects import Quantized, quantized, torchao
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+UNFLATTENED = ["dcp-unflattened", "dcp-unflattened-zstd"]
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """What torch itself gives back."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    state: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata)
+    dcp.load(state, checkpoint_id=folder, planner=planner)
+    return state
+
+
+def tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield ".".join(map(str, path)), value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from tensors(inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for position, inner in enumerate(value):
+            yield from tensors(inner, (*path, position))
+    elif isinstance(value, Held):
+        yield from tensors(vars(value), path)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    one, other = dict(tensors(found)), dict(tensors(wanted))
+    assert one.keys() == other.keys() and other
+    for name, tensor in other.items():
+        assert one[name].dtype == tensor.dtype and torch.equal(one[name], tensor), name
+
+
+def save(state: dict[str, Any], folder: Path, **planner: Any) -> Path:
+    dcp.save(state, checkpoint_id=folder, planner=DefaultSavePlanner(**planner))
+    return folder
+
+
+def is_sound(folder: Path) -> bool:
+    try:
+        return ckpt_tools.verify(folder).equal
+    except (FormatError, UnsafeError):
+        return False
+
+
+def as_torch(folder: Path, out: Path) -> Any:
+    dcp_to_torch_save(folder, out)
+    return torch.load(out, weights_only=False)
+
+
+class TestUnflattened:
+    """``DefaultSavePlanner(flatten_state_dict=False)``."""
+
+    @pytest.mark.parametrize("name", UNFLATTENED)
+    def test_every_tensor_that_torch_gives_is_counted(self, name: str) -> None:
+        source = make(name).source
+        found = ckpt_tools.inspect(source)
+        weights = [tensor for _, tensor in tensors(loaded(source)["model"])]
+        assert found.num_parameters == sum(each.numel() for each in weights if each.is_floating_point())
+        assert len(found.tensors) == len(dict(tensors(loaded(source))))
+
+    @pytest.mark.parametrize("name", UNFLATTENED)
+    def test_it_converts_to_what_torch_gives(self, name: str, tmp_path: Path) -> None:
+        source = make(name).source
+        wanted = loaded(source)
+        ckpt_tools.convert(source, tmp_path / "whole.pt", state="all")
+        whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+        assert_same(whole, wanted)
+        assert whole["epoch"] == 3 and whole["optim"]["param_groups"] == wanted["optim"]["param_groups"]
+        ckpt_tools.convert(source, tmp_path / "dcp", to="dcp", world_size=2)
+        assert_same(as_torch(tmp_path / "dcp", tmp_path / "of_dcp.pt"), wanted)
+        ckpt_tools.convert(source, tmp_path / "model.safetensors")
+        assert_same(load_file(tmp_path / "model.safetensors"), wanted["model"])
+
+    def test_the_parts_of_one_rank_are_refused_everywhere(self, tmp_path: Path) -> None:
+        source, out = make("dcp-unflattened-fsdp2-cut").source, tmp_path / "out"
+        sentence = (
+            r"norm\.weight: it is the part of rank [01] of a DTensor of 2 ranks, and its item 'model' holds what one "
+            r"rank pickled, without the other parts; save it as an entry of a dict, with flatten_state_dict=True \(the "
+            r"default\), or leave it out with "
+        )
+        whole = make("dcp-unflattened").source
+        for command in COMMANDS(source, out, whole):
+            with pytest.raises(UnsupportedError, match=sentence):
+                command()
+        assert not out.exists()
+
+    @pytest.mark.parametrize("wanted", [b"PK\x03\x04", b"norm.running_mean", None], ids=["zip", "pickle", "elements"])
+    def test_damage_is_found(self, wanted: bytes | None, tmp_path: Path) -> None:
+        source = tmp_path / "in"
+        shutil.copytree(make("dcp-unflattened").source, source)
+        assert is_sound(source)
+        weight = loaded(source)["model"]["up.weight"].numpy().tobytes() if wanted is None else wanted
+        file = next(each for each in sorted(source.glob("*.distcp")) if weight in each.read_bytes())
+        data = bytearray(file.read_bytes())
+        data[data.index(weight) + 1] ^= 0x55
+        file.write_bytes(data)
+        assert not is_sound(source)
+
+    def test_tied_weights_stay_tied(self, tmp_path: Path) -> None:
+        weight = torch.arange(6.0)
+        save({"model": {"a": weight, "b": weight, "c": weight.clone()}}, tmp_path / "in", flatten_state_dict=False)
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pt")
+        found = torch.load(tmp_path / "out.pt", weights_only=True)
+        assert found["a"].data_ptr() == found["b"].data_ptr() != found["c"].data_ptr()
+
+    def test_a_number_by_number_optimizer_is_placed(self, tmp_path: Path) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        save(state, tmp_path / "in", flatten_state_dict=False)
+        found = ckpt_tools.inspect(tmp_path / "in")
+        assert found.groups[0].num_tensors == 2 and found.optimizer_slots == ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Held:
+    """An object of the user's own."""
+
+    rows: torch.Tensor
+
+
+class TestObjects:
+    """Tensors that flattening leaves in objects."""
+
+    STATE: Callable[[], dict[str, Any]] = staticmethod(
+        lambda: {
+            "model": {"w": torch.ones(3)},
+            "pair": (torch.ones(2), torch.tensor(5.0)),
+            "held": Held(torch.arange(4.0)),
+            "deep": ({"x": [torch.ones(2, 2)]}, {"y": (torch.zeros(()),)}),
+            "step": torch.tensor(7),
+        }
+    )
+
+    @pytest.mark.parametrize("extensions", [[], [ZStandard()]], ids=["plain", "zstd"])
+    def test_each_is_counted_and_kept(self, extensions: list[Any], tmp_path: Path) -> None:
+        state = self.STATE()
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "in", _extensions=extensions))
+        found = ckpt_tools.inspect(tmp_path / "in")
+        assert len(found.tensors) == len(dict(tensors(state))) == 7
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "dcp", to="dcp")
+        assert_same(as_torch(tmp_path / "dcp", tmp_path / "of_dcp.pt"), state)
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pt", state="all")
+        assert_same(torch.load(tmp_path / "out.pt", weights_only=False), state)
+
+    @pytest.mark.parametrize("name", ["of_subclass", "storage"])
+    def test_what_cannot_be_kept_is_named(self, name: str, tmp_path: Path) -> None:
+        value = {
+            "of_subclass": (torch.ones(2).as_subclass(Plain),),
+            "storage": (torch.ones(2).untyped_storage(),),
+        }[name]
+        save({"model": {"w": torch.ones(3)}, name: value}, tmp_path / "in")
+        with pytest.raises(UnsupportedError, match=rf"{name}: it holds a .*, which cannot be read"):
+            ckpt_tools.inspect(tmp_path / "in")
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to="dcp", exclude=name)
+        assert_same(as_torch(tmp_path / "out", tmp_path / "of.pt"), {"model": {"w": torch.ones(3)}})
+
+
+class Plain(torch.Tensor):
+    """A subclass that adds nothing."""
+
+
+def _with_attribute(found: torch.Tensor) -> torch.Tensor:
+    found.scale = torch.ones(2)  # type: ignore[attr-defined]
+    return found
+
+
+KINDS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "wrapper": (lambda: Quantized(torch.zeros(64, 64).byte(), torch.ones(64)), r"dcp_objects\.Quantized"),
+    "small wrapper": (lambda: Quantized(torch.zeros(2, 2).byte(), torch.ones(2)), r"dcp_objects\.Quantized"),
+    "of a parameter": (
+        lambda: nn.Parameter(Quantized(torch.zeros(64, 64).byte(), torch.ones(64))),
+        r"dcp_objects\.Quantized",
+    ),
+    "subclass": (lambda: torch.ones(5, 5).as_subclass(Plain), r"test_dcp_objects\.Plain"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
+        "NestedTensor",
+    ),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(4)]), "nested tensor"),
+    "coo": (lambda: torch.ones(3, 3).to_sparse(), "sparse tensor"),
+    "csr": (lambda: torch.ones(3, 3).to_sparse_csr(), "sparse tensor"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized tensor|qint8"),
+    "masked": (lambda: masked_tensor(torch.ones(3), torch.ones(3).bool()), "MaskedTensor"),
+    "meta": (lambda: torch.ones(3, device="meta"), "on the meta device"),
+    "conjugated": (lambda: torch.ones(3, dtype=torch.complex64).conj(), "the flags conj"),
+    "negative": (lambda: torch.complex(torch.ones(3), torch.ones(3)).conj().imag, "the flags neg"),
+    "uninitialized": (nn.UninitializedParameter, "UninitializedParameter, which has no elements"),
+    "with a tensor as attribute": (
+        lambda: _with_attribute(torch.ones(2, 2)),
+        r"torch\.Tensor with attributes of its own \(scale\)",
+    ),
+    "parameter with one": (
+        lambda: _with_attribute(nn.Parameter(torch.ones(2, 2))),
+        r"parameter\.Parameter with attributes of its own \(scale\)",
+    ),
+}
+
+OF_DCP = ("wrapper", "small wrapper", "of a parameter", "subclass", "quantized", "conjugated")
+"""Those that torch saves in a DCP, and still are what they were."""
+
+
+def _saved(kind: str, form: str, tmp_path: Path) -> Path:
+    state = {"model": {"a.weight": torch.ones(5, 5), "b.weight": KINDS[kind][0]()}}
+    if form == "pt":
+        torch.save(state, tmp_path / "in.pt")
+        return tmp_path / "in.pt"
+    extensions = [ZStandard()] if form == "zstd" else []
+    planner = DefaultSavePlanner(flatten_state_dict=form != "unflattened")
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "in", _extensions=extensions), planner=planner)
+    return tmp_path / "in"
+
+
+FORMS = [(kind, form) for kind in KINDS for form in ("pt", "unflattened", "dcp", "zstd")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [(kind, form) for kind, form in FORMS if form in ("pt", "unflattened") or kind in OF_DCP]
+)
+class TestClasses:
+    def test_it_is_refused_by_name_in_every_command(self, kind: str, form: str, tmp_path: Path) -> None:
+        source, out = _saved(kind, form, tmp_path), tmp_path / "out"
+        other = tmp_path / "other.pt"
+        torch.save({"a.weight": torch.ones(5, 5)}, other)
+        for command in COMMANDS(source, out, other):
+            with pytest.raises(UnsupportedError, match=rf"b\.weight: it .*{KINDS[kind][1]}") as refused:
+                command()
+            assert "leave it out with exclude='b.weight'" in str(refused.value)
+        assert not out.exists()
+
+    def test_it_can_be_left_out(self, kind: str, form: str, tmp_path: Path) -> None:
+        source, exclude = _saved(kind, form, tmp_path), "b.weight"
+        assert ckpt_tools.plan(source, tmp_path / "out", to="dcp", exclude=exclude).num_tensors == 1
+        report = ckpt_tools.convert(source, tmp_path / "out", to="dcp", exclude=exclude)
+        assert [(note.what, note.asked) for note in report.plan.notes] == [("b.weight", True)]
+        found = as_torch(tmp_path / "out", tmp_path / "of_dcp.pt")
+        wanted = {"a.weight": torch.ones(5, 5)}
+        assert_same(found.get("model", found), wanted)
+        assert ckpt_tools.verify(source, tmp_path / "out", exclude=exclude).equal
+        assert ckpt_tools.diff(source, tmp_path / "out", exclude=exclude).equal
+        ckpt_tools.consolidate(source, tmp_path / "out.safetensors", include="a.*")
+        assert_same(load_file(tmp_path / "out.safetensors"), wanted)
+
+
+def COMMANDS(source: Path, out: Path, other: Path) -> list[Callable[[], Any]]:  # noqa: N802
+    """Every command that reads a checkpoint's tensors."""
+    return [
+        lambda: ckpt_tools.inspect(source),
+        lambda: ckpt_tools.plan(source, out, to="dcp"),
+        lambda: ckpt_tools.convert(source, out, to="torch"),
+        lambda: ckpt_tools.convert(source, out, to="dcp"),
+        lambda: ckpt_tools.convert(source, out, to="zero3"),
+        lambda: ckpt_tools.consolidate(source, out),
+        lambda: ckpt_tools.reshard(source, out, world_size=2),
+        lambda: ckpt_tools.verify(source),
+        lambda: ckpt_tools.verify(source, other),
+        lambda: ckpt_tools.diff(source, other),
+        lambda: ckpt_tools.diff(other, source),
+        lambda: ckpt_tools.checksum(source),
+        lambda: ckpt_tools.open(source),
+    ]
+
+
+def test_the_names_of_torchao_are_told(tmp_path: Path) -> None:
+    with torchao() as kind:
+        torch.save(quantized(kind), tmp_path / "model.pt")
+    with pytest.raises(UnsupportedError) as refused:
+        ckpt_tools.inspect(tmp_path / "model.pt")
+    assert str(refused.value) == (
+        f"{tmp_path}/model.pt: layers.0.weight: it is a torchao.quantization.quantize_.workflows.float8.float8_tensor."
+        "Float8Tensor, which cannot be read; save plain tensors, or leave it out with exclude='layers.0.weight'"
+    ) or str(refused.value).startswith("model.pt: layers.0.weight: it is a torchao.quantization.")
+
+
+def test_a_quantized_optimizer_is_left_out_by_its_own_names(tmp_path: Path) -> None:
+    """Its parameters stay."""
+    moment = Quantized(torch.zeros(2, 2).byte(), torch.ones(2))
+    state = {
+        "model": {"w": torch.ones(2, 2), "v": torch.ones(2)},
+        "optim": {
+            "state": {"w": {"exp_avg": moment, "step": torch.tensor(1.0)}},
+            "param_groups": [{"params": ["w", "v"], "lr": 0.1}],
+        },
+    }
+    for number, planner in enumerate([{}, {"flatten_state_dict": False}]):
+        source = save(state, tmp_path / f"in{number}", **planner)
+        with pytest.raises(UnsupportedError, match=r"exclude='optim\.state\.w\.exp_avg'"):
+            ckpt_tools.inspect(source)
+        out = tmp_path / f"out{number}.safetensors"
+        ckpt_tools.convert(source, out, exclude="optim.state.*")
+        assert load_file(out).keys() == {"w", "v"}
+        ckpt_tools.convert(source, tmp_path / f"dcp{number}", to="dcp", exclude="w")
+        found = ckpt_tools.inspect(tmp_path / f"dcp{number}")
+        assert found.num_tensors == 1 and found.groups[0].num_tensors == 1
+
+
+def test_several_are_counted(tmp_path: Path) -> None:
+    wrapped = {f"{n}.weight": Quantized(torch.zeros(2, 2).byte(), torch.ones(2)) for n in range(3)}
+    source = save({**wrapped, "norm": torch.ones(2)}, tmp_path / "in")
+    with pytest.raises(UnsupportedError, match=r"^.*0\.weight: it is .* \(2 more tensors cannot be read\)$"):
+        ckpt_tools.inspect(source)
+    with pytest.raises(UnsupportedError, match=r"1\.weight: it is .* \(1 more tensor cannot be read\)$"):
+        ckpt_tools.convert(source, tmp_path / "out.pt", exclude="0.weight")
+    ckpt_tools.convert(source, tmp_path / "out.pt", exclude="*.weight")
+    assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == {"norm"}
+
+
+def test_a_pattern_that_matches_nothing_is_still_told(tmp_path: Path) -> None:
+    source = _saved("wrapper", "dcp", tmp_path)
+    with pytest.raises(UsageError, match="matches no tensor"):
+        ckpt_tools.convert(source, tmp_path / "out", to="dcp", exclude=["b.*", "c.*"])
+    with pytest.raises(CkptError, match="select no tensor"):
+        ckpt_tools.convert(source, tmp_path / "out", to="dcp", exclude="*")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 4, 5), (1000, 1000), (0, 3)])
+def test_plain_items_of_torch_need_no_look(
+    shape: tuple[int, ...], requires_grad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their length is that of the items that ckpt-tools writes."""
+    from ckpt_tools.formats.dcp import looks
+
+    kinds = [torch.float32, torch.bfloat16, torch.float64]
+    floats = {str(kind): torch.ones(shape, dtype=kind, requires_grad=requires_grad) for kind in kinds}
+    source = save({"model": floats | {"n": torch.ones(shape, dtype=torch.int64)}}, tmp_path / "in")
+    monkeypatch.setattr(looks, "value_at_start", lambda *_: pytest.fail("it was looked into"))
+    ckpt_tools.inspect(source)
