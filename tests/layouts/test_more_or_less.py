@@ -51,8 +51,10 @@ MORE: Mapping[str, Callable[[Path], object]] = {
 }
 """Files of users, of other trainers and of other models."""
 
-NUM_SAMPLED = 1
-"""Changes of a source; the soak makes all of them."""
+TARGETS = ("dcp", "zero2")
+
+EVERY = 3
+"""Of so many sources one is changed, in one way; the soak changes all of them in all ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,19 @@ def changes(folder: Path, source: str, seed: str, *, soak: bool) -> Iterator[Cha
     inside = source if root.is_dir() else Path(source).parent.as_posix()
     more = [Change(f"{inside}/{name}", each) for name, each in MORE.items() if not (folder / inside / name).exists()]
     every = [*map(Change, files), *more]
-    yield from every if soak else random.Random(seed).sample(every, NUM_SAMPLED)
+    yield from every if soak else random.Random(seed).sample(every, 1)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "source" not in metafunc.fixturenames:
+        return
+    is_soak = metafunc.config.getoption("--soak")
+    if "to" not in metafunc.fixturenames:
+        metafunc.parametrize(("name", "source"), SOURCES if is_soak else SOURCES[::EVERY])
+        return
+    cases = [(*source, to) for source in SOURCES for to in TARGETS]
+    # In steps of three: two of three sources, with the targets in turn.
+    metafunc.parametrize(("name", "source", "to"), cases if is_soak else cases[:: len(TARGETS) + 1])
 
 
 def digests(source: Path) -> Mapping[Any, Any]:
@@ -111,7 +125,6 @@ def problem(
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("name", "source"), SOURCES)
 def test_a_file_more_or_less(name: str, source: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     made = make(name)
     before = digests(made.folder / source)
@@ -128,8 +141,6 @@ def test_a_file_more_or_less(name: str, source: str, tmp_path: Path, pytestconfi
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(("name", "source"), SOURCES)
-@pytest.mark.parametrize("to", ["dcp", "zero2"])
 def test_the_counts_are_those_of_what_is_written(name: str, source: str, to: Any, tmp_path: Path) -> None:
     """Strict: whole, or refused; and a plan never counts more than its source has, nor than its output holds."""
     made = make(name)

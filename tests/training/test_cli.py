@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import training
 from tests.training.conftest import SmallRun
-from tests.training.jobs import small_config
+from tests.training.jobs import default_config
 from training.__main__ import main
 from training.config import DATASETS, ENGINES
 
@@ -208,7 +208,7 @@ def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> 
     epoch = Path(small_run("fsdp2").checkpoint).with_name("epoch_0001")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/epoch_0001").symlink_to(epoch)
-    config = small_config(tmp_path, engine="fsdp2", num_workers=1, resume="latest")
+    config = default_config(tmp_path, engine="fsdp2", num_workers=1, resume="latest")
     done = subprocess.run(
         [sys.executable, "-m", "training", *config.to_args()],
         capture_output=True,

@@ -37,7 +37,8 @@ from training.launchers.ray_train import cluster
 
 out, url, num_samples, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 is_soak = sys.argv[5] == "soak"
-first = TrainConfig(out=out / "stored", engine="fsdp2", num_samples=num_samples, epochs=epochs, storage=url, until=1)
+size = {"model": "cnn", "num_samples": num_samples, "epochs": epochs}
+first = TrainConfig(out=out / "stored", engine="fsdp2", storage=url, until=1, **size)
 with cluster(2):
     launch(first)
     launch(replace(first, until=2, resume="latest"))
@@ -83,7 +84,7 @@ def test_a_run_on_s3_resumes_from_its_latest_bit_for_bit(result: Result, s3: S3S
     assert stored.predicted == plain.predicted
     compared = ckpt_tools.diff(stored.checkpoint, plain.checkpoint)
     assert compared.equal
-    assert compared.num_tensors > 128  # of which 128 are weights
+    assert compared.num_tensors > 8  # of which 8 are weights
 
 
 def test_all_workers_upload_into_one_checkpoint(result: Result, s3: S3Server, storage: str) -> None:
@@ -130,7 +131,7 @@ def test_what_a_killed_run_has_uploaded_is_removed_before_it_is_written_again(
 def test_inspect_sees_the_checkpoint(result: Result, s3: S3Server) -> None:
     seen = CliRunner().invoke(group, ["inspect", result("stored").checkpoint])
     assert seen.exit_code == 0
-    assert "1,006,090" in seen.stdout
+    assert "105,866" in seen.stdout
 
 
 def test_another_engine_continues_from_s3(result: Result) -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools.errors import UnsupportedError, UsageError
 from tests.training.conftest import SmallRun, in_process
-from tests.training.jobs import small_config
+from tests.training.jobs import default_config
 from training.__main__ import main
 from training.config import SETTINGS, Settings, TrainConfig, spelt
 from training.launchers import check_before_start
@@ -117,7 +117,7 @@ def test_a_setting_that_is_missing_is_named_beside_one_that_is_changed(tmp_path:
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
 def test_every_engine_saves_its_settings(engine: str, small_run: SmallRun) -> None:
     result = small_run(engine)
-    assert recorded_settings(result.checkpoint) == result.settings == small_config(Path(), engine=engine).settings
+    assert recorded_settings(result.checkpoint) == result.settings == default_config(Path(), engine=engine).settings
 
 
 @pytest.mark.parametrize(("engine", "frameworks"), [("fsdp2", {"torch"}), ("zero1", {"torch", "deepspeed"})])
@@ -153,7 +153,7 @@ def test_the_line_is_printed_before_the_run_starts(
 ) -> None:
     resume = str(Path(small_run("zero3").checkpoint).with_name("epoch_0001"))
     changed = {"seed": 7, "override": ("seed",)}
-    check_before_start(small_config(tmp_path / "run", engine="fsdp2", resume=resume, **changed))
+    check_before_start(default_config(tmp_path / "run", engine="fsdp2", resume=resume, **changed))
     sentence = "--seed is 7 here and 0 in the checkpoint"
     assert capsys.readouterr().out == f"resuming {resume} with other settings: {sentence}\n"
 
@@ -168,7 +168,7 @@ def test_the_command_refuses_before_it_makes_anything(small_run: SmallRun, tmp_p
 
 
 def test_a_torchrun_of_the_users_own_compares_too(small_run: SmallRun, tmp_path: Path) -> None:
-    given = small_config(tmp_path, engine="fsdp2", num_workers=1, resume=small_run("fsdp2").checkpoint, seed=7)
+    given = default_config(tmp_path, engine="fsdp2", num_workers=1, resume=small_run("fsdp2").checkpoint, seed=7)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
     done = in_process(*torchrun, "-m", "training", *given.to_args())
     assert done.returncode != 0
