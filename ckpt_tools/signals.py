@@ -6,16 +6,25 @@ blocks end what the command started, whichever signal it was.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from queue import Empty, SimpleQueue
 from types import FrameType
+from typing import TypeVar
 
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+LOOK_SECONDS = 0.5
+"""How long a wait lasts that a signal may have missed."""
+
+Item = TypeVar("Item")
 
 
 class Stopped(KeyboardInterrupt):
@@ -115,6 +124,21 @@ def let_through() -> Iterator[None]:
         yield
     finally:
         _state.held = held
+
+
+def taken_from(queue: SimpleQueue[Item], seconds: float = math.inf) -> Item:
+    """``queue.get()`` that a signal ends. Raises ``queue.Empty`` after so many seconds.
+
+    Python does not look for a signal between the last instruction and the wait of ``get``, which a busy machine makes
+    long: a signal in between would be heeded only once something is put into the queue. So the wait is begun anew.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return queue.get(timeout=max(0.0, min(LOOK_SECONDS, deadline - time.monotonic())))
+        except Empty:
+            if time.monotonic() >= deadline:
+                raise
 
 
 @contextmanager

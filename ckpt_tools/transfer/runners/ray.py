@@ -13,6 +13,7 @@ the time of what is under way.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.signals import first_signal
+from ckpt_tools.signals import first_signal, taken_from
 from ckpt_tools.transfer.runners.base import Item, Result
 from ckpt_tools.transfer.runners.ray_board import PostponedError, RayBoard, sendable
 
@@ -263,7 +264,7 @@ class _Run(Generic[Item, Result]):
 
     def _next_news(self) -> _Event[Item]:
         try:
-            return self.news.get(timeout=None if self.num_out else START_SECONDS)
+            return taken_from(self.news, math.inf if self.num_out else START_SECONDS)
         except Empty:
             raise StoreError(
                 f"the cluster did not start a worker in {START_SECONDS:.0f} seconds; "
