@@ -241,9 +241,9 @@ def shares() -> None:
 def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     """As it is planned, and if files were cut every 8 MiB."""
     from ckpt_tools.core.options import ReadOptions, WriteOptions
-    from ckpt_tools.formats.reading import read_checkpoint
     from ckpt_tools.formats.registry import writer_for
     from ckpt_tools.planning.plan import CopyRules, Plan
+    from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.s3.destination import MAX_PARTS, MIN_COPY_BYTES
     from fixtures.synthetic import dcp
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
     from ckpt_tools.core.notes import Note, Outcome
     from ckpt_tools.core.option_names import ReadFormat, WrittenFormat
-    from ckpt_tools.core.run_listing import RunCheckpoint, RunListing
     from ckpt_tools.core.summary import Summary, TensorSummary
     from ckpt_tools.errors import (
         CkptError,
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
     )
     from ckpt_tools.formats.registry import FormatInfo
     from ckpt_tools.loadable import LoadableReport
+    from ckpt_tools.runs.pruning import Pruned, PruneReport
+    from ckpt_tools.runs.report import RunCheckpoint, RunListing
     from ckpt_tools.serialization.loadable import LeftOut, Replaced
     from ckpt_tools.stores.claims import UrlClaim, claim
     from ckpt_tools.stores.destination import Leftover
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.storage_reader import storage_reader
     from ckpt_tools.verification.deviation import Deviation
     from ckpt_tools.verification.difference import Aspect, Difference
-    from ckpt_tools.verification.pruning import Pruned, PruneReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan.findings import Danger, Finding
     from ckpt_tools.verification.scan.report import ScanReport
@@ -93,7 +93,7 @@ _HOMES = {
     "conversion": ("ConvertReport", "PlanReport"),
     "core.notes": ("Note", "Outcome"),
     "core.option_names": ("ReadFormat", "WrittenFormat"),
-    "core.run_listing": ("RunCheckpoint", "RunListing"),
+    "runs.report": ("RunCheckpoint", "RunListing"),
     "core.summary": ("Summary", "TensorSummary"),
     "errors": (
         "CkptError",
@@ -121,7 +121,7 @@ _HOMES = {
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),
     "verification.difference": ("Aspect", "Difference"),
-    "verification.pruning": ("PruneReport", "Pruned"),
+    "runs.pruning": ("PruneReport", "Pruned"),
     "verification.report": ("VerifyReport",),
     "verification.scan.findings": ("Danger", "Finding"),
     "verification.scan.report": ("ScanReport",),

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport, Prepared
     from ckpt_tools.core.options import ConvertOptions
     from ckpt_tools.core.progress import Progress
-    from ckpt_tools.core.run_listing import RunListing
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.registry import FormatInfo
     from ckpt_tools.loadable import LoadableReport
+    from ckpt_tools.runs.pruning import PruneReport
+    from ckpt_tools.runs.report import RunListing
     from ckpt_tools.stores.leftovers import CleanReport
-    from ckpt_tools.verification.pruning import PruneReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
     from ckpt_tools.verification.signing import SignReport
@@ -100,7 +100,8 @@ def inspect(
     """
     asked = locals()
     from ckpt_tools.core.summary import summarize
-    from ckpt_tools.formats.reading import check_reading, named, read_checkpoint
+    from ckpt_tools.reading.checkpoint import check_reading
+    from ckpt_tools.runs.opening import named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
 
     options = _options(asked)
@@ -145,7 +146,8 @@ def open(
     """
     asked = locals()
     from ckpt_tools.checkpoint import Checkpoint
-    from ckpt_tools.formats.reading import check_reading, read_checkpoint
+    from ckpt_tools.reading.checkpoint import check_reading
+    from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
 
     options = _options(asked)
@@ -557,7 +559,8 @@ def verify(
     """
     asked = locals()
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
-    from ckpt_tools.formats.reading import check_reading, named, read_checkpoint
+    from ckpt_tools.reading.checkpoint import check_reading
+    from ckpt_tools.runs.opening import named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.verify import Running, verify_alone, verify_pair
@@ -629,7 +632,7 @@ def diff(
     """
     asked = locals()
     from ckpt_tools.core.options import ConvertOptions
-    from ckpt_tools.formats.reading import read_checkpoint
+    from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.verify import Running, compare_all
@@ -685,7 +688,8 @@ def checksum(
     """
     asked = locals()
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
-    from ckpt_tools.formats.reading import check_reading, read_checkpoint
+    from ckpt_tools.reading.checkpoint import check_reading
+    from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.verify import Running, write_digests
@@ -726,7 +730,7 @@ def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping
     from ckpt_tools.verification.scan import scan_source
 
     check_storage_options(storage_options, src)
-    from ckpt_tools.formats.reading import named
+    from ckpt_tools.runs.opening import named
 
     src = named(src, storage_options)
     return scan_source(open_source(src, storage_options), str(src), tuple(allow))
@@ -752,8 +756,8 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
         >>> [(each.name, each.is_complete) for each in ckpt_tools.ls("run").checkpoints]
         [('.', True)]
     """
-    from ckpt_tools.formats.reading import named
-    from ckpt_tools.formats.runs import listing
+    from ckpt_tools.runs.listing import listing
+    from ckpt_tools.runs.opening import named
     from ckpt_tools.stores.urls import check_storage_options, is_remote, open_run
 
     check_storage_options(storage_options, run)
@@ -804,9 +808,9 @@ def prune(
         >>> [(each.name, each.stays) for each in report.checkpoints]
         [('step_3', True), ('step_2', True), ('step_1', False)]
     """
-    from ckpt_tools.core.prune_rules import Best, PruneRules
+    from ckpt_tools.runs.pruning import prune_run
+    from ckpt_tools.runs.rules import Best, PruneRules
     from ckpt_tools.stores.urls import check_storage_options
-    from ckpt_tools.verification.pruning import prune_run
 
     check_storage_options(storage_options, run)
     rules = PruneRules(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best), incomplete)
@@ -868,7 +872,7 @@ def sign(
         >>> ckpt_tools.verify("model.safetensors", public_key="key.pub").equal
         True
     """
-    from ckpt_tools.formats.reading import named
+    from ckpt_tools.runs.opening import named
     from ckpt_tools.verification.signing import sign_with_key
 
     return sign_with_key(named(src), private_key=private_key, signature=signature, overwrite=overwrite)

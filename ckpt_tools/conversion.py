@@ -23,10 +23,11 @@ from ckpt_tools.core.transforms import cast_notes
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UnsupportedError, UsageError
 from ckpt_tools.formats.base import AsksModelType, Writer, kept_entries
-from ckpt_tools.formats.model_files import find_model_files, missing_note, with_model_files
-from ckpt_tools.formats.reading import case_of, named, own_keys, read_checkpoint
 from ckpt_tools.formats.registry import writer_for
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
+from ckpt_tools.reading.checkpoint import case_of, own_keys
+from ckpt_tools.reading.model_files import find_model_files, missing_note, with_model_files
+from ckpt_tools.runs.opening import named, read_checkpoint
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.destination import Claim, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX

@@ -12,7 +12,7 @@ from ckpt_tools.cli.wrapping import say_columns
 from ckpt_tools.core.wording import printable, size
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.run_listing import RunCheckpoint
+    from ckpt_tools.runs.report import RunCheckpoint
 
 
 @click.command("ls")

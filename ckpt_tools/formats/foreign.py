@@ -15,9 +15,9 @@ from typing import Any
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, StoredTensor, Value
 from ckpt_tools.errors import CkptError, UnsupportedError
-from ckpt_tools.formats.rank_names import ACCELERATE, VERL
 from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.rank_names import ACCELERATE, VERL
 
 _SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "momentum_buffer",

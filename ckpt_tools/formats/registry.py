@@ -78,7 +78,7 @@ _READERS = {
     "deepspeed": "deepspeed.zero_reader.reader:DeepSpeedReader",
     "safetensors": "safetensors.files:SafetensorsReader",
     "sharded": "sharded.files:ShardedReader",
-    "torch": "torch_save:TorchReader",
+    "torch": "torch.files:TorchReader",
     "gguf": "gguf.files:GgufReader",
     "npz": "npz.files:NpzReader",
 }
@@ -100,7 +100,7 @@ _SIGNS = {
 
 _WRITERS = {
     "safetensors": "safetensors.files:SafetensorsWriter",
-    "torch": "torch_save:TorchWriter",
+    "torch": "torch.files:TorchWriter",
     "dcp": "dcp.writer:DcpWriter",
     "zero1": "deepspeed.zero_writer.writer:ZeroWriter",
     "zero2": "deepspeed.zero_writer.writer:ZeroWriter",
@@ -326,7 +326,7 @@ _FOREIGN = {
 
 def _refuse_run(source: Source) -> None:
     """Raises SeveralCheckpointsError for the folder of a run, where readers look for one checkpoint."""
-    from ckpt_tools.formats.run_folders import members
+    from ckpt_tools.core.run_folders import members
 
     found = [each.name for each in members(source.files) if each.is_numbered and each.is_finished]
     if len(found) > 1:

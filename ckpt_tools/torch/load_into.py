@@ -21,8 +21,9 @@ from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
-from ckpt_tools.formats.reading import check_reading, read_checkpoint
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.reading.checkpoint import check_reading
+from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.dtensors import local_parts
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole

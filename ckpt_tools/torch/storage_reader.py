@@ -23,8 +23,9 @@ from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
-from ckpt_tools.formats.reading import check_reading, read_checkpoint
 from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
+from ckpt_tools.reading.checkpoint import check_reading
+from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole, torch_dtype
 from ckpt_tools.torch.name_matching import JobNames

@@ -14,13 +14,14 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
-from ckpt_tools.formats.accelerate import is_optimizer
-from ckpt_tools.formats.reading import read_checkpoint, read_source
+from ckpt_tools.reading.checkpoint import read_source
+from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.destination import Claim, Destination, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place, open_source
+from ckpt_tools.trainers.accelerate import is_optimizer
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digests
 

@@ -24,10 +24,10 @@ from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
-from ckpt_tools.formats.accelerate import numbered_model
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.trainers.accelerate import numbered_model
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
-from ckpt_tools.formats.model_files import is_model_file
 from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.reading.model_files import is_model_file
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, listed

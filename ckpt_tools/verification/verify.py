@@ -19,8 +19,9 @@ from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.base import Writer
-from ckpt_tools.formats.reading import case_of, own_keys, read_checkpoint
 from ckpt_tools.formats.registry import known_writer
+from ckpt_tools.reading.checkpoint import case_of, own_keys
+from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
 from ckpt_tools.verification import digests

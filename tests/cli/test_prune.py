@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
-from ckpt_tools.core.prune_rules import Best
 from ckpt_tools.errors import CkptError, DestinationExistsError, MalformedError, SourceNotFoundError, UsageError
-from ckpt_tools.formats.run_files import in_order_of_removal
+from ckpt_tools.runs.files import in_order_of_removal
+from ckpt_tools.runs.rules import Best
 from tests.formats.test_completeness import MADE, laid, listed
 from tests.support.s3_server import BUCKET, S3Server
 

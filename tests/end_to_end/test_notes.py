@@ -18,9 +18,9 @@ from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.deepspeed.common.pickled_objects import is_scaling
-from ckpt_tools.formats.reading import read_checkpoint
 from ckpt_tools.formats.registry import writers
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import layouts, make
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]

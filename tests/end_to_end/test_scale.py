@@ -21,7 +21,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.torch_zip import ITEM_HEAD_BYTES, ITEM_TAIL_BYTES
 from ckpt_tools.stores.local import LocalStore
 from fixtures import synthetic

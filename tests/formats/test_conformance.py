@@ -22,7 +22,7 @@ from ckpt_tools.formats.npz.files import NpzReader, NpzWriter
 from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
 from ckpt_tools.formats.sharded.files import ShardedReader
 from ckpt_tools.formats.sharded.writer import ShardedWriter
-from ckpt_tools.formats.torch_save import TorchReader, TorchWriter
+from ckpt_tools.formats.torch.files import TorchReader, TorchWriter
 from ckpt_tools.testing.formats import FormatTests
 
 

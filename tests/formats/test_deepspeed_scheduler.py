@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import launch, models, recipe, zero
 from tests.support.truth import Truth
 

@@ -22,7 +22,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.store import Fixture
 from tests.support.manifests import elements_in
 from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits

@@ -24,7 +24,7 @@ from ckpt_tools.formats.megatron import flattened
 from ckpt_tools.formats.megatron.common_state import CommonState
 from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.names import is_expert, num_dims, state_of
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import corpus, launch
 from fixtures import megatron as mg
 from fixtures.corpus.megatron import DENSE, FOLDER, MIXTURE

@@ -13,7 +13,7 @@ import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import LossError, UnsupportedError
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import make
 from tests.support.every_verb import READING, USING, refusal
 

@@ -21,7 +21,7 @@ from ckpt_tools.errors import CkptError, MemoryBudgetError, UnsupportedError, Us
 from ckpt_tools.formats.orbax.arrays import CHUNKS_AT_ONCE, LIBRARY_BYTES, MIN_CACHE_BYTES
 from ckpt_tools.formats.orbax.reader import OrbaxReader
 from ckpt_tools.formats.orbax.roles import find_roles
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.tensor_reader import TensorReader

@@ -14,7 +14,7 @@ import ckpt_tools
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import make
 from fixtures.corpus.several_models import weights_of
 from tests.support.every_verb import refusal

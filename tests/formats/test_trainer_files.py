@@ -13,7 +13,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.store import Fixture
 
 

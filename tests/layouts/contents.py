@@ -8,7 +8,7 @@ import torch
 
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from tests.support.manifests import read_bytes
 
 Contents = dict[StateKey, tuple[str, tuple[int, ...], bytes]]

@@ -17,7 +17,7 @@ from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.errors import CkptError, FormatError, LossError, UsageError
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import hf_runs, launch
 from fixtures.corpus import make
 from tests.conftest import Resume

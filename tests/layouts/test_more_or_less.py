@@ -22,7 +22,7 @@ import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, LossError, UsageError
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import layouts, make
 from tests.layouts.test_damage import CODES, UNPROVABLE
 from tests.support.every_verb import READING, USING, Verb, refusals

@@ -32,8 +32,8 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.reading import read_checkpoint
 from ckpt_tools.formats.registry import writers
+from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.torch_zip import locate_item
 from ckpt_tools.stores import local_staging as staging
 from ckpt_tools.stores.local_staging import Staging

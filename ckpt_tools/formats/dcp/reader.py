@@ -16,19 +16,19 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import MalformedError, errors_name
-from ckpt_tools.formats.accelerate import note_of_missing
-from ckpt_tools.formats.dcp.folders import is_metadata, is_of_one_rank, metadata_files, own_files
+from ckpt_tools.formats.dcp.folders import is_metadata, is_of_dcp, is_of_one_rank, metadata_files, own_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
 from ckpt_tools.formats.dcp.rank_indexes import merged
-from ckpt_tools.formats.dcp.trainers import trainer_folder
 from ckpt_tools.formats.foreign import megatron_folders
+from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place, with_references
 from ckpt_tools.formats.state_dict.parse import TensorLeaf, manifest_of
-from ckpt_tools.formats.torch_leaves import FoundLeaves, Place, with_references
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.serialization.zip_archive import ReadRange
 from ckpt_tools.serialization.zstd import inflated
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.accelerate import note_of_missing
+from ckpt_tools.trainers.folders import trainer_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class DcpReader:
                 exclude=options.exclude,
             )
         tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
-        trainer = trainer_folder(source.files, paths, tops)
+        trainer = trainer_folder(source.files, paths, tops, is_of_dcp)
         used = {file: data for file, data in literals.items() if file in manifest.files}
         manifest = replace(
             manifest,

@@ -27,9 +27,8 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
-from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
-from ckpt_tools.formats.rank_names import is_managed
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
+from ckpt_tools.formats.safetensors.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
     Piece,
@@ -41,6 +40,7 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
 )
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.rank_names import is_managed
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import FileLayout, Layout

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.rank_names import (
+from ckpt_tools.serialization.torch_zip import pickle_of
+from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.rank_names import (
     MANAGER,
     are_those_of_ranks,
     base,
@@ -14,8 +16,6 @@ from ckpt_tools.formats.rank_names import (
     is_candidate,
     is_managed,
 )
-from ckpt_tools.serialization.torch_zip import pickle_of
-from ckpt_tools.stores.source import Source
 
 _SIGNS = (b"DTensor\n", b"ShardedTensor\n")
 """How the classes stand in a pickle of protocol 2, which ``torch.save`` takes."""

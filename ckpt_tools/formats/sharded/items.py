@@ -12,7 +12,11 @@ from ckpt_tools.errors import (
     SeveralCheckpointsError,
     UnsupportedError,
 )
-from ckpt_tools.formats.rank_names import (
+from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
+from ckpt_tools.formats.sharded.manager import check_index
+from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
+from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.rank_names import (
     ACCELERATE,
     MANAGER,
     RANK,
@@ -26,10 +30,6 @@ from ckpt_tools.formats.rank_names import (
     says_its_rank,
     worlds,
 )
-from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
-from ckpt_tools.formats.sharded.manager import check_index
-from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
-from ckpt_tools.stores.source import Source
 
 
 @dataclass(frozen=True, slots=True)

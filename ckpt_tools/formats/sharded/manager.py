@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.rank_names import MANAGER, base, is_managed
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import Source, checked_name
+from ckpt_tools.trainers.rank_names import MANAGER, base, is_managed
 
 MAX_BYTES = 1 << 30
 MAX_RANKS = 1 << 20

@@ -16,18 +16,18 @@ from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError
-from ckpt_tools.formats.accelerate import refuse_several_of_ranks
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
-from ckpt_tools.formats.rank_names import RANK, base, folder_of, without_world
 from ckpt_tools.formats.sharded.items import Checkpoint, Item, read_checkpoint_files
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
-from ckpt_tools.formats.trainer_names import TRAINERS_OWN, UNREAD
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.sharded_tensors import Mesh
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.accelerate import refuse_several_of_ranks
+from ckpt_tools.trainers.names import TRAINERS_OWN, UNREAD
+from ckpt_tools.trainers.rank_names import RANK, base, folder_of, without_world
 
 MAX_COMPARED_BYTES = 1 << 20
 """Tensors without a checksum that are read to see whether the ranks agree."""
@@ -153,7 +153,7 @@ def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
     others = [path for path in source.files if path.endswith(_WEIGHTS) and path not in found.files]
     others = [path for path in others if not any(fnmatchcase(base(path), pattern) for pattern in _NOTED)]
     if others:
-        from ckpt_tools.formats.run_folders import files_of_others
+        from ckpt_tools.core.run_folders import files_of_others
 
         elsewhere = files_of_others(source.files, found.files)
         yield from (not_part(path) for path in others if path not in elsewhere)

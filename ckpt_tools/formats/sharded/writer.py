@@ -28,16 +28,16 @@ from ckpt_tools.core.rank_limits import check_elements
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
-from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import guess_notes, untrained
-from ckpt_tools.formats.rank_names import RANK, WORLD
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.reader import CONFIG, FSDP, GENERATORS
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
+from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes, untrained
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
-from ckpt_tools.formats.torch_save import Branch, as_lists, put_leaf
+from ckpt_tools.formats.torch.files import Branch, as_lists, put_leaf
 from ckpt_tools.serialization.pickle.sharded_tensors import MeshRecord, Shard, dtensor_record
 from ckpt_tools.serialization.torch_zip import archive_segments, root_of
+from ckpt_tools.trainers.rank_names import RANK, WORLD
 
 _VERL_NAME = f"_world_size_{WORLD}_rank_{RANK}.pt"
 VERL = Origin(

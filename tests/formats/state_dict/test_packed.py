@@ -18,8 +18,8 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorRef
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.errors import FormatError
-from ckpt_tools.formats.reading import read_checkpoint
 from ckpt_tools.formats.safetensors.files import STATE_KEY
+from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.pickle.load import dumps
 
 RNG = torch.arange(5, dtype=torch.uint8)

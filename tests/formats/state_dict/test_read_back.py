@@ -15,7 +15,7 @@ from ckpt_tools.core.manifest import Kind
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.reading import read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint
 
 
 def weights(path: Path) -> set[str]:

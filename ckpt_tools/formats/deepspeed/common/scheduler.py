@@ -15,7 +15,7 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.core.values import kind_of
 from ckpt_tools.core.wording import count, listed
-from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import is_deepspeed
+from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed
 
 NAME = "lr_scheduler"
 

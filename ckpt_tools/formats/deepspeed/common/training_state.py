@@ -13,8 +13,8 @@ from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import is_deepspeed, untrained
 from ckpt_tools.formats.deepspeed.common.optimizer_slots import OptimizerState, Slot, noted
+from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed, untrained
 
 FLAVOURS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 """What DeepSpeed trains in."""

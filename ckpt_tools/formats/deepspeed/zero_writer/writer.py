@@ -15,12 +15,12 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.rank_limits import check_elements
 from ckpt_tools.formats.deepspeed.common.expert_names import split
-from ckpt_tools.formats.deepspeed.common.frozen_or_buffer import guess_notes
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.zero_writer.model_states import CutModel, WholeModel
 from ckpt_tools.formats.deepspeed.zero_writer.optim_states import GroupCutOptim, ParamCutOptim
 from ckpt_tools.formats.deepspeed.zero_writer.target import Target
+from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes
 
 
 @dataclass(frozen=True, slots=True)

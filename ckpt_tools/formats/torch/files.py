@@ -21,16 +21,17 @@ from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
-from ckpt_tools.formats.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
-from ckpt_tools.formats.rank_names import are_those_of_ranks
+from ckpt_tools.formats.safetensors.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
 from ckpt_tools.formats.state_dict.build import Entries, is_model_only
+from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place
 from ckpt_tools.formats.state_dict.parse import Leaves, TreePath, manifest_of
 from ckpt_tools.formats.state_dict.read_back import entries_read_back
-from ckpt_tools.formats.torch_leaves import FoundLeaves, Place
-from ckpt_tools.formats.trainer_files import is_beside, with_scheduler
 from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.lightning import with_scheduler
+from ckpt_tools.trainers.names import is_beside
+from ckpt_tools.trainers.rank_names import are_those_of_ranks
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
@@ -97,13 +98,18 @@ def _model_files(source: Source) -> list[str]:
     found = [path for path in source.files if _is_ours(path)]
     if len(found) < 2:
         return found or list(source.files)
-    files = [path for path in found if not is_beside(path)]
+    files = [path for path in found if not _is_beside(path)]
     if not files:
         raise UnsupportedError(
             f"there is no model here, only what a trainer lays beside it ({listed(found)}); name the folder of both, "
             "or the model's file"
         )
     return files
+
+
+def _is_beside(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return rank_in_name(name) is None and is_beside(name)
 
 
 def _index(source: Source) -> list[str]:

@@ -18,8 +18,8 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.base import Reader
-from ckpt_tools.formats.trainer_names import OPTIMIZER_HALF
 from ckpt_tools.stores.source import Source, Store, StoreWrapper
+from ckpt_tools.trainers.names import OPTIMIZER_HALF
 
 
 def halves_prefix(source: Source) -> str | None:

@@ -16,7 +16,17 @@ from pathlib import Path
 from ckpt_tools.core.announcements import tell
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.run_listing import RunCheckpoint, RunListing
+from ckpt_tools.core.run_folders import (
+    ITSELF,
+    LATEST,
+    Member,
+    is_carrier,
+    is_named,
+    is_tag,
+    members,
+    parent_of,
+    step_in,
+)
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import (
     CkptError,
@@ -27,7 +37,9 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.completeness import (
+from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.reading.trainer_files import with_trainer_files
+from ckpt_tools.runs.completeness import (
     MAX_NAME_BYTES,
     Saved,
     format_of,
@@ -36,16 +48,11 @@ from ckpt_tools.formats.completeness import (
     trainer_state,
     world_size_of,
 )
-from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, is_named, is_tag, members, parent_of, step_in
-from ckpt_tools.formats.trainer_files import with_trainer_files
+from ckpt_tools.runs.report import RunCheckpoint, RunListing
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.within import part_of
 
 Opened = Callable[[str | Path], Source]
-
-LATEST = "latest"
-"""The name of the newest checkpoint. In DeepSpeed's folders a file of this name says which one that is."""
 
 _NAMING = frozenset({LATEST, "latest_universal"})
 
@@ -81,21 +88,6 @@ def _is_folder(url: str) -> bool:
     """Whether it can be one: the user of ``https://user@host`` is not."""
     _, is_url, path = url.partition("://")
     return "/" in path if is_url else bool(url)
-
-
-def checkpoints(files: Iterable[str]) -> list[str]:
-    """The folders and files of finished checkpoints in a run whose files are ``files``, the newest first by the numbers
-    in their names.
-
-    A folder with a number that holds one checkpoint stands for it: ``epoch_12`` for ``epoch_12/global_step264``.
-    """
-    return [member.name for member in members(dict.fromkeys(files, 0)) if member.is_finished]
-
-
-def proposal(source: Source) -> str:
-    """The end of a message that several checkpoints were found: how to name one; nothing if that does not help."""
-    found, url = checkpoints(source.files), source.store.url
-    return f", or write {url}@{LATEST} or {url}@{found[0]}" if len(found) > 1 else ""
 
 
 def listing(source: Source, *, url: str, is_remote: bool) -> RunListing:

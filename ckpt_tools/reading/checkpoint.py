@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.applicability import READING, Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
-from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.wording import newest, without_secrets
 from ckpt_tools.errors import (
     FormatError,
     SeveralCheckpointsError,
-    SourceNotFoundError,
-    StoreError,
     UnsafeError,
-    UnsupportedError,
 )
-from ckpt_tools.formats.accelerate import optimizer_of, refuse_several, with_optimizer
 from ckpt_tools.formats.base import Reader, Serving
-from ckpt_tools.formats.calls_beside import with_calls_noted
 from ckpt_tools.formats.registry import (
     hint_of_plugins,
     is_built_in,
@@ -31,11 +24,12 @@ from ckpt_tools.formats.registry import (
     reader_for,
     readers,
 )
-from ckpt_tools.formats.trainer_files import with_trainer_files
-from ckpt_tools.formats.trainer_names import OPTIMIZER_HALF
+from ckpt_tools.reading.calls import with_calls_noted
+from ckpt_tools.reading.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
+from ckpt_tools.trainers.accelerate import optimizer_of, refuse_several
+from ckpt_tools.trainers.names import OPTIMIZER_HALF
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.state_dict.parse import Leaves
@@ -43,68 +37,6 @@ if TYPE_CHECKING:
 
 CHOOSING = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 """Files of a run that say which of its checkpoints is meant: DeepSpeed's and Megatron's."""
-
-
-def read_checkpoint(
-    url: str | Path,
-    options: ReadOptions,
-    *,
-    format_name: str | None = None,
-    storage_options: StorageOptions = None,
-    may_be_empty: bool = False,
-) -> tuple[Source, Manifest]:
-    """The manifest of what is at ``url``, with the source whose files its shards name.
-
-    Raises:
-        CkptError: as ``open_source``, ``reader_for`` and the reader say. UnsupportedError: ``url`` is one file of a
-        checkpoint, or it holds no tensor and may not be empty.
-    """
-    url = named(url, storage_options)
-
-    def look(each: str | Path) -> Source:
-        return open_source(each, storage_options)
-
-    def exists(each: str) -> bool:
-        try:
-            return bool(look(each).files)
-        except (SourceNotFoundError, StoreError):
-            return False
-
-    source, place = look(url), _absolute(url)
-    notes = _notes_on_one_file(place, source, exists, format_name) if len(source.files) == 1 else None
-    if notes is None:
-        source, notes = with_optimizer(place, source, look)
-    source, manifest = read_source(source, options, format_name=format_name)
-    if not manifest.tensors and not may_be_empty:
-        raise UnsupportedError("it holds no tensors", path=_known_by(source))
-    return source, replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
-
-
-def _notes_on_one_file(
-    place: str, source: Source, exists: Callable[[str], bool], format_name: str | None
-) -> tuple[Note, ...] | None:
-    """Notes of ``refuse_one_file``; None if the file is a checkpoint by itself."""
-    from ckpt_tools.formats.one_file import folder_of_one_file, refuse_one_file
-
-    folder = folder_of_one_file(place, source, exists)
-    return None if folder is None else refuse_one_file(folder, source, format_name)
-
-
-def _absolute(url: str | Path) -> str:
-    return str(url) if is_remote(url) else str(local_path(url).absolute())
-
-
-def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path:
-    """``url``; or the checkpoint of a run that it means, as ``formats.runs`` says: ``RUN@latest``.
-
-    Raises:
-        SourceNotFoundError: the run holds no such checkpoint. StoreError: it cannot be reached.
-    """
-    if "@" not in str(url):
-        return url
-    from ckpt_tools.formats.runs import resolved
-
-    return resolved(url, lambda each: open_source(each, storage_options))
 
 
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
@@ -123,17 +55,17 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
                 manifest, is_joined = _read_both(reader, source, optimizer, options)
                 own = frozenset([optimizer] if is_joined else [])
         else:
-            from ckpt_tools.formats.halves import read_halves
+            from ckpt_tools.reading.halves import read_halves
 
             reader, models = readers()["dcp"], readers()["safetensors"]
             manifest = read_halves(source, prefix, options, dcp=reader, safetensors=models)
         _refuse_others(source, manifest, options)
     except SeveralCheckpointsError as error:
-        from ckpt_tools.formats.runs import proposal
+        from ckpt_tools.core.run_folders import proposal
 
-        raise SeveralCheckpointsError(error.message + proposal(source)) from error
+        raise SeveralCheckpointsError(error.message + proposal(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
-        error.path = error.path or _known_by(source)
+        error.path = error.path or known_by(source)
         if format_name is None and reader is not None and is_built_in(reader):
             error.message += hint_of_plugins(source)
         raise
@@ -151,7 +83,7 @@ def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> 
     is_chosen = options.tag is not None or any(name in source.files for name in CHOOSING)
     if is_chosen or not used or any("/" not in file for file in used):
         return
-    from ckpt_tools.formats.run_folders import others_of
+    from ckpt_tools.core.run_folders import others_of
 
     others = [each.name for each in others_of(source.files, used) if each.is_finished]
     if others:
@@ -159,7 +91,7 @@ def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> 
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
 
 
-def _known_by(source: Source) -> str:
+def known_by(source: Source) -> str:
     """The one file of ``source``, or the folder: what an error about all of it names."""
     return next(iter(source.files)) if len(source.files) == 1 else without_secrets(source.store.url)
 
@@ -168,14 +100,14 @@ def _prefix_of_halves(source: Source) -> str | None:
     """As ``halves_prefix``, which is imported if there is such a file at all."""
     if not any(path.endswith(OPTIMIZER_HALF) for path in source.files):
         return None
-    from ckpt_tools.formats.halves import halves_prefix
+    from ckpt_tools.reading.halves import halves_prefix
 
     return halves_prefix(source)
 
 
 def _read_both(reader: Reader, source: Source, optimizer: str, options: ReadOptions) -> tuple[Manifest, bool]:
-    from ckpt_tools.formats.huggingface.optimizer_file import read_both
-    from ckpt_tools.formats.torch_save import read_tree
+    from ckpt_tools.formats.torch.files import read_tree
+    from ckpt_tools.reading.optimizer_file import read_both
 
     def read_file(source: Source, file: str) -> tuple[Leaves, Mapping[str, str]]:
         tree = read_tree(source, file)

@@ -10,11 +10,10 @@ checkpointing.py); transformers' Trainer saves through accelerate and adds its o
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.trainer_folder import BesideFile, TrainerFolder
-from ckpt_tools.formats.dcp.folders import is_of_dcp
 from ckpt_tools.stores.marker_files import DIGESTS_NAME, SIGNATURE_NAME
 
 
@@ -37,7 +36,8 @@ _ACCELERATE = (
 )
 
 _TRANSFORMERS = (
-    r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state(?:_(?P<of>\d{1,9}))?\.pth|(?:generation_)?config\.json"
+    r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state(?:_(?P<of>\d{1,9}))?\.pth"
+    r"|(?:generation_)?config\.json"
     r"|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt|spiece\.model"
     r"|chat_template\.(?:jinja|json)|(?:pre)?processor_config\.json|adapter_config\.json|README\.md"
 )
@@ -72,11 +72,15 @@ _TRAINERS = (
 
 
 def trainer_folder(
-    files: Mapping[str, int], metadata: Sequence[str], tops: Mapping[str, Collection[str]]
+    files: Mapping[str, int],
+    metadata: Sequence[str],
+    tops: Mapping[str, Collection[str]],
+    is_of_dcp: Callable[[str], bool],
 ) -> TrainerFolder | None:
     """The folder of a trainer in which the DCPs lie that the files ``metadata`` describe; None where it is of nobody.
 
     ``tops`` has the names at the top of the tree of each. ``files`` are those of the source, with their sizes.
+    ``is_of_dcp`` says whether a name is one of torch's in a DCP.
     """
     folders = {path.rpartition("/")[0]: path for path in metadata}
     for trainer in _TRAINERS:
@@ -85,16 +89,17 @@ def trainer_folder(
             parts = {folder[len(base) :]: tops[path] for folder, path in folders.items()}
             found = _copied(trainer, base, files)
             known = {file.source for file in found.values()}
-            unknown = frozenset(path for path in files if _is_in(path, base) and path not in known)
+            around = (path for path in files if _is_in(path, base) and not is_of_dcp(path[len(base) :]))
+            unknown = frozenset(path for path in around if path not in known)
             return TrainerFolder(trainer.name, parts, found, trainer.without_ranks, trainer.first_is_enough, unknown)
     return None
 
 
 def _is_in(path: str, base: str) -> bool:
-    """Whether a file lies in the folder itself and is neither of a DCP nor of ours."""
+    """Whether a file lies in the folder itself and is not ours."""
     name = path[len(base) :]
     is_ours = name in (SIGNATURE_NAME, DIGESTS_NAME)
-    return path.startswith(base) and "/" not in name and not is_ours and not is_of_dcp(name)
+    return path.startswith(base) and "/" not in name and not is_ours
 
 
 def _base(trainer: Trainer, folders: Iterable[str], files: Mapping[str, int]) -> str | None:

@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from ckpt_tools.formats.trainer_names import TRAINERS_OWN
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.names import TRAINERS_OWN
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from ckpt_tools.formats.deepspeed_files import NAMES
+from ckpt_tools.formats.deepspeed.common.tag_files import NAMES
 
 _DCP = r"\.metadata(?:\.tmp)?|__\d+\.metadata|__\d+_\d+\.distcp"
 _WEIGHTS = (

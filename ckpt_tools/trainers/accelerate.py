@@ -17,8 +17,8 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed, natural
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
-from ckpt_tools.formats.trainer_names import OPTIMIZERS
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.names import OPTIMIZERS
 
 MAX_CHOICES = 4
 """Paths that a message spells out."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.run_listing import RunCheckpoint
 from ckpt_tools.core.wording import listed, nearest
 from ckpt_tools.errors import UsageError
+from ckpt_tools.runs.report import RunCheckpoint
 
 _SMALLER = frozenset(["loss", "error", "perplexity", "ppl", "wer", "cer", "mse", "mae", "rmse", "nll"])
 _LARGER = frozenset(["accuracy", "acc", "f1", "bleu", "rouge", "score", "auc", "reward", "precision", "recall"])

@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.core.run_folders import ITSELF, Member, is_carrier, parent_of
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.deepspeed_files import is_layer, model_parallel_size
-from ckpt_tools.formats.deepspeed_files import missing as missing_file
-from ckpt_tools.formats.rank_names import MANAGER, says_its_rank
-from ckpt_tools.formats.run_folders import ITSELF, Member, is_carrier, parent_of
-from ckpt_tools.formats.trainer_files import marks_unfinished
+from ckpt_tools.formats.deepspeed.common.tag_files import is_layer, model_parallel_size
+from ckpt_tools.formats.deepspeed.common.tag_files import missing as missing_file
+from ckpt_tools.reading.trainer_files import marks_unfinished
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.stores.source import Source, checked_name
+from ckpt_tools.trainers.rank_names import MANAGER, says_its_rank
 
 MAX_METADATA_BYTES = 4 << 30
 MAX_JSON_BYTES = 256 << 20

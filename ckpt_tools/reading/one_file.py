@@ -11,8 +11,8 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG, rank_in_name
-from ckpt_tools.formats.trainer_names import TRAINERS_OWN
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.names import TRAINERS_OWN
 
 SINGLE_FILES = ("torch", "safetensors", "gguf", "npz")
 """Formats that are one file: who names one of them wants this file alone."""

@@ -52,6 +52,9 @@ _STEP = re.compile(
 )
 
 
+LATEST = "latest"
+"""The name of the newest checkpoint. In DeepSpeed's folders a file of this name says which one that is."""
+
 ITSELF = "."
 """The name of the run if it is itself one checkpoint."""
 
@@ -160,6 +163,21 @@ def members(files: Mapping[str, int]) -> list[Member]:
     inside = _inside(files, [name for name, _ in found])
     everything = [Member(name, inside[name], is_finished) for name, is_finished in found]
     return sorted(everything, key=lambda member: member.order, reverse=True)
+
+
+def checkpoints(files: Iterable[str]) -> list[str]:
+    """The folders and files of finished checkpoints in a run whose files are ``files``, the newest first by the numbers
+    in their names.
+
+    A folder with a number that holds one checkpoint stands for it: ``epoch_12`` for ``epoch_12/global_step264``.
+    """
+    return [member.name for member in members(dict.fromkeys(files, 0)) if member.is_finished]
+
+
+def proposal(files: Iterable[str], url: str) -> str:
+    """The end of a message that several checkpoints were found: how to name one; nothing if that does not help."""
+    found = checkpoints(files)
+    return f", or write {url}@{LATEST} or {url}@{found[0]}" if len(found) > 1 else ""
 
 
 def others_of(files: Mapping[str, int], used: Collection[str]) -> list[Member]:

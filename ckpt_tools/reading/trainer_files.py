@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.errors import FormatError, IncompleteError
-from ckpt_tools.formats.accelerate import has_several_schedulers
-from ckpt_tools.formats.foreign import rank_in_name
-from ckpt_tools.formats.trainer_names import UNREAD
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.accelerate import has_several_schedulers
+from ckpt_tools.trainers.names import UNREAD
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.state_dict.parse import TensorLeaf
@@ -84,8 +83,8 @@ def _beside(manifest: Manifest, source: Source, own: Collection[str]) -> list[st
     found = [path for path in source.files if path not in known]
     if not any("/" in path for path in found):
         return found
-    from ckpt_tools.formats.deepspeed_files import is_deepspeeds
-    from ckpt_tools.formats.run_folders import files_of_others
+    from ckpt_tools.core.run_folders import files_of_others
+    from ckpt_tools.formats.deepspeed.common.tag_files import is_deepspeeds
 
     others = files_of_others(source.files, manifest.files)
     has_tags = manifest.format.startswith(("zero", "universal"))
@@ -95,23 +94,6 @@ def _beside(manifest: Manifest, source: Source, own: Collection[str]) -> list[st
 def marks_unfinished(name: str) -> bool:
     """Whether a file of this name says that a checkpoint is unfinished."""
     return _UNFINISHED.search(name) is not None
-
-
-def is_beside(path: str) -> bool:
-    """Whether a file in the form of ``torch.save`` is one that lies beside a model, by its name."""
-    name = path.rpartition("/")[2]
-    is_rank = rank_in_name(name) is not None
-    return not is_rank and (name in _READ or any(fnmatchcase(name, pattern) for pattern in UNREAD))
-
-
-def with_scheduler(manifest: Manifest) -> Manifest:
-    """``manifest`` with the scheduler of Lightning, which keeps a list of them, under the name that others give it."""
-    schedulers = manifest.extra.get("lr_schedulers")
-    is_lightning = "pytorch-lightning_version" in manifest.extra and "lr_scheduler" not in manifest.extra
-    if not is_lightning or not isinstance(schedulers, list) or len(schedulers) != 1:
-        return manifest
-    extra = {name: value for name, value in manifest.extra.items() if name != "lr_schedulers"}
-    return replace(manifest, extra={**extra, "lr_scheduler": schedulers[0]})
 
 
 def _folders(files: Iterable[str]) -> set[str]:
@@ -168,7 +150,7 @@ def _read_archive(
     source: Source, path: str, meaning: Callable[[Any], Mapping[str, Any]], known: Collection[str]
 ) -> _Read:
     # Pickles are read for these few files alone: of other formats they are no part.
-    from ckpt_tools.formats.torch_leaves import Place, with_references
+    from ckpt_tools.formats.state_dict.leaves import Place, with_references
     from ckpt_tools.serialization.torch_zip import open_archive
 
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.prune_rules import Best, Facts, PruneRules, reasons
-from ckpt_tools.core.run_listing import RunCheckpoint
+from ckpt_tools.core.run_folders import ITSELF, Member, parent_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import (
     CkptError,
@@ -31,12 +30,13 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.completeness import Saved
 from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.formats.run_files import in_order_of_removal, strangers
-from ckpt_tools.formats.run_folders import ITSELF, Member, parent_of
-from ckpt_tools.formats.run_metrics import metrics_of
-from ckpt_tools.formats.runs import found_in, listing, named_by_file
+from ckpt_tools.runs.completeness import Saved
+from ckpt_tools.runs.files import in_order_of_removal, strangers
+from ckpt_tools.runs.listing import found_in, listing, named_by_file
+from ckpt_tools.runs.metrics import metrics_of
+from ckpt_tools.runs.report import RunCheckpoint
+from ckpt_tools.runs.rules import Best, Facts, PruneRules, reasons
 from ckpt_tools.stores.claims import claim
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.output_form import Folder

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.values import Opaque, StoredTensor
 from ckpt_tools.errors import FormatError
-from ckpt_tools.formats.completeness import MAX_JSON_BYTES, RECORD, Saved, trainer_state
-from ckpt_tools.formats.run_folders import parent_of
+from ckpt_tools.runs.completeness import MAX_JSON_BYTES, RECORD, Saved, trainer_state
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive

@@ -1,1 +1,0 @@
-"""Folders of transformers and accelerate, in which weights and optimizer are in files of their own."""

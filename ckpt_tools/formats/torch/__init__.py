@@ -1,0 +1,1 @@
+"""torch: a full state dict of ``torch.save``."""

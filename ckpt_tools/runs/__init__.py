@@ -1,0 +1,1 @@
+"""Runs: which checkpoint a path or URL means, ``ls`` and ``prune``."""

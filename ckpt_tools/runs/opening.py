@@ -1,0 +1,78 @@
+"""Opens the checkpoint that a path or URL means: a folder, one file, or a checkpoint of a run (``RUN@latest``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.notes import Note
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
+from ckpt_tools.reading.checkpoint import known_by, read_source
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
+from ckpt_tools.trainers.accelerate import with_optimizer
+
+
+def read_checkpoint(
+    url: str | Path,
+    options: ReadOptions,
+    *,
+    format_name: str | None = None,
+    storage_options: StorageOptions = None,
+    may_be_empty: bool = False,
+) -> tuple[Source, Manifest]:
+    """The manifest of what is at ``url``, with the source whose files its shards name.
+
+    Raises:
+        CkptError: as ``open_source``, ``reader_for`` and the reader say. UnsupportedError: ``url`` is one file of a
+        checkpoint, or it holds no tensor and may not be empty.
+    """
+    url = named(url, storage_options)
+
+    def look(each: str | Path) -> Source:
+        return open_source(each, storage_options)
+
+    def exists(each: str) -> bool:
+        try:
+            return bool(look(each).files)
+        except (SourceNotFoundError, StoreError):
+            return False
+
+    source, place = look(url), _absolute(url)
+    notes = _notes_on_one_file(place, source, exists, format_name) if len(source.files) == 1 else None
+    if notes is None:
+        source, notes = with_optimizer(place, source, look)
+    source, manifest = read_source(source, options, format_name=format_name)
+    if not manifest.tensors and not may_be_empty:
+        raise UnsupportedError("it holds no tensors", path=known_by(source))
+    return source, replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
+
+
+def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path:
+    """``url``; or the checkpoint of a run that it means, as ``runs.listing`` says: ``RUN@latest``.
+
+    Raises:
+        SourceNotFoundError: the run holds no such checkpoint. StoreError: it cannot be reached.
+    """
+    if "@" not in str(url):
+        return url
+    from ckpt_tools.runs.listing import resolved
+
+    return resolved(url, lambda each: open_source(each, storage_options))
+
+
+def _notes_on_one_file(
+    place: str, source: Source, exists: Callable[[str], bool], format_name: str | None
+) -> tuple[Note, ...] | None:
+    """Notes of ``refuse_one_file``; None if the file is a checkpoint by itself."""
+    from ckpt_tools.reading.one_file import folder_of_one_file, refuse_one_file
+
+    folder = folder_of_one_file(place, source, exists)
+    return None if folder is None else refuse_one_file(folder, source, format_name)
+
+
+def _absolute(url: str | Path) -> str:
+    return str(url) if is_remote(url) else str(local_path(url).absolute())

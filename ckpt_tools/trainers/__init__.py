@@ -1,0 +1,1 @@
+"""What each trainer writes around a checkpoint, by name. Formats may ask it."""
