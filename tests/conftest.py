@@ -17,7 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fixtures
-from fixtures import jobs, launch
+from fixtures import launch, store
 from fixtures.store import Fixture
 from tests.support.s3_server import S3Server, running_s3_server
 from tests.support.truth import Truth
@@ -93,7 +93,7 @@ def resume(tmp_path: Path) -> Resume:
 
     def run(kind: str, case: str, checkpoint: Path, world_size: int) -> Truth:
         folder = tmp_path / f"resumed-{kind}-{case}-{world_size}"
-        launch.pool(world_size).run(jobs.resume, kind, case, str(checkpoint), str(folder))
+        launch.pool(world_size).run(store.resume, kind, case, str(checkpoint), str(folder))
         return Truth.load(folder)
 
     return run

@@ -10,44 +10,28 @@ import pytest
 import torch
 
 import ckpt_tools
-from fixtures import launch, ranks
+from fixtures.store import Fixture
 from tests.conftest import Resume
 from tests.end_to_end.test_matrix import assert_same_course, assert_same_state
 from tests.support.truth import Truth
 
-Made = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`saved(case)`: what two ranks saved as verl does, with its truth beside."""
-    made: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in made:
-            made[case] = tmp_path_factory.mktemp(case)
-            launch.pool(2).run(ranks.produce, case, str(made[case]))
-        return made[case]
-
-    return get
-
-
-def resumed(checkpoint: Path, case: str, world_size: int, folder: Path) -> Truth:
-    launch.pool(world_size).run(ranks.resume, case, str(checkpoint), str(folder))
-    return Truth.load(folder)
+Checkpoint = Callable[[str, str, int], Fixture]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_verl_resumes_at_another_world_size(saved: Made, world_size: int, tmp_path: Path) -> None:
-    root = saved("plain")
+def test_verl_resumes_at_another_world_size(
+    checkpoint: Checkpoint, world_size: int, resume: Resume, tmp_path: Path
+) -> None:
+    root = checkpoint("fsdp2-verl", "plain", 2).root
     ckpt_tools.reshard(root / "checkpoint", tmp_path / "out", world_size=world_size)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     items = ("model", "optim", "extra_state")
     wanted = {f"{item}_world_size_{world_size}_rank_{n}.pt" for item in items for n in range(world_size)}
     assert names == wanted | {"fsdp_config.json", "huggingface"}
     assert json.loads((tmp_path / "out" / "fsdp_config.json").read_text())["world_size"] == world_size
-    assert (tmp_path / "out" / "huggingface" / "tokenizer.json").read_text() == "{}"
-    truth, found = Truth.load(root), resumed(tmp_path / "out", "plain", world_size, tmp_path / "resumed")
+    config = tmp_path / "out" / "huggingface" / "config.json"
+    assert config.read_bytes() == (root / "checkpoint" / "huggingface" / "config.json").read_bytes() != b""
+    truth, found = Truth.load(root), resume("fsdp2-verl", "plain", tmp_path / "out", world_size)
     assert_same_state(truth, found)
     assert_same_course(truth, found, exactly=False)
 
@@ -56,8 +40,10 @@ TARGETS = [("dcp", "fsdp2"), ("zero2", "zero2-fp32"), ("zero3", "zero3-fp32"), (
 
 
 @pytest.mark.parametrize(("to", "kind"), TARGETS, ids=[to for to, _ in TARGETS])
-def test_other_frameworks_resume_from_it(saved: Made, to: str, kind: str, resume: Resume, tmp_path: Path) -> None:
-    root = saved("plain")
+def test_other_frameworks_resume_from_it(
+    checkpoint: Checkpoint, to: str, kind: str, resume: Resume, tmp_path: Path
+) -> None:
+    root = checkpoint("fsdp2-verl", "plain", 2).root
     ranked = {} if to == "universal" else {"world_size": 3}
     ckpt_tools.convert(root / "checkpoint", tmp_path / "out", to=to, **ranked)
     truth, found = Truth.load(root), resume(kind, "plain", tmp_path / "out", 3)
@@ -66,11 +52,9 @@ def test_other_frameworks_resume_from_it(saved: Made, to: str, kind: str, resume
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3-fp32"])
-def test_another_format_becomes_verls(
-    kind: str, checkpoint: Callable[[str, str, int], ckpt_tools.Checkpoint], tmp_path: Path
-) -> None:
+def test_another_format_becomes_verls(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A mesh of GPUs cannot be used on a CPU: torch loads the files, and the whole state is in them."""
-    source = checkpoint(kind, "awkward", 2).checkpoint  # type: ignore[attr-defined]
+    source = checkpoint(kind, "awkward", 2).checkpoint
     report = ckpt_tools.convert(source, tmp_path / "out", to="sharded", world_size=3)
     assert "the device mesh" in {note.what for note in report.plan.notes}
     assert ckpt_tools.verify(source, tmp_path / "out").equal

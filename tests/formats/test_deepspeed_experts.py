@@ -14,7 +14,7 @@ from ckpt_tools.core.manifest import MASTER, StateKey
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import deepspeed_moe, make
-from fixtures.corpus.layout import State
+from fixtures.truth import State
 from tests.layouts.contents import contents
 from tests.support.damage import Damage, assert_is_named, changed, copied_run, save, swap, unlink
 

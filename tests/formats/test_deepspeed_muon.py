@@ -15,7 +15,7 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import MalformedError
 from fixtures import launch
 from fixtures.corpus import deepspeed
-from fixtures.corpus.layout import State
+from fixtures.truth import State
 from tests.formats import zero_files
 from tests.layouts.contents import contents, of_tensor
 from tests.support.manifests import elements

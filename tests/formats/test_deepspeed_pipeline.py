@@ -12,9 +12,9 @@ import torch
 import ckpt_tools
 from ckpt_tools.core.manifest import MASTER, StateKey
 from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsupportedError
-from fixtures import launch
-from fixtures.corpus import deepspeed, deepspeed_pipeline, make
-from fixtures.corpus.layout import State
+from fixtures import launch, universal
+from fixtures.corpus import deepspeed_pipeline, make
+from fixtures.truth import State
 from tests.layouts.contents import contents
 from tests.support.damage import TAG, Damage, assert_is_named, copied_run, rename, save, unlink
 from tests.support.resumed import assert_goes_on
@@ -309,7 +309,7 @@ def test_other_formats_hold_the_same(to: str, tmp_path: Path) -> None:
 def test_deepspeeds_own_script_finds_the_same(tmp_path: Path) -> None:
     """What it writes is refused by its name: buffers and frozen weights are nowhere in it."""
     made = make("deepspeed-pipeline-zero1-fp32")
-    launch.pool(1).run(deepspeed.to_universal, made.source, tmp_path, True)
+    launch.pool(1).run(universal.convert, made.source, tmp_path, True, False)
     with pytest.raises(
         UnsupportedError, match=r"universal checkpoint of a pipeline.*leaves out the buffers.*convert the native"
     ):

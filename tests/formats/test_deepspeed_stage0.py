@@ -15,7 +15,7 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import deepspeed, make
-from fixtures.corpus.layout import State
+from fixtures.truth import State
 from tests.conftest import Resume
 from tests.layouts.contents import contents, of_tensor
 from tests.support.ranks import for_ranks
@@ -31,7 +31,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     def get(dtype: str) -> tuple[Path, State, list[float]]:
         if dtype not in made:
             folder = tmp_path_factory.mktemp(dtype)
-            state, losses = launch.pool(2).run(deepspeed.save_stage0, str(folder), "plain", dtype)[0]
+            state, losses = launch.pool(2).run(
+                deepspeed.save_run, str(folder), "plain", deepspeed.config_of(0, dtype), dtype
+            )[0]
             made[dtype] = folder, state, losses
         return made[dtype]
 

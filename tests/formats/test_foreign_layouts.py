@@ -10,6 +10,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import IncompleteError, UnsupportedError
-from fixtures import foreign, launch
+from fixtures import launch
+from fixtures.corpus import make
+from fixtures.corpus.ranks import save_fsdp1_local
 from tests.formats import zero_files
 
 pytestmark = [
@@ -30,19 +33,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit"),
 ]
 
-Save = Callable[[str], None]
-
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Save], Path]:
-    """`saved(save)`: the folder that two ranks wrote with a function of ``fixtures.foreign``, once."""
-    made: dict[str, Path] = {}
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`saved(name)`: a copy of a layout of the corpus, once."""
 
-    def get(save: Save) -> Path:
-        if save.__name__ not in made:
-            made[save.__name__] = tmp_path_factory.mktemp(save.__name__)
-            launch.pool(2).run(save, str(made[save.__name__]))
-        return made[save.__name__]
+    @cache
+    def get(name: str) -> Path:
+        return shutil.copytree(make(name).folder, tmp_path_factory.mktemp(name) / "made")
 
     return get
 
@@ -71,29 +69,29 @@ class TestRanks:
     def test_a_file_of_dtensors_says_of_which_rank_it_is(
         self, saved: Any, name: str, rank: int, from_: str | None
     ) -> None:
-        message = refusal(saved(foreign.save_ranks) / f"{name}_world_size_2_rank_{rank}.pt", from_=from_)
+        message = refusal(saved("verl") / "actor" / f"{name}_world_size_2_rank_{rank}.pt", from_=from_)
         of_rank = f"this is rank {rank} of 2 of a sharded state"
         assert (of_rank if from_ else ONE_FILE) in message and "folder" in message
 
     def test_a_file_without_any_is_known_by_its_name(self, saved: Any) -> None:
-        message = refusal(saved(foreign.save_ranks) / "extra_state_world_size_2_rank_1.pt")
-        assert f"{ONE_FILE} {saved(foreign.save_ranks)}" in message
+        message = refusal(saved("verl") / "actor" / "extra_state_world_size_2_rank_1.pt")
+        assert f"{ONE_FILE} {saved('verl') / 'actor'}" in message
 
     def test_a_file_under_another_name_is_known_by_its_content(self, saved: Any, tmp_path: Path) -> None:
-        shutil.copy(saved(foreign.save_ranks) / "model_world_size_2_rank_0.pt", tmp_path / "model.pt")
+        shutil.copy(saved("verl") / "actor" / "model_world_size_2_rank_0.pt", tmp_path / "model.pt")
         assert "this is rank 0 of 2 of a sharded state" in refusal(tmp_path / "model.pt")
 
     def test_their_folder_opens(self, saved: Any) -> None:
-        found = ckpt_tools.inspect(saved(foreign.save_ranks))
+        found = ckpt_tools.inspect(saved("verl") / "actor")
         assert (found.format, found.world_size) == ("sharded", 2)
         assert set(found.optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
 
     def test_the_folder_above_them_opens(self, saved: Any, tmp_path: Path) -> None:
-        shutil.copytree(saved(foreign.save_ranks), tmp_path / "global_step_4" / "actor")
+        shutil.copytree(saved("verl") / "actor", tmp_path / "global_step_4" / "actor")
         assert ckpt_tools.inspect(tmp_path / "global_step_4").format == "sharded"
 
     def test_beside_a_whole_model_they_are_noted(self, saved: Any, tmp_path: Path) -> None:
-        folder = shutil.copytree(saved(foreign.save_ranks), tmp_path / "actor")
+        folder = shutil.copytree(saved("verl") / "actor", tmp_path / "actor")
         safetensors.torch.save_file({"w": torch.ones(2)}, folder / "model.safetensors")
         notes = ckpt_tools.convert(folder, tmp_path / "out.safetensors").plan.notes
         assert {note.what for note in notes if note.outcome is Outcome.DROPPED} == {
@@ -101,14 +99,12 @@ class TestRanks:
         }
 
     def test_sharded_tensors_of_fsdp1_say_of_which_rank_they_are(self, saved: Any) -> None:
-        message = refusal(saved(foreign.save_fsdp1) / "SHARDED0.bin")
+        message = refusal(saved("fsdp1-ranks") / "checkpoint-0.pt")
         assert "this is rank 0 of 2 of a sharded state (ShardedTensors)" in message
         assert "malformed" not in message and "Opaque" not in message
 
-    def test_flat_parameters_in_files_of_ranks_are_refused(self, saved: Any, tmp_path: Path) -> None:
-        for rank in range(2):
-            shutil.copy(saved(foreign.save_fsdp1) / f"LOCAL{rank}.bin", tmp_path)
-        message = refusal(tmp_path)
+    def test_flat_parameters_in_files_of_ranks_are_refused(self, saved: Any) -> None:
+        message = refusal(saved("fsdp1-local-ranks"))
         assert "_flat_param" in message and "SHARDED_STATE_DICT" in message
 
     def test_accelerates_names_stand_in(self, tmp_path: Path) -> None:
@@ -131,8 +127,9 @@ class TestRanks:
             assert ckpt_tools.inspect(tmp_path / name).num_parameters == 3
 
 
-def test_flat_parameters_of_fsdp1_are_no_model(saved: Any) -> None:
-    message = refusal(saved(foreign.save_fsdp1) / "local")
+def test_flat_parameters_of_fsdp1_are_no_model(tmp_path: Path) -> None:
+    launch.pool(2).run(save_fsdp1_local, str(tmp_path / "local"), True)
+    message = refusal(tmp_path / "local")
     assert "_flat_param" in message and "SHARDED_STATE_DICT" in message
 
 
@@ -216,14 +213,14 @@ class TestHalves:
 
     def test_both_are_named(self, saved: Any, tmp_path: Path) -> None:
         """In folders of any other names than NeMo Automodel's."""
-        shutil.copytree(saved(foreign.save_halves), tmp_path / "in")
+        shutil.copytree(saved("automodel") / "epoch_0_step_3", tmp_path / "in")
         (tmp_path / "in" / "model").rename(tmp_path / "in" / "weights")
         message = refusal(tmp_path / "in")
         assert "optim/.metadata" in message and "weights/shard-00001-model" in message
 
     def test_each_opens_by_itself(self, saved: Any) -> None:
-        folder = saved(foreign.save_halves)
-        assert ckpt_tools.inspect(folder / "model").num_parameters == 54
+        folder = saved("automodel") / "epoch_0_step_3"
+        assert ckpt_tools.inspect(folder / "model").num_parameters == 151
         assert set(ckpt_tools.inspect(folder / "optim").optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
 
     def test_a_model_beside_a_whole_dcp_is_noted(self, tmp_path: Path) -> None:

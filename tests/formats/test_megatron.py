@@ -365,7 +365,7 @@ class TestWritten:
 
     def test_a_source_that_was_never_megatrons(self, tmp_path: Path) -> None:
         """A file of weights: no optimizer, and a note on what cannot be made up."""
-        weights = {name: tensor.contiguous() for name, tensor in mg.truth(DENSE)[0].items()}
+        weights = {name: tensor.contiguous() for name, tensor in mg.truth(DENSE).weights.items()}
         safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
         report = ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "out", to="megatron")
         assert {note.what for note in report.plan.notes} == {"global_step", "Megatron's args"}

@@ -21,7 +21,7 @@ from torch.masked import masked_tensor
 import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UnsafeError, UnsupportedError, UsageError
 from fixtures.corpus import make
-from fixtures.corpus.dcp_objects import Quantized, quantized, torchao
+from fixtures.corpus.dcp_variants import Quantized, quantized, torchao
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -195,11 +195,11 @@ def _with_attribute(found: torch.Tensor) -> torch.Tensor:
 
 
 KINDS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
-    "wrapper": (lambda: Quantized(torch.zeros(64, 64).byte(), torch.ones(64)), r"dcp_objects\.Quantized"),
-    "small wrapper": (lambda: Quantized(torch.zeros(2, 2).byte(), torch.ones(2)), r"dcp_objects\.Quantized"),
+    "wrapper": (lambda: Quantized(torch.zeros(64, 64).byte(), torch.ones(64)), r"dcp_variants\.Quantized"),
+    "small wrapper": (lambda: Quantized(torch.zeros(2, 2).byte(), torch.ones(2)), r"dcp_variants\.Quantized"),
     "of a parameter": (
         lambda: nn.Parameter(Quantized(torch.zeros(64, 64).byte(), torch.ones(64))),
-        r"dcp_objects\.Quantized",
+        r"dcp_variants\.Quantized",
     ),
     "subclass": (lambda: torch.ones(5, 5).as_subclass(Plain), r"test_dcp_objects\.Plain"),
     "jagged": (

@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +28,7 @@ def through_reader(kind: str, case: str, url: str, out: str, without: tuple[str,
     state = {name: value for name, value in run.state_dict().items() if name not in without}
     dcp.load({"app": state}, storage_reader=storage_reader(url))
     run.load_state_dict(state)
-    _finish(run, out)
+    fsdp2.finished(run).write_once(Path(out))
 
 
 def in_place(kind: str, case: str, url: str, out: str) -> dict[str, Any]:
@@ -40,15 +39,8 @@ def in_place(kind: str, case: str, url: str, out: str) -> dict[str, Any]:
     if "lr_scheduler" in extras:
         run.schedule.load_state_dict(extras["lr_scheduler"])
     run.step, run.epoch = extras.get("global_step", run.step), extras.get("epoch", run.epoch)
-    _finish(run, out)
+    fsdp2.finished(run).write_once(Path(out))
     return extras
-
-
-def _finish(run: fsdp2.Run, out: str) -> None:
-    truth = fsdp2._finish(run)
-    if dist.get_rank() == 0:
-        truth.write(Path(out))
-    dist.barrier()
 
 
 def bytes_read(kind: str, case: str, url: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fixtures.corpus.layout import State
+from fixtures.truth import State
 
 
 def assert_goes_on(
