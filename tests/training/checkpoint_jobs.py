@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tests.training.jobs import small_config
-from training import randomness
-from training.config import TrainConfig
+from training.checkpoints import randomness
+from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 
 STOPPED_AFTER = 6

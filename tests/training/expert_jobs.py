@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.training.strategy_jobs import tiny_config
+from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.expert_parallel import deal_out_experts
-from training.language_model import CONTEXT, WIDTH
-from training.mixture import EXPERTS, Experts
-from training.schedule import schedule_for
+from training.models.experts import EXPERTS, Experts
+from training.models.language_model import CONTEXT, WIDTH
 
 
 def seeded_experts() -> Experts:

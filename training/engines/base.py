@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from ..progress import Progress as Progress
-from ..zoo import added_loss_of, logits_of
+from ..checkpoints.progress import Progress as Progress
+from ..models.zoo import added_loss_of, logits_of
 
 Save = Callable[[Path], None]
 """Writes this rank's shards into a folder."""

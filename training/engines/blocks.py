@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import TrainConfig
-from ..zoo import ModelSpec
+from ..config.train_config import TrainConfig
+from ..models.zoo import ModelSpec
 
 OnBlock = Callable[[nn.Module], None]
 

@@ -14,16 +14,17 @@ from torch.optim import Optimizer
 
 from ckpt_tools import load_into
 
-from ..config import Precision, TrainConfig
-from ..engines.base import Progress, loss_of, mean_of
-from ..engines.resuming import apply_settings, as_zero, progress_of, scheduler_of
-from ..reading import reading
-from ..schedule import Schedule
-from ..settings import SETTINGS_ENTRY
-from ..starting import load_first_weights
-from ..zoo import logits_of, spec_of
+from ..checkpoints.errors import reading
+from ..checkpoints.settings import SETTINGS_ENTRY
+from ..checkpoints.weights import load_first_weights
+from ..config.options import Precision
+from ..config.schedule import Schedule
+from ..config.train_config import TrainConfig
+from ..models.zoo import logits_of, spec_of
+from .base import Progress, loss_of, mean_of
 from .blocks import OnBlock, RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
+from .resuming import apply_settings, as_zero, progress_of, scheduler_of
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ckpt_tools.errors import UsageError
 
-from ..config import TrainConfig
-from ..config_files import shipped_text
+from ..config.config_files import shipped_text
+from ..config.train_config import TrainConfig
 
 AUTO = "auto"
 """As transformers has it: the run's options decide."""

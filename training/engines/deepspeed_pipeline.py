@@ -22,16 +22,16 @@ from torch.optim import AdamW, Optimizer
 
 from ckpt_tools import load_into
 
-from ..config import TrainConfig
-from ..engines.base import Progress, mean_loss
-from ..engines.resuming import apply_settings, fits_zero, progress_of, scheduler_of
-from ..language_model import LAYERS
-from ..reading import reading
-from ..starting import load_first_weights
-from ..zoo import spec_of
+from ..checkpoints.errors import reading
+from ..checkpoints.weights import load_first_weights
+from ..config.train_config import TrainConfig
+from ..models.language_model import LAYERS
+from ..models.zoo import spec_of
+from .base import Progress, mean_loss
 from .blocks import OnBlock, prepare
 from .deepspeed import DeepSpeedEngine
 from .pipeline import Line, Stage, build_stage, layers_of, names_of_stages
+from .resuming import apply_settings, fits_zero, progress_of, scheduler_of
 
 NAMES_ENTRY = "pipeline_names"
 EMBEDDING = "embed"

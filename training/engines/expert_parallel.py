@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ..mixture import Experts, MixtureBlock
+from ..models.experts import Experts, MixtureBlock
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 

@@ -28,18 +28,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools import load_into
 
-from ..config import Settings, TrainConfig
-from ..engines.base import Progress, Save, loss_of, mean_of
-from ..engines.resuming import apply_settings, progress_of, scheduler_of
-from ..reading import reading
-from ..schedule import Schedule
-from ..settings import SETTINGS_ENTRY
-from ..starting import load_first_weights
-from ..zoo import logits_of, spec_of
+from ..checkpoints.errors import reading
+from ..checkpoints.settings import SETTINGS_ENTRY
+from ..checkpoints.weights import load_first_weights
+from ..config.schedule import Schedule
+from ..config.train_config import Settings, TrainConfig
+from ..models.zoo import logits_of, spec_of
+from .base import Progress, Save, loss_of, mean_of
 from .blocks import RunningAverages, set_training
 from .gradients import LossScaler, multiply, total_norm
 from .parallel import meshes_of, parallel_model
 from .pipeline import StageNames, names_of_stages
+from .resuming import apply_settings, progress_of, scheduler_of
 
 SCALER_ENTRY = "loss_scaler"
 CLIP_EPSILON = 1e-6

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import Precision, TrainConfig
-from ..zoo import ModelSpec
+from ..config.options import Precision
+from ..config.train_config import TrainConfig
+from ..models.zoo import ModelSpec
 from .blocks import build, prepare
 from .expert_parallel import deal_out_experts, experts_of
 from .pipeline import build_stage

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..config import TrainConfig
-from ..language_model import CONTEXT, LAYERS, VOCABULARY, WIDTH, LanguageModel
-from ..zoo import ModelSpec
+from ..config.model_names import CONTEXT, VOCABULARY
+from ..config.train_config import TrainConfig
+from ..models.language_model import LAYERS, WIDTH, LanguageModel
+from ..models.zoo import ModelSpec
 from .blocks import OnBlock, build
 
 

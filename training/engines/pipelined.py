@@ -11,10 +11,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from ..config import Precision, TrainConfig
-from ..engines.base import mean_loss
-from ..language_model import CONTEXT, VOCABULARY, WIDTH
-from ..schedule import Schedule
+from ..config.model_names import CONTEXT, VOCABULARY
+from ..config.options import Precision
+from ..config.schedule import Schedule
+from ..config.train_config import TrainConfig
+from ..models.language_model import WIDTH
+from .base import mean_loss
 from .fsdp2 import Fsdp2Engine
 from .gradients import total_norm
 from .pipeline import Line, Stage

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 import ckpt_tools
 from ckpt_tools.errors import FormatError
 
-from ..config import TrainConfig
-from ..engines.base import Progress
-from ..temporary import shared_temporary_folder
+from ..checkpoints.temporary import shared_temporary_folder
+from ..config.train_config import TrainConfig
+from .base import Progress
 
 _FORMATS: Mapping[int, ckpt_tools.WrittenFormat] = {1: "zero1", 2: "zero2", 3: "zero3"}
 

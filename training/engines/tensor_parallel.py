@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ..language_model import LanguageModel
+from ..models.language_model import LanguageModel
 
 
 def deal_out_block(block: nn.Module, mesh: DeviceMesh) -> None:

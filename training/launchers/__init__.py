@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager
 
 from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageError
 
-from ..checkpoints import resume_folder, way_on
-from ..config import TrainConfig
-from ..data import PARTS, load_dataset
-from ..frameworks import check_frameworks
-from ..locking import RunLock, check_no_other_run, only_run
-from ..result import RunResult, check_result_file
-from ..settings import lines_before_start
-from ..starting import check_export, export
+from ..checkpoints.locking import RunLock, check_no_other_run, only_run
+from ..checkpoints.run_folder import resume_folder, way_on
+from ..checkpoints.settings import lines_before_start
+from ..checkpoints.weights import check_export, export
+from ..config.train_config import TrainConfig
+from ..data.datasets import PARTS, load_dataset
+from ..engines.frameworks import check_frameworks
+from ..loop.result import RunResult, check_result_file
 from .failures import RunFailedError
 
 # Ray reads these when it is imported: it sends no usage statistics, and exports no metrics of its own.
@@ -40,10 +40,10 @@ def launch(config: TrainConfig) -> RunResult:
 def _launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Ray is imported only if it is asked for."""
     if config.launcher == "ray":
-        from ..launchers import ray_train
+        from . import ray_train
 
         return ray_train.launch(config, lock)
-    from ..launchers import torchrun
+    from . import torchrun
 
     return torchrun.launch(config, lock)
 

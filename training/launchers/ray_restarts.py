@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ckpt_tools.errors import UsageError
 
-from ..config import TrainConfig
+from ..config.train_config import TrainConfig
 from .failures import Failure
 
 ANSWER_SECONDS = 60.0

@@ -31,18 +31,19 @@ from ray.util.queue import Queue
 from ckpt_tools.guard import guarded
 from ckpt_tools.signals import starting_processes
 
-from ..checkpoints import CHECKPOINTS, remove_shards, resume_folder
-from ..config import RESUME_AUTO, TrainConfig
-from ..journal import Journal
-from ..launchers.failures import Failure
-from ..locking import LostStorageError, RunLock
-from ..loop import Interrupted, Trained, train
-from ..outlets import FolderOutlet
-from ..result import RunResult
-from ..saving import Outlet, Values
-from ..screen import Screen, Status, command_screen
-from ..stopping import RunStoppedError, passed_on
-from ..storage import drop_missing, file_system
+from ..checkpoints.locking import LostStorageError, RunLock
+from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
+from ..checkpoints.storage import drop_missing, file_system
+from ..config.options import RESUME_AUTO
+from ..config.train_config import TrainConfig
+from ..loop.loop import Interrupted, Trained, train
+from ..loop.metrics import Journal
+from ..loop.outlets import FolderOutlet
+from ..loop.result import RunResult
+from ..loop.saving import Outlet, Values
+from ..loop.screen import Screen, Status, command_screen
+from ..loop.stopping import RunStoppedError, passed_on
+from .failures import Failure
 from .ray_control import Control, is_asked, new_control
 from .ray_restarts import AttemptFailedError, on_this_node, with_restarts
 

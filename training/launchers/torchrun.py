@@ -30,21 +30,20 @@ from torch.distributed.rendezvous import rendezvous
 
 from ckpt_tools.guard import guarded
 
-from ..checkpoints import resume_folder
-from ..config import RESUME_AUTO, TrainConfig
-from ..launchers.failures import Failure, RunFailedError
-from ..locking import RunLock, only_run
-from ..loop import Interrupted, train
-from ..outlets import FolderOutlet
-from ..result import RESULT_NAME, RunResult
-from ..screen import drawn
-from ..settings import lines_before_start
-from ..starting import check_export, export
-from ..stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passed_on
+from ..checkpoints.locking import RunLock, only_run
+from ..checkpoints.run_folder import resume_folder
+from ..checkpoints.settings import lines_before_start
+from ..checkpoints.weights import check_export, export
+from ..config import PACKAGE
+from ..config.options import RESUME_AUTO
+from ..config.train_config import TrainConfig
+from ..loop.loop import Interrupted, train
+from ..loop.outlets import FolderOutlet
+from ..loop.result import RESULT_NAME, RunResult
+from ..loop.screen import drawn
+from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passed_on
+from .failures import Failure, RunFailedError
 from .processes import die_with_parent, wait_for
-
-PACKAGE = f"{__package__}".rpartition(".")[0]
-"""``training`` in a checkout, ``ckpt_tools_training`` where a wheel is installed."""
 
 LOG_NAME = "torchrun.log"
 ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"

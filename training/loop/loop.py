@@ -1,0 +1,316 @@
+"""The one training loop, the same for every engine and launcher.
+
+It runs on each rank of an existing process group and does no I/O of its own: a launcher says where to resume from,
+where checkpoints go (:class:`.saving.Outlet`) and whether the run is asked to stop. After each step all ranks agree
+whether to save, to stop, or to go on, so a checkpoint is always made between the same two steps on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import islice
+from operator import add
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpt_tools.errors import UsageError
+
+from ..checkpoints import randomness
+from ..config.options import RESUME_AUTO
+from ..config.schedule import Schedule, schedule_for
+from ..config.train_config import TrainConfig
+from ..data.datasets import Samples, epoch_order, load_dataset, rank_batches, to_input
+from ..engines import Engine, Progress, create_engine
+from .evaluation import Evaluation, evaluate
+from .measuring import StepLog
+from .profiling import profiled
+from .retention import remove_old
+from .saving import Agreement, Outlet, SavePolicy, Saver, SaveRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EpochMetrics:
+    """One finished epoch: the mean loss over all ranks at each step, and the held-out samples predicted right. Or the
+    part of an epoch with which a run of ``--max-steps`` ended.
+
+    If the run was resumed within the epoch, ``losses`` are those of its own steps. ``earlier_steps`` were trained by
+    the run before, and ``earlier_loss`` is the sum of their losses.
+    """
+
+    epoch: int
+    losses: tuple[float, ...]
+    correct: int
+    total: int
+    seconds: float
+    earlier_steps: int = 0
+    earlier_loss: float = 0.0
+
+    @property
+    def mean_loss(self) -> float:
+        """Of the whole epoch. Added in the order of steps, so that an interruption does not change the last bit."""
+        return added(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
+
+    def line(self, last_epoch: int) -> str:
+        """For a person: one line."""
+        return (
+            f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}  "
+            f"held-out {self.correct}/{self.total}  {self.seconds:.1f} s"
+        )
+
+    def values(self) -> dict[str, float]:
+        """For a record of the run."""
+        return {"epoch": self.epoch, "loss": self.mean_loss, "accuracy": self.correct / self.total}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run learnt: where it ended, the epochs it trained itself, how the model it ends with does on the held-out
+    split, and what its checkpoints cost."""
+
+    end: Progress
+    history: tuple[EpochMetrics, ...]
+    evaluation: Evaluation
+    saves: tuple[SaveRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A run that stopped because it was asked to. ``checkpoint`` is the name of the one at that position, None if
+    nothing is trained yet."""
+
+    checkpoint: str | None
+
+
+Asked = Callable[[], bool]
+"""Whether this rank knows that the run is to save and stop."""
+
+
+def train(
+    config: TrainConfig, device: torch.device, resume_from: Path | str | None, outlet: Outlet, is_asked_to_stop: Asked
+) -> Trained | Interrupted:
+    """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a whole checkpoint at
+    a path or URL."""
+    samples, held_out = load_parts(config)
+    total_steps = config.epochs * config.steps_per_epoch(len(samples))
+    schedule = schedule_for(total_steps, config.warmup_fraction, config.schedule)
+    with closing(create_engine(config, schedule, device)) as engine:
+        progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
+        _check_something_left(config, progress)
+        randomness.go_on(progress.rng, seed=config.seed, step=progress.step, stream=engine.data_rank)
+        saver = Saver(config, engine, outlet, partial(remove_old, config))
+        with profiled(config) as end_step:
+            parts = (config, engine, device, samples, held_out, outlet, saver, is_asked_to_stop, progress, schedule)
+            return _Run(*parts, end_step).to_the_end()
+
+
+def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress:
+    started = time.perf_counter()
+    progress = engine.resume(checkpoint)
+    if torch.distributed.get_rank() == 0:
+        seconds = time.perf_counter() - started
+        outlet.record({"resumed": progress.name, "step": progress.step, "resume_seconds": seconds})
+    return progress
+
+
+def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
+    """The training and the held-out samples; the first rank of each machine goes ahead, so one downloads for all."""
+    leads = int(os.environ["LOCAL_RANK"]) == 0
+    if not leads:
+        torch.distributed.barrier()
+    samples = load_dataset(config.dataset, "train", config.data_root).first(config.num_samples)
+    held_out = load_dataset(config.dataset, "held-out", config.data_root)
+    if leads:
+        torch.distributed.barrier()
+    return samples, held_out
+
+
+def _check_something_left(config: TrainConfig, progress: Progress) -> None:
+    """A run that goes on by itself may have been ended after its last checkpoint: it has to evaluate, and no more."""
+    if config.resume == RESUME_AUTO:
+        return
+    if config.max_steps is not None and progress.step >= config.max_steps:
+        raise UsageError(
+            f"the checkpoint has finished {progress.step} steps and --max-steps is {config.max_steps}: nothing is left "
+            f"to train"
+        )
+    if progress.epoch >= config.last_epoch:
+        raise UsageError(
+            f"the checkpoint has finished {progress.epoch} epochs and the run ends after {config.last_epoch}: "
+            f"nothing is left to train"
+        )
+
+
+def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> int:
+    """The step at which a run ends that begins at ``progress``. The epochs before may have had another length: with
+    ``--override num-samples`` or ``batch-size`` those that are left have ``steps_per_epoch``."""
+    found = progress.step - progress.batch + (config.last_epoch - progress.epoch) * steps_per_epoch
+    return found if config.max_steps is None else min(found, config.max_steps)
+
+
+class _StopAskedError(Exception):
+    """The ranks have agreed to stop, and saved."""
+
+
+class _Run:
+    """A run on this rank, from one position to its end."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        device: torch.device,
+        samples: Samples,
+        held_out: Samples,
+        outlet: Outlet,
+        saver: Saver,
+        is_asked_to_stop: Asked,
+        progress: Progress,
+        schedule: Schedule,
+        end_step: Callable[[], None],
+    ) -> None:
+        self.config, self.engine, self.device, self.samples, self.held_out = config, engine, device, samples, held_out
+        self.outlet, self.saver, self.is_asked_to_stop, self.progress = outlet, saver, is_asked_to_stop, progress
+        self.policy, self.agreement = SavePolicy.of(config), Agreement()
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.data_world_size = self.world_size // (config.tp * config.pp)
+        """Ranks, or groups of ranks under tensor and pipeline parallelism, that see samples of their own."""
+        self.steps = config.steps_per_epoch(len(samples))
+        self.log = StepLog(config, schedule, outlet, self.agreement, last_step(config, progress, self.steps))
+        self.end_step = end_step
+        self.accuracy: float | None = None
+        """Of the last evaluation."""
+        self.saved = progress
+        """The position of the last checkpoint, from which the run was resumed or which it saved."""
+        self.is_due = False
+        """Whether a reason to save came up at the last step of an epoch, whose end is saved instead."""
+
+    def to_the_end(self) -> Trained | Interrupted:
+        history = []
+        try:
+            self.agree_between_epochs()
+            while not self.is_at_end:
+                history.append(self.epoch())
+                self.agree_between_epochs()
+        except _StopAskedError:
+            self.saver.collect()
+            return Interrupted(self.saved.name if self.saved.step else None)
+        self.saver.collect()
+        return Trained(self.progress, tuple(history), self.evaluation(), tuple(self.saver.records))
+
+    @property
+    def is_at_end(self) -> bool:
+        """An epoch whose samples are all seen is evaluated and saved, whoever trained it."""
+        ends_within = self.has_last_step and self.progress.batch < self.steps
+        return self.progress.epoch >= self.config.last_epoch or ends_within
+
+    @property
+    def has_last_step(self) -> bool:
+        return self.config.max_steps is not None and self.progress.step >= self.config.max_steps
+
+    def epoch(self) -> EpochMetrics:
+        """Train what is left of an epoch, evaluate, and save if it is due. The run may end within it, and has saved."""
+        started, before = time.perf_counter(), self.progress
+        losses = self.means(self.train(before))
+        with self.log.meter.paused():
+            evaluation = self.evaluation()
+        self.accuracy = evaluation.accuracy
+        seconds = time.perf_counter() - started
+        epoch = before.epoch + 1
+        metrics = EpochMetrics(
+            epoch, losses, evaluation.correct, evaluation.total, seconds, before.batch, before.loss_sum
+        )
+        if self.progress.batch == self.steps:
+            self.progress = Progress(epoch, self.progress.step)
+            self.report(metrics)
+        elif self.rank == 0:
+            self.outlet.say(f"{metrics.line(self.config.last_epoch)}  ended within it, after step {self.progress.step}")
+        return metrics
+
+    def report(self, metrics: EpochMetrics) -> None:
+        """The figures come before the checkpoint, which may be kept because of them."""
+        if self.rank == 0:
+            self.outlet.record({**metrics.values(), "step": self.progress.step, "seconds": metrics.seconds})
+        if self.policy.after_epoch(metrics.epoch) or self.is_due:
+            self.save(self.progress, metrics.values())
+        else:
+            self.outlet.report(metrics.values())
+        if self.rank == 0:
+            self.outlet.say(metrics.line(self.config.last_epoch))
+
+    def train(self, before: Progress) -> list[Tensor]:
+        """The batches of an epoch that ``before`` has not seen; this rank's loss at each step."""
+        order = epoch_order(len(self.samples), before.epoch + 1, self.config.seed)
+        batches = rank_batches(order, self.config.batch_size, self.engine.data_rank, self.data_world_size)
+        losses: list[Tensor] = []
+        for batch in islice(batches, before.batch, None):
+            inputs, labels = to_input(self.samples.pixels[batch]), self.samples.labels[batch]
+            losses.append(self.engine.step(inputs.to(self.device), labels.to(self.device)))
+            self.progress = replace(self.progress, step=self.progress.step + 1, batch=self.progress.batch + 1, rng=None)
+            self.log.after(self.progress, losses[-1], self.saver.records, self.accuracy)
+            with self.log.meter.paused():
+                self.end_step()
+            self.agree(before, losses)
+            if self.has_last_step:
+                break
+        return losses
+
+    def agree(self, before: Progress, losses: list[Tensor]) -> None:
+        """After a step: save and stop, save, or go on. At the last step of an epoch, its end is saved instead."""
+        is_asked, is_time = self.agreed()
+        is_due = is_time or self.policy.after_step(self.progress.step)
+        ends = self.progress.batch == self.steps
+        if is_asked or (is_due and not ends):
+            loss_sum = added(before.loss_sum, self.means(losses))
+            self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
+        self.is_due = is_due and ends
+        if is_asked:
+            raise _StopAskedError
+
+    def agree_between_epochs(self) -> None:
+        """Before the first step, and after an evaluation, which takes its time."""
+        is_asked, _ = self.agreed()
+        if is_asked:
+            if self.progress != self.saved:
+                self.save(self.progress, {"epoch": self.progress.epoch})
+            raise _StopAskedError
+
+    def agreed(self) -> tuple[bool, bool]:
+        """Whether the run is asked to stop, and whether it is time to save, on any rank."""
+        leads = self.rank == 0
+        is_asked, is_time, is_busy, has_failed = self.agreement.any(
+            self.is_asked_to_stop(),
+            leads and self.policy.after_seconds(self.saver.seconds_since),
+            self.saver.is_busy,
+            self.saver.has_failed,
+        )
+        if has_failed or not is_busy:
+            self.saver.collect(has_failed=has_failed)
+        return is_asked, is_time
+
+    def save(self, progress: Progress, values: dict[str, float]) -> None:
+        with self.log.meter.paused():
+            self.saver.save(replace(progress, rng=randomness.of_all_ranks()), {"step": progress.step, **values})
+        self.saved = self.progress
+
+    def evaluation(self) -> Evaluation:
+        """The held-out samples, dealt out over the ranks that see samples of their own."""
+        data_rank, data_world_size = self.engine.data_rank, self.data_world_size
+        return evaluate(self.engine.logits, self.held_out, self.device, rank=data_rank, world_size=data_world_size)
+
+    def means(self, losses: list[Tensor]) -> tuple[float, ...]:
+        """Average each step's loss over ranks; one collective for many steps instead of one a step."""
+        total = torch.stack(losses).double() if losses else torch.zeros(0, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return tuple((total / self.world_size).tolist())
+
+
+def added(start: float, losses: tuple[float, ...]) -> float:
+    """One after the other: ``sum`` adds otherwise in newer Pythons."""
+    return reduce(add, losses, start)
