@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from training.config import model_names
     from training.config import train_config as config
     from training.data import datasets as data
-    from training.loop import evaluation, interruption, result
+    from training.loop import evaluation, result
+    from training.loop import stopping as interruption
     from training.models import config_json as model_config
     from training.models import language_model, zoo
     from training.models import vision_transformer as models
@@ -46,7 +47,7 @@ _MODULES = {
     "config": "config.train_config",
     "data": "data.datasets",
     "evaluation": "loop.evaluation",
-    "interruption": "loop.interruption",
+    "interruption": "loop.stopping",
     "language_model": "models.language_model",
     "launchers": "launchers",
     "locking": "checkpoints.locking",

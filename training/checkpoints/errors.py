@@ -1,4 +1,4 @@
-"""Errors of ``ckpt_tools`` about a checkpoint, for a trainer's user: they may name options that the trainer lacks."""
+"""Errors of ``ckpt_tools`` about a checkpoint, without advice to use options that the trainer does not have."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ REWORDED = (
     (r"[;,]? ?(?:if it is in one of them, )?name it with (?:--from\b|from_=)", ""),
     (r",? or (?:--storage-option key=\S+ secret=\S+|storage_options=\S*)", ""),
 )
-"""Advice that a trainer's user can follow in another way, or not at all."""
+"""Advice that a trainer's user cannot follow, and its replacement."""
 
 OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|(?:from_|model_key|optim_key|param_order|storage_options|tag)=)")
-"""As the command line spells it, or Python."""
+"""An option of the command line or of Python."""
 
 
 @contextmanager
 def reading(checkpoint: Path | str) -> Iterator[None]:
-    """Within the block, errors about ``checkpoint`` name no option of ckpt-tools as if it were the trainer's."""
+    """Rewords errors about ``checkpoint`` within the block; see :func:`reworded`."""
     try:
         yield
     except CkptError as error:
@@ -34,7 +34,7 @@ def reading(checkpoint: Path | str) -> Iterator[None]:
 
 
 def reworded(message: str, checkpoint: Path | str) -> str:
-    """``message`` without advice to use options that only ckpt-tools has, or with the way to use them."""
+    """``message`` without advice that only ckpt-tools can follow, or with its command for the named options."""
     for pattern, words in REWORDED:
         message = re.sub(pattern, words, message)
     options = [_as_typed(found) for found in OPTION.findall(message)]
@@ -44,5 +44,5 @@ def reworded(message: str, checkpoint: Path | str) -> str:
 
 
 def _as_typed(option: str) -> str:
-    """``--optim-key`` of ``optim_key=``."""
+    """``--optim-key`` for ``optim_key=``."""
     return option if option.startswith("--") else f"--{option.rstrip('_=').replace('_', '-')}"

@@ -1,8 +1,7 @@
-"""One run at a time writes to a folder or to a place of a store; a run that is gone keeps nobody out.
+"""Locks of a run on its folder and its storage.
 
-``OUT/.lock`` is locked (flock) by the run that writes there, and says which process that is. The file stays when the
-run ends; the lock goes with the last process that holds it, however that ends. ``STORAGE`` is claimed by
-:func:`ckpt_tools.claim`: an object there that is written again every few seconds.
+``OUT/.lock`` is locked with flock and names the process. The file stays; the lock ends with the last process that holds
+it. ``STORAGE`` is claimed by :func:`ckpt_tools.claim`, with an object that is rewritten every few seconds.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from .run_folder import CHECKPOINTS, empty_partial, make_out, set_aside_incomple
 
 LOCK_NAME = ".lock"
 PATIENCE_SECONDS = 3.0
-"""A run that was killed takes a moment to end what it had started."""
+"""Time to wait for the lock: the processes of a killed run take a moment to end."""
 
 _UNFINISHED = re.compile(r"\.epoch_\d{4,}(_step_\d{6,})?\.partial")
 
 
 class LostStorageError(StoreError):
-    """Another run took over the storage of this one, which has to end at once."""
+    """Another run has taken over the storage; this one must end at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunLock:
-    """What a run holds while it goes on; ``check`` raises LostStorageError if another process took its storage over."""
+    """Locks that a run holds; ``check`` raises LostStorageError if another process has taken over its storage."""
 
     descriptor: int
     check: Callable[[], None]
@@ -47,11 +46,10 @@ class RunLock:
 
 @contextmanager
 def only_run(config: TrainConfig) -> Iterator[RunLock]:
-    """This run alone writes to its ``out``, which is made, and to its ``storage``; what a killed run left half written
-    is removed.
+    """Lock the run's ``out``, which is made, and its ``storage``; unfinished checkpoints of a killed run are removed.
 
-    Raises DestinationExistsError if another run is at work there, or if an unfinished checkpoint holds a file that no
-    run wrote; StoreError if it cannot be locked.
+    Raises DestinationExistsError if another run holds a lock, or an unfinished checkpoint holds a file that no run
+    wrote; StoreError if it cannot be locked.
     """
     with ExitStack() as held:
         descriptor = held.enter_context(locked(config.out))
@@ -66,7 +64,7 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
 
 
 def check_no_other_run(out: Path) -> None:
-    """Raises DestinationExistsError if a run is at work in ``out``, StoreError if it cannot be read. Makes nothing."""
+    """Raises DestinationExistsError if a run has locked ``out``, StoreError if it cannot be read. Makes nothing."""
     try:
         is_there = (out / LOCK_NAME).exists()
     except OSError as error:
@@ -84,13 +82,12 @@ def _check(claim: ckpt_tools.UrlClaim) -> None:
 
 
 def _nothing() -> None:
-    """A folder's lock cannot be taken over."""
+    """The lock of a folder cannot be taken over."""
 
 
 @contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """``out``, which is made, is this process' alone within the block; the descriptor of its lock. Raises as
-    :func:`only_run`."""
+    """Lock ``out``, which is made; the descriptor of the lock. Raises as :func:`only_run`."""
     path = out / LOCK_NAME
     make_out(out)
     try:
@@ -135,7 +132,7 @@ def _holder(path: Path) -> str:
 
 
 def _remove_unfinished(checkpoints: Path) -> None:
-    """Only folders with the names that a run gives while it writes; the one that wrote them is gone."""
+    """Remove folders with the names of unfinished checkpoints; the run that wrote them has ended."""
     for path in checkpoints.glob(".epoch_*.partial"):
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             empty_partial(path)

@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint holds beside model, optimizer, scheduler and settings."""
+"""Position of a run, which is saved in each checkpoint."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The position of a run between two optimizer steps.
+    """Position of a run between two optimizer steps.
 
-    ``epoch`` and ``step`` count what is finished. ``batch`` is the number of global batches that the epoch after
-    ``epoch`` has trained already, and ``loss_sum`` the sum of their mean losses. The order of samples depends on the
-    seed and the epoch alone, so these say which samples come next. ``rng`` holds the random number generators of all
-    ranks, as :mod:`.randomness` writes them.
+    ``epoch`` and ``step`` are numbers of finished ones, ``batch`` the number of finished global batches of the current
+    epoch, and ``loss_sum`` the sum of their mean losses. With the seed these
+    determine the next samples. ``rng``: random number generators of all ranks (:mod:`.randomness`).
     """
 
     epoch: int = 0
@@ -33,18 +32,18 @@ class Progress:
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint that is saved here. Names sort as positions do, up to epoch 9999."""
+        """Name of a checkpoint at this position. Names sort by position, up to epoch 9999."""
         epoch = f"epoch_{self.epoch:04d}"
         return f"{epoch}_step_{self.step:06d}" if self.is_within_epoch else epoch
 
     def entries(self) -> dict[str, Any]:
-        """As plain numbers and words, which every checkpoint format keeps as they are."""
+        """Numbers and strings, which every checkpoint format keeps."""
         return asdict(self)
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Progress | None:
-        """Of what a checkpoint says beside model and optimizer; None if it does not say. Other software and earlier
-        versions save at the end of an epoch."""
+        """Progress among the entries of a checkpoint; None without epoch and step. Without ``batch``, as other software
+        saves it, the position is the end of an epoch."""
         epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
         if type(epoch) is not int or type(step) is not int:
             return None

@@ -1,6 +1,6 @@
-"""The random number generators of Python, NumPy and torch, on every rank, as one text.
+"""Random number generators of Python, NumPy and torch on all ranks, as one string of 20 kB per rank.
 
-Dropout and augmentation draw from them. A text goes through every checkpoint format unchanged. It has 20 kB a rank.
+Every checkpoint format keeps a string unchanged.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 
-def of_all_ranks() -> str:
-    """The generators of all ranks, in the order of ranks, on every rank; collective."""
+def gathered() -> str:
+    """States of all ranks in their order, on every rank; collective."""
     states: list[dict[str, Any] | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(states, _state())
     return json.dumps(states)
 
 
-def go_on(rng: str | None, *, seed: int, step: int, stream: int) -> None:
-    """Set this rank's generators as they were when ``rng`` was made, if there were as many ranks.
+def restore(rng: str | None, *, seed: int, step: int, stream: int) -> None:
+    """Restore this rank's generators from ``rng``, if the world size is the same.
 
-    At another world size, and in a new run, each rank begins the stream of that number, by the seed and the step. Ranks
-    that compute each layer together have the same.
+    Otherwise, and in a new run, seed them by ``seed``, ``step`` and ``stream``, which ranks that compute each layer
+    together share.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     states = [] if rng is None else json.loads(rng)

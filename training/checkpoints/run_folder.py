@@ -1,8 +1,7 @@
-"""The folder of a run, the checkpoints that it keeps there or in its storage, and the one that ``--resume`` means.
+"""Checkpoints in the folder of a run or in its storage, and the one that ``--resume`` selects.
 
-``OUT/checkpoints/epoch_0003``, or ``STORAGE/checkpoints/epoch_0003`` if the run has a storage, holds the shards
-written after three finished epochs, whatever the launcher. ``epoch_0003_step_000070`` was written within the fourth,
-after 70 steps of the run. A checkpoint is a path or, in a store, a URL.
+``OUT/checkpoints/epoch_0003`` or ``STORAGE/checkpoints/epoch_0003`` holds the shards after three finished epochs,
+``epoch_0003_step_000070`` those within the fourth, after 70 steps of the run. A checkpoint is a path or a URL.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .storage import asked, check_bucket, file_system, names_below, recorded_lat
 
 CHECKPOINTS = "checkpoints"
 MAX_NAMED = 5
-"""Names that an error lists, the newest first."""
+"""Number of names that an error lists, newest first."""
 
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
 
@@ -32,25 +31,21 @@ _SHARD = re.compile(
     r"config\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
     r"|[^/]+/[^/]*(model|optim)_states\.pt"
 )
-"""The files that PyTorch, DeepSpeed and :mod:`.model_config` write into the folder of a checkpoint."""
+"""Files in a checkpoint of PyTorch, DeepSpeed and :mod:`training.models.config_json`."""
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a run gives that name to a checkpoint."""
+    """Whether it is a name that a run gives to a checkpoint."""
     return _EPOCH_FOLDER.fullmatch(name) is not None
 
 
 def partial_folder(folder: Path, name: str) -> Path:
-    """Where a checkpoint is while it is not complete."""
+    """Folder of an incomplete checkpoint."""
     return folder / f".{name}.partial"
 
 
 def make_partial(folder: Path, name: str) -> Path:
-    """A new, empty folder for a checkpoint that is being written; what a killed run left in its place is removed.
-
-    Raises:
-        DestinationExistsError: there are files in its place that no run wrote; nothing is removed then.
-    """
+    """Make an empty folder for a checkpoint; a killed run's files are removed. Raises as :func:`empty_partial`."""
     partial = partial_folder(folder, name)
     empty_partial(partial)
     partial.mkdir(parents=True, exist_ok=True)
@@ -58,10 +53,10 @@ def make_partial(folder: Path, name: str) -> Path:
 
 
 def empty_partial(partial: Path) -> None:
-    """Remove what a run wrote into ``partial``, the folder of an unfinished checkpoint.
+    """Remove the files of an unfinished checkpoint.
 
     Raises:
-        DestinationExistsError: there are files in it that no run wrote; nothing is removed then.
+        DestinationExistsError: it holds a file that no run wrote; nothing is removed.
     """
     strangers = strangers_in(partial)
     if strangers or partial.is_symlink():
@@ -74,8 +69,8 @@ def empty_partial(partial: Path) -> None:
 
 
 def remove_shards(config: TrainConfig, name: str) -> None:
-    """Remove what a killed run has uploaded of a checkpoint that is to be written again, perhaps by fewer ranks: files
-    of ranks that are no more would stay among the new ones. Raises StoreError."""
+    """Remove what a killed run has uploaded of this checkpoint: with fewer ranks, the new files would not replace all
+    of them. Raises StoreError."""
     fs, folder = file_system(str(checkpoint_of(config, name)))
     for path in asked(config.storage or "", lambda: fs.find(folder)):
         if _SHARD.fullmatch(path.removeprefix(f"{folder}/")):
@@ -83,7 +78,7 @@ def remove_shards(config: TrainConfig, name: str) -> None:
 
 
 def strangers_in(folder: Path) -> list[Path]:
-    """What is in the folder of a checkpoint and is not a file or folder that a run writes there."""
+    """Paths in the folder of a checkpoint that no run writes there."""
     found = sorted(folder.rglob("*"))
     return [path for path in found if path.is_symlink() or not (path.is_dir() or _is_shard(path, folder))]
 
@@ -93,15 +88,15 @@ def _is_shard(path: Path, partial: Path) -> bool:
 
 
 def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
-    """Where the run keeps its checkpoint of that name."""
+    """Path or URL of the run's checkpoint of that name."""
     return config.out / CHECKPOINTS / name if config.storage is None else f"{_stored(config.storage)}/{name}"
 
 
 def make_out(out: Path) -> None:
-    """Make the folder of the run, and find out whether files can be written there.
+    """Make the folder of the run, and check that it is writable.
 
     Raises:
-        DestinationExistsError: a file stands there or on the way there. StoreError: it cannot be made or written to.
+        DestinationExistsError: the path or one above is a file. StoreError: it cannot be made or written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -115,7 +110,7 @@ def make_out(out: Path) -> None:
 
 
 def saved_checkpoints(out: Path) -> list[Path]:
-    """The finished checkpoints of a run, oldest first. Raises ``StoreError``."""
+    """Finished checkpoints of a run, oldest first. Raises ``StoreError``."""
     return _epochs_in(out / CHECKPOINTS)
 
 
@@ -128,11 +123,10 @@ def _epochs_in(folder: Path) -> list[Path]:
 
 
 def resume_folder(config: TrainConfig) -> Path | str | None:
-    """The checkpoint to start from, None for a fresh run; a URL that ``--resume`` gives is not looked up.
+    """The checkpoint to resume, None for a new run. A URL in ``--resume`` is not looked up.
 
-    Raises ``SourceNotFoundError`` if there is none to resume, ``UsageError`` if it is a folder of several,
-    ``DestinationExistsError`` if the run would mix its checkpoints with those of another, ``StoreError`` if its storage
-    cannot be reached.
+    Raises ``SourceNotFoundError`` if there is none, ``UsageError`` for a folder of several, ``DestinationExistsError``
+    if a new run would mix its checkpoints with those of another, ``StoreError`` if the storage cannot be reached.
     """
     if config.storage is not None:
         check_bucket(config.storage)
@@ -150,8 +144,8 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
 def latest_checkpoint(config: TrainConfig) -> Path | str | None:
     """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read.
 
-    In a store it is the last one in Ray's record of the run: a checkpoint that was being uploaded when the run was
-    killed is not in it. In ``out`` every checkpoint got its name when it was complete.
+    In a store it is the last in Ray's record, which lacks partly uploaded ones. In ``out`` only complete checkpoints
+    have their final names.
     """
     if config.storage is not None:
         name = recorded_latest(_stored(config.storage))
@@ -161,7 +155,7 @@ def latest_checkpoint(config: TrainConfig) -> Path | str | None:
 
 
 def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
-    """The run's newest checkpoint that is whole by its files, whoever wrote it. Raises ``StoreError``."""
+    """The run's newest checkpoint with complete files. Raises ``StoreError``."""
     place = config.out / CHECKPOINTS if config.storage is None else _stored(config.storage)
     try:
         found = ckpt_tools.ls(place).checkpoints
@@ -171,22 +165,18 @@ def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
 
 
 def line_of_auto(config: TrainConfig) -> str | None:
-    """What ``--resume auto`` does, for a person."""
+    """Message about the choice of ``--resume auto``."""
     if config.resume != RESUME_AUTO:
         return None
     newest = newest_complete(config)
     if newest is None:
         return f"{config.storage or config.out} holds no complete checkpoint: a new run begins"
-    return f"going on from {newest.name} ({newest.format}, {newest.world_size or 'unknown'} ranks)"
+    return f"resuming {newest.name} ({newest.format}, {newest.world_size or 'unknown'} ranks)"
 
 
 def set_aside_incomplete(config: TrainConfig) -> list[str]:
-    """Rename the checkpoints in ``out`` that ``--resume auto`` passes over, whose names the run may need; the lines to
-    print.
-
-    Raises:
-        DestinationExistsError: one of that name was set aside before.
-    """
+    """Rename the incomplete checkpoints in ``out`` after the one of ``--resume auto``, because the run may need their
+    names; the messages to print. Raises DestinationExistsError if a new name exists."""
     newest = newest_complete(config)
     saved = saved_checkpoints(config.out)
     names = [path.name for path in saved]
@@ -197,13 +187,13 @@ def set_aside_incomplete(config: TrainConfig) -> list[str]:
 def _set_aside(checkpoint: Path) -> str:
     aside = checkpoint.with_name(f"{checkpoint.name}.incomplete")
     if os.path.lexists(aside):
-        raise DestinationExistsError(f"{checkpoint} is not complete, and {aside.name} is there already; move one away")
+        raise DestinationExistsError(f"{checkpoint} is not complete, and {aside.name} exists already; move one away")
     checkpoint.rename(aside)
-    return f"{checkpoint.name} is not complete: it is called {aside.name} now"
+    return f"{checkpoint.name} is not complete: renamed to {aside.name}"
 
 
-def way_on(config: TrainConfig) -> str:
-    """How to continue after a run has failed, for the end of a sentence; empty if it has saved nothing yet."""
+def resume_hint(config: TrainConfig) -> str:
+    """End of a message, about how to resume a failed run; empty if it has saved nothing."""
     with suppress(CkptError):
         if latest_checkpoint(config) is not None:
             return f"; continue with --resume {RESUME_LATEST}"
@@ -244,14 +234,14 @@ def _is_there(path: Path) -> bool:
 
 
 def _check_single(folder: Path) -> None:
-    """Raises ``UsageError`` for the folder of a run, or that of its checkpoints."""
+    """Raises ``UsageError`` for the folder of a run or of its checkpoints."""
     if epochs := saved_checkpoints(folder) or _epochs_in(folder):
         names = listed([path.name for path in reversed(epochs)])
         raise UsageError(f"--resume {folder} is a run, not a checkpoint; resume one in {epochs[-1].parent}: {names}")
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many there are more."""
+    """The first names, and the number of others."""
     more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
 

@@ -1,7 +1,6 @@
-"""A resumed run keeps to the settings of the run that saved its checkpoint, unless the user says otherwise.
+"""Compares the settings of a resumed run with those in its checkpoint, once and before any worker starts.
 
-The comparison is made once, in the process that starts the run and before it starts any other: the settings lie in the
-checkpoint beside its progress, under ``SETTINGS_ENTRY``, and reading them takes no framework.
+The settings are in the checkpoint under ``SETTINGS_ENTRY``. Reading them imports no framework.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from .run_folder import line_of_auto
 SETTINGS_ENTRY = "settings"
 
 ORDERING = frozenset({"dataset", "num_samples", "batch_size", "seed"})
-"""The settings that say which samples the batches of an epoch have."""
+"""Settings that determine the samples of each batch."""
 
 
 def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> list[str]:
-    """What a person should know of the checkpoint that the run goes on from. Raises as :func:`check_settings`."""
+    """Messages about the checkpoint to resume. Raises as :func:`check_settings`."""
     lines = [line_of_auto(config), None if checkpoint is None else check_settings(config, checkpoint)]
     return [line for line in lines if line is not None]
 
 
 def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
-    """Compare the run's settings with those of the checkpoint; the line to print, if there is something to say.
+    """Compare the run's settings with those of the checkpoint; the message to print, if any.
 
     Raises:
-        UsageError: they differ and ``--override`` does not name the difference, or it names something that is the same.
+        UsageError: ``--override`` lacks a setting that differs, or names one that does not.
         CkptError: the checkpoint cannot be read.
     """
     extra = _extra(checkpoint)
@@ -51,12 +50,12 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
 
 
 def recorded_settings(checkpoint: Path | str) -> Settings:
-    """The settings that the checkpoint's run saved in it, as far as they are there. Raises ``CkptError``."""
+    """Settings that are saved in the checkpoint; it may lack some. Raises ``CkptError``."""
     return _recorded(_extra(checkpoint))
 
 
 def _extra(checkpoint: Path | str) -> Mapping[Any, Any]:
-    """What is in it beside model, optimizer and scheduler."""
+    """Entries beside model, optimizer and scheduler."""
     with reading(checkpoint):
         return ckpt_tools.open(checkpoint).manifest.extra
 
@@ -67,7 +66,7 @@ def _recorded(extra: Mapping[Any, Any]) -> Settings:
 
 
 def _entry(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
-    """The dict of that name; empty if there is none, or something else of that name."""
+    """The dict of that name; empty if there is none."""
     value = entries.get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -92,7 +91,7 @@ def _check_overrides(config: TrainConfig, recorded: Settings, differing: Iterabl
 
 
 def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Settings, differing: list[str]) -> None:
-    """Raises UsageError if the checkpoint was saved within an epoch and the run would see other samples in the rest."""
+    """Raises UsageError if the checkpoint is within an epoch and the rest of it would have other samples."""
     progress = Progress.of(extra) or Progress.of(_entry(extra, "client_state")) or Progress()
     moved = [name for name in differing if name in ORDERING]
     if progress.is_within_epoch and moved:

@@ -1,8 +1,7 @@
-"""An object store as the home of a run's checkpoints: what lies there, and how Ray Train gets to it.
+"""Object store for a run's checkpoints (``--storage``), and Ray Train's record in it.
 
-Every scheme goes through fsspec, S3 through s3fs, which resolves credentials, endpoint, region and profile as
-``ckpt_tools`` does. They stay out of what is sent to workers: each process finds them in its own environment, which
-the workers of a local cluster inherit.
+Every scheme uses fsspec, S3 uses s3fs, which resolves credentials, endpoint, region and profile as ``ckpt_tools`` does.
+They are not sent to workers: each process reads its own environment, which workers of a local cluster inherit.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ from fsspec.core import url_to_fs
 from ckpt_tools.errors import MalformedError, SourceNotFoundError, StoreError, UsageError
 
 RECORD_NAME = "checkpoint_manager_snapshot.json"
-"""Ray's record of a run. It is written after each checkpoint, when every worker has uploaded its shards."""
+"""Ray's record of a run, written when every worker has uploaded its shards of a checkpoint."""
 
 Result = TypeVar("Result")
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of ``url``, and the path in it. Raises UsageError.
-
-    Listings are not cached: other processes write there.
-    """
+    """fsspec's file system of ``url`` without cached listings, and the path in it. Raises UsageError."""
     try:
         fs, path = url_to_fs(url, use_listings_cache=False)
     except (ImportError, ValueError) as error:
@@ -35,9 +31,9 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def check_bucket(url: str) -> None:
-    """Raises SourceNotFoundError where S3 has no such bucket, StoreError where it cannot be asked.
+    """Raises SourceNotFoundError if S3 has no such bucket, StoreError if the request fails.
 
-    Asked before anything is written, because s3fs would make a bucket of a name that was mistyped.
+    s3fs would create a bucket for a mistyped name.
     """
     if not url.startswith("s3://"):
         return
@@ -50,7 +46,7 @@ def check_bucket(url: str) -> None:
 
 
 def names_below(url: str) -> list[str]:
-    """What lies directly below ``url``, by name. Raises StoreError."""
+    """Names directly below ``url``. Raises StoreError."""
     fs, path = file_system(url)
     try:
         found = asked(url, lambda: fs.ls(path, detail=False))
@@ -60,10 +56,10 @@ def names_below(url: str) -> list[str]:
 
 
 def recorded_latest(url: str) -> str | None:
-    """The name of the last checkpoint in Ray's record below ``url``, if there is one.
+    """Name of the last checkpoint in Ray's record below ``url``; None without a record.
 
     Raises:
-        StoreError: it cannot be read. MalformedError: it is no record of Ray's.
+        StoreError: it cannot be read. MalformedError: it is not a record of Ray's.
     """
     fs, path = file_system(f"{url}/{RECORD_NAME}")
     try:
@@ -73,12 +69,12 @@ def recorded_latest(url: str) -> str | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise MalformedError("this is no record of a run by Ray Train", path=f"{url}/{RECORD_NAME}") from error
+        raise MalformedError("this is not a record of a run by Ray Train", path=f"{url}/{RECORD_NAME}") from error
 
 
 def drop_missing(folder: Path) -> None:
-    """Take the checkpoints that were removed since out of Ray's record in ``folder``: Ray refuses to go on with a
-    record of what is not there. A record that is not Ray's is left for Ray to refuse."""
+    """Remove missing checkpoints from Ray's record in ``folder``, because Ray refuses a record that names them. An
+    unreadable record is left for Ray to refuse."""
     path = folder / RECORD_NAME
     try:
         record = json.loads(path.read_text())
@@ -94,11 +90,11 @@ def drop_missing(folder: Path) -> None:
 
 
 def asked(url: str, call: Callable[[], Result]) -> Result:
-    """What ``call`` gives. Raises StoreError where the service fails; FileNotFoundError is the caller's."""
+    """Result of ``call``. Raises StoreError if the service fails; FileNotFoundError is passed on."""
     try:
         return call()
     except FileNotFoundError:
         raise
     except Exception as error:
-        # Each service's library has errors of its own, under roots of their own.
+        # The libraries of the services have no common error class.
         raise StoreError(f"the store failed with {type(error).__name__}: {error}", path=url) from error

@@ -1,281 +1,184 @@
-"""Options that do not go together: one table, one sentence each, before any worker starts.
-
-Each rule is a condition under which a run cannot be what its options say, and the sentence about it, in the options'
-own spelling. ``training.config.train_config`` asks them in this order.
-"""
+"""Options that do not go together: each rule with one sentence, checked before any worker starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import chain
 
 from .model_names import MODELS, ModelFacts, facts_of
-from .options import Options
-from .strategies import BY_NAME, is_over
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """``name`` is for the tests, of which each rule has one."""
-
-    name: str
-    is_broken: Callable[[Options], bool]
-    sentence: Callable[[Options], str]
-
-
-def broken_rule(config: Options) -> str | None:
-    """The sentence about the first rule that these options break."""
-    return next((rule.sentence(config) for rule in RULES if rule.is_broken(config)), None)
-
-
-def _facts_missing(config: Options) -> bool:
-    return facts_of(config.model) is None
-
-
-def _facts(config: Options) -> ModelFacts:
-    """Of a model that is known: an unknown one breaks an earlier rule."""
-    facts = facts_of(config.model)
-    assert facts is not None
-    return facts
-
-
-def _wrong_engine(config: Options) -> str:
-    twin = BY_NAME[config.sharding.name].twin
-    other = f"; --strategy {twin} is the same of {config.engine}" if config.engine == "fsdp2" and twin else ""
-    return f"--strategy {config.sharding.name} is one of DeepSpeed's, and --engine is {config.engine}{other}"
-
-
-def _is_torch(config: Options) -> bool:
-    return config.sharding.framework == "fsdp2"
-
-
-def _is_fully_sharded(config: Options) -> bool:
-    """By ``fully_shard``, which DDP is not."""
-    return _is_torch(config) and config.sharding.name != "ddp"
-
-
-def _given(config: Options, *names: str) -> str:
-    """The first of these options that the run gives."""
-    return next((f"--{name.replace('_', '-')}" for name in names if getattr(config, name)), "")
-
-
-def _parallel(config: Options) -> list[str]:
-    """The ways to divide a model, beside sharding, that the run asks for."""
-    return [f"--{name}" for name in ("tp", "pp", "ep") if getattr(config, name) > 1]
-
+from .options import Options, spelt
+from .strategies import is_over
 
 FSDP_OPTIONS = ("cpu_offload", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
 PIPELINED = ("zero0", "zero1")
-"""DeepSpeed's strategies that go together with its pipelines."""
+"""DeepSpeed's strategies that its pipelines support."""
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "neither",
-        lambda config: config.strategy is None and config.engine is None,
-        lambda config: "give --strategy, or --engine to shard fully with that engine",
-    ),
-    Rule(
-        "engine",
-        lambda config: not is_over(config.sharding, config.engine),
-        _wrong_engine,
-    ),
-    Rule(
-        "model",
-        _facts_missing,
-        lambda config: f"--model is one of {', '.join(MODELS)} or hf:FOLDER, not {config.model!r}",
-    ),
-    Rule(
-        "task",
-        lambda config: (_facts(config).task == "text") != (config.dataset == "text"),
-        lambda config: (
-            f"--model {config.model} learns from text: give --dataset text"
-            if _facts(config).task == "text"
-            else f"--model {config.model} learns from images, and --dataset is text"
-        ),
-    ),
-    Rule(
-        "shard-size missing",
-        lambda config: config.sharding.in_groups and config.shard_size is None,
-        lambda config: f"--strategy {config.sharding.name} needs --shard-size, the workers that share one copy",
-    ),
-    Rule(
-        "shard-size unused",
-        lambda config: config.shard_size is not None and not config.sharding.in_groups,
-        lambda config: "--shard-size is for --strategy hybrid_shard and zero3_hpz",
-    ),
-    Rule(
-        "shard-size",
-        lambda config: config.shard_size is not None and config.data_workers % config.shard_size != 0,
-        lambda config: f"--shard-size {config.shard_size} does not divide {config.data_workers} workers",
-    ),
-    Rule(
-        "fsdp options",
-        lambda config: not _is_fully_sharded(config) and bool(_given(config, *FSDP_OPTIONS)),
-        lambda config: (
-            f"{_given(config, *FSDP_OPTIONS)} is for strategies of FSDP2, and --strategy is {config.sharding.name}"
-            + ("; choose one that ends in _offload" if config.cpu_offload and not _is_torch(config) else "")
-        ),
-    ),
-    Rule(
-        "reshard",
-        lambda config: (
-            config.reshard_after_forward is not None
-            and (config.sharding.name != "full_shard" or config.data_workers % config.reshard_after_forward != 0)
-        ),
-        lambda config: (
-            f"--reshard-after-forward {config.reshard_after_forward} does not divide {config.data_workers} workers"
-            if config.sharding.name == "full_shard"
-            else f"--reshard-after-forward is for --strategy full_shard, not {config.sharding.name}"
-        ),
-    ),
-    Rule(
-        "parallel",
-        lambda config: len(_parallel(config)) > 1,
-        lambda config: (
-            f"{', '.join(_parallel(config)[:-1])} and {_parallel(config)[-1]} do not go together here; give one of them"
-        ),
-    ),
-    Rule(
-        "tp strategy",
-        lambda config: config.tp > 1 and not _is_fully_sharded(config),
-        lambda config: f"--tp goes together with FSDP2, and --strategy is {config.sharding.name}",
-    ),
-    Rule(
-        "tp model",
-        lambda config: config.tp > 1 and _facts(config).heads == 0,
-        lambda config: f"--tp is for --model lm; the layers of {config.model} cannot be dealt out",
-    ),
-    Rule(
-        "tp heads",
-        lambda config: config.tp > 1 and _facts(config).heads % config.tp != 0,
-        lambda config: f"--tp {config.tp} does not divide the {_facts(config).heads} heads of --model {config.model}",
-    ),
-    Rule(
-        "tp workers",
-        lambda config: config.num_workers % config.tp != 0,
-        lambda config: f"--tp {config.tp} does not divide --num-workers {config.num_workers}",
-    ),
-    Rule(
-        "pp strategy",
-        lambda config: config.pp > 1 and not _is_fully_sharded(config) and config.sharding.name not in PIPELINED,
-        lambda config: (
-            f"--pp goes together with FSDP2, {' and '.join(PIPELINED)}, and --strategy is {config.sharding.name}"
-        ),
-    ),
-    Rule(
-        "pp-schedule",
-        lambda config: config.pp_schedule == "gpipe" and not _is_torch(config),
-        lambda config: f"--pp-schedule gpipe is for FSDP2, and --strategy is {config.sharding.name}",
-    ),
-    Rule(
-        "pp model",
-        lambda config: config.pp > 1 and _facts(config).layers == 0,
-        lambda config: f"--pp is for --model lm; the layers of {config.model} cannot be cut into stages",
-    ),
-    Rule(
-        "pp layers",
-        lambda config: config.pp > max(_facts(config).layers, 1),
-        lambda config: (
-            f"--pp {config.pp} is more stages than the {_facts(config).layers} layers of --model {config.model}"
-        ),
-    ),
-    Rule(
-        "pp workers",
-        lambda config: config.num_workers % config.pp != 0,
-        lambda config: f"--pp {config.pp} does not divide --num-workers {config.num_workers}",
-    ),
-    Rule(
-        "pp-schedule unused",
-        lambda config: config.pp_schedule is not None and config.pp == 1,
-        lambda config: "--pp-schedule is for --pp",
-    ),
-    Rule(
-        "pp micro-batches",
-        lambda config: config.gradient_accumulation < config.pp and config.pp_schedule != "gpipe",
-        lambda config: (
-            f"--pp {config.pp} needs at least as many micro-batches, so that each stage has one to work on: give "
-            f"--gradient-accumulation {config.pp} or more" + (", or --pp-schedule gpipe" if _is_torch(config) else "")
-        ),
-    ),
-    Rule(
-        "ep strategy",
-        lambda config: config.ep > 1 and not _is_fully_sharded(config),
-        lambda config: (
-            f"--ep goes together with FSDP2, and --strategy is {config.sharding.name}, which trains --model lm-moe "
-            "without --ep"
-        ),
-    ),
-    Rule(
-        "ep model",
-        lambda config: config.ep > 1 and _facts(config).experts == 0,
-        lambda config: f"--ep is for --model lm-moe; {config.model} has no experts that can be dealt out",
-    ),
-    Rule(
-        "ep experts",
-        lambda config: config.ep > 1 and _facts(config).experts % config.ep != 0,
-        lambda config: (
-            f"--ep {config.ep} does not divide the {_facts(config).experts} experts of --model {config.model}"
-        ),
-    ),
-    Rule(
-        "ep workers",
-        lambda config: config.num_workers % config.ep != 0,
-        lambda config: f"--ep {config.ep} does not divide --num-workers {config.num_workers}",
-    ),
-    Rule(
-        "ep shard-size",
-        lambda config: config.shard_size is not None and config.shard_size % config.ep != 0,
-        lambda config: (
-            f"--ep {config.ep} does not divide --shard-size {config.shard_size}, the workers that share one copy"
-        ),
-    ),
-    Rule(
-        "ep reshard",
-        lambda config: config.ep > 1 and config.reshard_after_forward is not None,
-        lambda config: "--reshard-after-forward does not go together with --ep, which deals out the same workers anew",
-    ),
-    Rule(
-        "compile stage 3",
-        lambda config: config.compile and not _is_torch(config) and config.sharding.stage == 3,
-        lambda config: (
-            f"--compile is for FSDP2 and ZeRO 0 to 2: --strategy {config.sharding.name} gathers parameters inside of "
-            "each block"
-        ),
-    ),
-    Rule(
-        "compile parallel",
-        lambda config: config.compile and (config.tp > 1 or config.pp > 1 or _facts(config).experts > 0),
-        lambda config: "--compile does not go together with --tp, --pp or --model lm-moe",
-    ),
-    Rule(
-        "zero0 precision",
-        lambda config: config.sharding.name == "zero0" and config.precision != "fp32",
-        lambda config: f"--strategy zero0 is for fp32 here; in {config.precision} choose zero1, or ddp with bf16",
-    ),
-    Rule(
-        "ddp fp16",
-        lambda config: config.sharding.name == "ddp" and config.precision == "fp16",
-        lambda config: (
-            "--strategy ddp computes in fp32 or bf16 here; no_shard keeps the same whole copies, and takes fp16"
-        ),
-    ),
-    Rule(
-        "deepspeed-config",
-        lambda config: config.deepspeed_config is not None and _is_torch(config),
-        lambda config: f"--deepspeed-config is for strategies of DeepSpeed, and --strategy is {config.sharding.name}",
-    ),
-    Rule(
-        "accumulation",
-        lambda config: config.batch_size % (config.data_workers * config.gradient_accumulation) != 0,
-        lambda config: (
-            f"the global batch of {config.batch_size} does not divide over {config.data_workers} workers"
-            + (f" x {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else "")
-            + (f" (--num-workers / --tp {config.tp})" if config.tp > 1 else "")
-            + (f" (--num-workers / --pp {config.pp})" if config.pp > 1 else "")
+def broken_rule(run: Options) -> str | None:
+    """The sentence of the first rule that these options break."""
+    groups = (_strategy, _model, _shard_size, _fsdp, _tensor, _pipeline, _experts, _compile, _precision, _batch)
+    return next((sentence for _, sentence in chain.from_iterable(group(run) for group in groups)), None)
+
+
+Rules = Iterator[tuple[str, str]]
+"""Name and sentence of each broken rule. A rule may rely on those before it; the names are for the tests."""
+
+
+def _facts(run: Options) -> ModelFacts:
+    facts = facts_of(run.model)
+    assert facts is not None, "an unknown model breaks an earlier rule"
+    return facts
+
+
+def _is_torch(run: Options) -> bool:
+    return run.sharding.framework == "fsdp2"
+
+
+def _is_fully_sharded(run: Options) -> bool:
+    """Whether ``fully_shard`` shards the model; DDP does not."""
+    return _is_torch(run) and run.sharding.name != "ddp"
+
+
+def _strategy(run: Options) -> Rules:
+    if run.strategy is None and run.engine is None:
+        yield "neither", "give --strategy, or --engine to shard fully with that engine"
+    if not is_over(run.sharding, run.engine):
+        twin = run.sharding.twin if run.engine == "fsdp2" else None
+        other = f"; --strategy {twin} is the same of {run.engine}" if twin else ""
+        yield "engine", f"--strategy {run.sharding.name} is one of DeepSpeed's, and --engine is {run.engine}{other}"
+
+
+def _model(run: Options) -> Rules:
+    if facts_of(run.model) is None:
+        yield "model", f"--model is one of {', '.join(MODELS)} or hf:FOLDER, not {run.model!r}"
+    is_text = _facts(run).task == "text"
+    if is_text and run.dataset != "text":
+        yield "task", f"--model {run.model} learns from text: give --dataset text"
+    if not is_text and run.dataset == "text":
+        yield "task", f"--model {run.model} learns from images, and --dataset is text"
+
+
+def _shard_size(run: Options) -> Rules:
+    size, strategy = run.shard_size, run.sharding
+    if strategy.in_groups and size is None:
+        yield (
+            "shard-size missing",
+            f"--strategy {strategy.name} needs --shard-size, the workers that share one copy",
+        )
+    if size is not None and not strategy.in_groups:
+        yield "shard-size unused", "--shard-size is for --strategy hybrid_shard and zero3_hpz"
+    if size is not None and run.data_workers % size:
+        yield "shard-size", f"--shard-size {size} does not divide {run.data_workers} workers"
+
+
+def _fsdp(run: Options) -> Rules:
+    name, reshard = run.sharding.name, run.reshard_after_forward
+    given = [f"--{spelt(option)}" for option in FSDP_OPTIONS if getattr(run, option)]
+    if given and not _is_fully_sharded(run):
+        ending = "; choose one that ends in _offload" if run.cpu_offload and not _is_torch(run) else ""
+        yield "fsdp options", f"{given[0]} is for strategies of FSDP2, and --strategy is {name}{ending}"
+    if reshard is not None and name != "full_shard":
+        yield "reshard", f"--reshard-after-forward is for --strategy full_shard, not {name}"
+    if reshard is not None and run.data_workers % reshard:
+        yield "reshard", f"--reshard-after-forward {reshard} does not divide {run.data_workers} workers"
+    parallel = [f"--{option}" for option in ("tp", "pp", "ep") if getattr(run, option) > 1]
+    if len(parallel) > 1:
+        *first, last = parallel
+        yield "parallel", f"{', '.join(first)} and {last} do not go together here; give one of them"
+
+
+def _tensor(run: Options) -> Rules:
+    heads = _facts(run).heads
+    if run.tp > 1 and not _is_fully_sharded(run):
+        yield "tp strategy", f"--tp goes together with FSDP2, and --strategy is {run.sharding.name}"
+    if run.tp > 1 and heads == 0:
+        yield "tp model", f"--tp is for --model lm; the layers of {run.model} cannot be split"
+    if heads % run.tp:
+        yield "tp heads", f"--tp {run.tp} does not divide the {heads} heads of --model {run.model}"
+    if run.num_workers % run.tp:
+        yield "tp workers", f"--tp {run.tp} does not divide --num-workers {run.num_workers}"
+
+
+def _pipeline(run: Options) -> Rules:
+    name, layers = run.sharding.name, _facts(run).layers
+    if run.pp > 1 and not _is_fully_sharded(run) and name not in PIPELINED:
+        yield "pp strategy", f"--pp goes together with FSDP2, {' and '.join(PIPELINED)}, and --strategy is {name}"
+    if run.pp_schedule == "gpipe" and not _is_torch(run):
+        yield "pp-schedule", f"--pp-schedule gpipe is for FSDP2, and --strategy is {name}"
+    if run.pp > 1 and layers == 0:
+        yield "pp model", f"--pp is for --model lm; the layers of {run.model} cannot be cut into stages"
+    if run.pp > max(layers, 1):
+        yield "pp layers", f"--pp {run.pp} is more stages than the {layers} layers of --model {run.model}"
+    if run.num_workers % run.pp:
+        yield "pp workers", f"--pp {run.pp} does not divide --num-workers {run.num_workers}"
+    if run.pp_schedule is not None and run.pp == 1:
+        yield "pp-schedule unused", "--pp-schedule is for --pp"
+    if run.gradient_accumulation < run.pp and run.pp_schedule != "gpipe":
+        ending = ", or --pp-schedule gpipe" if _is_torch(run) else ""
+        yield (
+            "pp micro-batches",
+            f"--pp {run.pp} needs at least as many micro-batches, so that each stage has one to work on: give "
+            f"--gradient-accumulation {run.pp} or more{ending}",
+        )
+
+
+def _experts(run: Options) -> Rules:
+    ep, experts, size = run.ep, _facts(run).experts, run.shard_size
+    if ep > 1 and not _is_fully_sharded(run):
+        yield (
+            "ep strategy",
+            f"--ep goes together with FSDP2, and --strategy is {run.sharding.name}, which trains --model lm-moe "
+            "without --ep",
+        )
+    if ep > 1 and experts == 0:
+        yield "ep model", f"--ep is for --model lm-moe; {run.model} has no experts"
+    if experts % ep:
+        yield "ep experts", f"--ep {ep} does not divide the {experts} experts of --model {run.model}"
+    if run.num_workers % ep:
+        yield "ep workers", f"--ep {ep} does not divide --num-workers {run.num_workers}"
+    if size is not None and size % ep:
+        yield "ep shard-size", f"--ep {ep} does not divide --shard-size {size}, the workers that share one copy"
+    if ep > 1 and run.reshard_after_forward is not None:
+        yield "ep reshard", "--reshard-after-forward does not go together with --ep, which regroups the same workers"
+
+
+def _compile(run: Options) -> Rules:
+    if run.compile and not _is_torch(run) and run.sharding.stage == 3:
+        yield (
+            "compile stage 3",
+            f"--compile is for FSDP2 and ZeRO 0 to 2: --strategy {run.sharding.name} gathers parameters inside of "
+            "each block",
+        )
+    if run.compile and (run.tp > 1 or run.pp > 1 or _facts(run).experts):
+        yield "compile parallel", "--compile does not go together with --tp, --pp or --model lm-moe"
+
+
+def _precision(run: Options) -> Rules:
+    name = run.sharding.name
+    if name == "zero0" and run.precision != "fp32":
+        yield (
+            "zero0 precision",
+            f"--strategy zero0 is for fp32 here; in {run.precision} choose zero1, or ddp with bf16",
+        )
+    if name == "ddp" and run.precision == "fp16":
+        yield (
+            "ddp fp16",
+            "--strategy ddp computes in fp32 or bf16 here; no_shard keeps the same whole copies, and takes fp16",
+        )
+    if run.deepspeed_config is not None and _is_torch(run):
+        yield "deepspeed-config", f"--deepspeed-config is for strategies of DeepSpeed, and --strategy is {name}"
+
+
+def _batch(run: Options) -> Rules:
+    parts = run.gradient_accumulation
+    if run.batch_size % (run.data_workers * parts):
+        yield (
+            "accumulation",
+            f"the global batch of {run.batch_size} does not divide over {run.data_workers} workers"
+            + (f" x {parts} micro-batches" if parts > 1 else "")
+            + (f" (--num-workers / --tp {run.tp})" if run.tp > 1 else "")
+            + (f" (--num-workers / --pp {run.pp})" if run.pp > 1 else "")
             + "; choose --batch-size a multiple of "
-            + ("--num-workers" if config.gradient_accumulation == config.tp == config.pp == 1 else "their product")
-        ),
-    ),
-)
+            + ("--num-workers" if parts == run.tp == run.pp == 1 else "their product"),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from ckpt_tools.arguments import check_not_empty
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, UsageError
 
 from .config_files import read_defaults
 from .options import described, spelt
@@ -39,6 +40,14 @@ class Command(click.Command):
             raise click.UsageError(error.message, ctx) from error
         return rest
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Errors of ``ckpt_tools`` end the command with one sentence and their exit code."""
+        try:
+            return super().invoke(ctx)
+        except CkptError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+
     def _parameters(self) -> Iterator[tuple[str, str, bool]]:
         """Spelling and name of each parameter, and whether it is an argument."""
         for each in self.params:
@@ -49,9 +58,13 @@ class Command(click.Command):
 
 def run_options() -> list[click.Parameter]:
     """The options of ``ckpt-tools train``."""
-    help_of_file = "TOML file of options, or the name of a bundled one, such as full_shard; the command line wins."
     file = click.Option(
-        ["--config"], metavar="FILE|NAME", callback=read_defaults, is_eager=True, expose_value=False, help=help_of_file
+        ["--config"],
+        metavar="FILE|NAME",
+        callback=read_defaults,
+        is_eager=True,
+        expose_value=False,
+        help="TOML file of options, or the name of a bundled file, such as full_shard; the command line wins.",
     )
     return [file, *_run_options()]
 

@@ -1,4 +1,4 @@
-"""``--config``: a TOML file whose keys are the options of a run, as the command line spells them."""
+"""Bundled configuration files, and ``--config``: a TOML file whose keys are spelled like the options."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ SUFFIX = ".toml"
 
 
 def shipped(suffix: str) -> list[str]:
-    """The names of the configurations of that kind that come with the package."""
+    """Names of the bundled files with that ending."""
     found = files(PACKAGE).joinpath(CONFIGS).iterdir()
     return sorted(entry.name.removesuffix(suffix) for entry in found if entry.name.endswith(suffix))
 
 
 def shipped_text(name: str) -> str:
-    """A file of the package's ``configs``."""
+    """Content of a bundled file."""
     return files(PACKAGE).joinpath(CONFIGS, name).read_text()
 
 
 def read_defaults(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Let the file's options hold where the command line gives none. Raises ``click.BadParameter``."""
+    """Make the file's options the defaults of the command line. Raises ``click.BadParameter``."""
     if not value:
-        return  # an empty one is refused by the command
+        return  # the command refuses an empty name
     given = _parsed(value)
     known = {option.name: option for option in context.command.params if option is not parameter}
     for key in given:

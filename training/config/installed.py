@@ -1,7 +1,8 @@
-"""Whether the libraries that a run needs are installed, found out without importing any of them."""
+"""Checks that the libraries of a run are installed, without importing them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 from ckpt_tools.errors import UsageError
@@ -11,11 +12,11 @@ from .train_config import TrainConfig
 
 INSTALL = "pip install 'ckpt-tools[train]'"
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-"""Names to say, if they are not the module's own."""
+"""Names to install, where they differ from the module."""
 
 
 def needed_modules(config: TrainConfig) -> list[str]:
-    """The frameworks that this run imports, in whichever process."""
+    """Libraries that any process of this run imports."""
     by_launcher = ["ray", "pyarrow"] if config.launcher == "ray" else []
     by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
     by_dataset = ["sklearn"] if config.dataset == "digits" else []
@@ -26,7 +27,12 @@ def needed_modules(config: TrainConfig) -> list[str]:
 
 def check_installed(config: TrainConfig) -> None:
     """Raises ``UsageError`` with the command that installs what is missing."""
-    missing = [DISTRIBUTIONS.get(name, name) for name in needed_modules(config) if not _is_installed(name)]
+    check_modules(needed_modules(config))
+
+
+def check_modules(names: Iterable[str]) -> None:
+    """Raises ``UsageError`` as :func:`check_installed`."""
+    missing = [DISTRIBUTIONS.get(name, name) for name in names if not _is_installed(name)]
     if missing:
         raise UsageError(f"this run needs {', '.join(missing)}, not installed here; install with: {INSTALL}")
 

@@ -1,4 +1,4 @@
-"""The models that ``--model`` names, and what has to be known of them before torch is imported."""
+"""Models of ``--model``, and the facts that are needed before torch is imported."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CONTEXT, VOCABULARY = 64, 256
 """Bytes of each piece of text, and values of a byte."""
 
 HUGGING_FACE = "hf:"
-"""Before the folder of a transformers configuration."""
+"""Prefix of the folder of a transformers configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """``heads`` are those of attention that tensor parallelism can deal out, ``layers`` those that a pipeline can, and
-    ``experts`` those of each layer that has any; 0 where a model has none to deal."""
+    """Task of a model, and numbers of attention heads that tensor parallelism can split, of layers that a pipeline can
+    split, and of experts of a layer; 0 if the model cannot be split so."""
 
     task: Task = "images"
     heads: int = 0
@@ -43,7 +43,7 @@ MODELS: Mapping[str, ModelFacts] = {
 
 
 def facts_of(model: str) -> ModelFacts | None:
-    """Of a model by its name, or None if there is none of that name."""
+    """Facts of a model; None for an unknown name."""
     if model.startswith(HUGGING_FACE):
         return ModelFacts("text") if model != HUGGING_FACE else None
     return MODELS.get(model)

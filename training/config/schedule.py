@@ -1,4 +1,4 @@
-"""The learning rate: linear warm-up, then half a cosine or a line down to zero, or no change."""
+"""Learning rate schedule: linear warm-up, then half a cosine or a line down to zero, or a constant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .options import ScheduleName
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The factor of the peak learning rate as a function of the number of finished optimizer steps."""
+    """Factor of the peak learning rate by the number of finished optimizer steps."""
 
     warmup_steps: int
     total_steps: int
@@ -23,7 +23,7 @@ class Schedule:
         assert 0 <= self.warmup_steps < self.total_steps
 
     def factor(self, step: int) -> float:
-        """In (0, 1] while training; unless it is constant, the step after the last one has 0."""
+        """In (0, 1] while training; 0 after the last step, unless it is constant."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
@@ -34,14 +34,13 @@ class Schedule:
         }[self.shape]
 
     def attach(self, optimizer: Optimizer) -> LambdaLR:
-        """A scheduler over the optimizer, to be stepped after each optimizer step.
+        """Scheduler of the optimizer, to be stepped after each optimizer step.
 
-        The lambda is a plain function on purpose: LambdaLR saves None for it, where a callable object's attributes
-        would be saved as part of the checkpoint.
+        The lambda must be a plain function: LambdaLR would save the attributes of a callable object in the checkpoint.
         """
         return LambdaLR(optimizer, lambda step: self.factor(step))
 
 
 def schedule_for(total_steps: int, warmup_fraction: float, shape: ScheduleName = "cosine") -> Schedule:
-    """Warm up over the given part of the run, at most all steps but one."""
+    """Schedule that warms up over this fraction of the run, at most all steps but one."""
     return Schedule(min(round(total_steps * warmup_fraction), total_steps - 1), total_steps, shape)

@@ -1,7 +1,4 @@
-"""Strategies: how a model, its gradients and its optimizer are spread over the workers, by the usual names.
-
-Nothing here imports a framework: a name is checked before any of them is loaded.
-"""
+"""Sharding strategies by their usual names. Imports no framework."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ StrategyName = Literal[
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 SHORT_FORMS: tuple[EngineName, ...] = ("zero1", "zero2", "zero3")
-"""Engines that name a strategy too: ``--engine zero3`` is ``--strategy zero3``."""
+"""Engines that are strategies too: ``--engine zero3`` is ``--strategy zero3``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to spread a model. ``stage`` is ZeRO's, which says for both frameworks what each worker keeps whole:
-    everything (0), weights and gradients (1), weights (2), nothing (3). ``in_groups``: shards stay in groups of
-    ``--shard-size`` workers. ``twin`` is the same strategy of the other framework, if that has it."""
+    """A sharding strategy. ``stage`` is ZeRO's, for both frameworks: each worker keeps everything (0), weights and
+    gradients (1), weights (2) or nothing (3) whole. ``in_groups``: shards over groups of ``--shard-size`` workers.
+    ``twin``: the equivalent strategy of the other framework, if there is one."""
 
     name: StrategyName
     framework: Framework
@@ -67,10 +64,8 @@ BY_NAME: Mapping[StrategyName, Strategy] = {
 
 
 def chosen_strategy(strategy: StrategyName | None, engine: EngineName | None) -> Strategy:
-    """The strategy that ``--strategy`` and ``--engine`` mean together. An engine alone shards fully.
-
-    A name of PyTorch's over DeepSpeed means ZeRO's twin of it; see :func:`is_over` for what cannot be meant.
-    """
+    """The strategy that ``--strategy`` and ``--engine`` select together. An engine alone shards fully; ``deepspeed``
+    with a strategy of PyTorch's selects its twin. :func:`is_over` tells whether the two contradict each other."""
     if strategy is None:
         strategy = engine if engine in SHORT_FORMS else "full_shard"  # type: ignore[assignment]
     found = BY_NAME[strategy or "full_shard"]
@@ -78,5 +73,5 @@ def chosen_strategy(strategy: StrategyName | None, engine: EngineName | None) ->
 
 
 def is_over(strategy: Strategy, engine: EngineName | None) -> bool:
-    """Whether that engine, if one is named, runs the strategy."""
+    """Whether the engine, if given, runs the strategy."""
     return engine in (None, strategy.framework, strategy.name)

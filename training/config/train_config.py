@@ -1,6 +1,6 @@
-"""A run: its options in one frozen value, checked when it is built, sent unchanged to every worker.
+"""Configuration of a run: its options, checked when it is built, and sent unchanged to every worker.
 
-Nothing here imports torch, so a mistake on the command line is answered at once.
+Imports no framework, so a mistake on the command line is answered at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 
 
 def check_data_root(dataset: DatasetName, root: Path | None) -> None:
-    """Raises ``UsageError`` if the dataset is kept in a folder and none is given."""
+    """Raises ``UsageError`` if the dataset needs a folder and none is given."""
     if dataset == "fashion-mnist" and root is None:
         raise UsageError(f"--dataset {dataset} needs --data-root, the folder it is kept in or downloaded to")
     if dataset == "image-folder" and root is None:
@@ -32,7 +32,7 @@ def check_data_root(dataset: DatasetName, root: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(Options):
-    """A training run. Raises ``UsageError`` for values that do not fit, naming options as a user types them."""
+    """A training run. Raises ``UsageError``, with options spelled as on the command line, for invalid values."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -48,12 +48,20 @@ class TrainConfig(Options):
 
     @property
     def settings(self) -> Settings:
-        """The fields of ``SETTINGS``: plain numbers and words, which every checkpoint format keeps as they are."""
+        """The fields of ``SETTINGS``: numbers and strings, which every checkpoint format keeps."""
         return {name: getattr(self, name) for name in SETTINGS}
 
-    def saves_after(self, epoch: int) -> bool:
-        """Whether a checkpoint is written once ``epoch`` epochs are finished; the last is always written."""
+    def saves_after_epoch(self, epoch: int) -> bool:
+        """Whether a checkpoint is due after ``epoch`` finished epochs; the last one is always saved."""
         return epoch == self.last_epoch or epoch % self.save_every == 0
+
+    def saves_after_step(self, step: int) -> bool:
+        """Whether a checkpoint is due after ``step`` finished steps; the last one is always saved."""
+        return step == self.max_steps or (self.save_every_steps is not None and step % self.save_every_steps == 0)
+
+    def saves_after_seconds(self, seconds: float) -> bool:
+        """Whether a checkpoint is due ``seconds`` after the last one, or after the start."""
+        return self.save_every_minutes is not None and seconds >= 60 * self.save_every_minutes
 
     def steps_per_epoch(self, num_samples: int) -> int:
         """Full global batches in an epoch. Raises ``UsageError`` if there is none."""
@@ -62,7 +70,7 @@ class TrainConfig(Options):
         return num_samples // self.batch_size
 
     def to_args(self) -> list[str]:
-        """The command line of ``python -m training`` that gives this configuration."""
+        """Command line of ``python -m training`` for this configuration."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         flags = [f"--{spelt(name)}" for name, value in values.items() if value is True]
         several = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}

@@ -1,19 +1,18 @@
-"""Real images in one canonical form: 8-bit grey, 28x28. What a PNG can hold is exactly what the model saw.
+"""Datasets: images as 8-bit grey 28x28, and text as bytes.
 
 ``digits`` is scikit-learn's bundled set of 1,797 handwritten digits (8x8, 17 grey levels), upscaled; it needs no
 network. ``fashion-mnist`` is torchvision's FashionMNIST, 60,000 + 10,000 images; ``image-folder`` is the user's own.
-``text`` is the beginning of Shakespeare's Coriolanus as bytes, or the user's own. Because every image is kept as uint8
-until :func:`to_input`, a held-out image that was saved as a PNG and posted to the HTTP service gives the model the same
-numbers as the dataset does.
+``text`` is the beginning of Shakespeare's Coriolanus, or the user's own. Images are uint8 until :func:`to_input`, so a
+held-out image that is saved as a PNG and posted to the HTTP service gives the model the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -33,54 +32,46 @@ TEXT_HELD_OUT_EVERY = 10
 Part = Literal["train", "held-out"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
-DIGITS_MAX_LEVEL = 16  # the brightest pixel of scikit-learn's digits
+DIGITS_MAX_LEVEL = 16  # brightest pixel of scikit-learn's digits
 DIGITS_HELD_OUT = 360  # one fifth of 1,797, rounded up
-# RandomState's stream is frozen by NumPy's compatibility policy, default_rng's is not: the split must never move.
+# NumPy guarantees RandomState's stream but not default_rng's; the split must never change.
 DIGITS_SPLIT_SEED = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LabelledImages:
-    """``pixels`` uint8 [n, 28, 28] and ``labels`` int64 [n]."""
+class Samples:
+    """Inputs and labels of a dataset, [n, ...] each."""
 
     pixels: Tensor
     labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def first(self, count: int | None) -> Self:
+        """The first ``count`` samples, or all if it is None."""
+        return replace(self, pixels=self.pixels[:count], labels=self.labels[:count])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelledImages(Samples):
+    """``pixels`` uint8 [n, 28, 28] and ``labels`` int64 [n]."""
 
     def __post_init__(self) -> None:
         assert self.pixels.dtype == torch.uint8
         assert self.pixels.shape == (len(self.labels), IMAGE_SIZE, IMAGE_SIZE), self.pixels.shape
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def first(self, count: int | None) -> LabelledImages:
-        """The first ``count`` images, or all of them where ``count`` is None."""
-        return LabelledImages(self.pixels[:count], self.labels[:count])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextWindows:
-    """Pieces of a text: ``pixels`` uint8 [n, t], its bytes, and ``labels`` int64 [n, t], the byte after each."""
-
-    pixels: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def first(self, count: int | None) -> TextWindows:
-        """The first ``count`` pieces, or all of them where ``count`` is None."""
-        return TextWindows(self.pixels[:count], self.labels[:count])
-
-
-Samples = LabelledImages | TextWindows
+class TextWindows(Samples):
+    """Pieces of a text: bytes in ``pixels``, uint8 [n, t], and the byte after each in ``labels``, int64 [n, t]."""
 
 
 def load_dataset(name: DatasetName, part: Part, root: Path | None) -> Samples:
     """One part of a dataset.
 
     Raises:
-        UsageError: a needed ``root`` is missing, or holds something else. StoreError: a download fails.
+        UsageError: ``root`` is needed and missing, or holds something else. StoreError: a download fails.
     """
     if name == "digits":
         return _load_digits(part)
@@ -100,16 +91,16 @@ def to_input(pixels: Tensor) -> Tensor:
 
 
 def epoch_order(num_samples: int, epoch: int, seed: int) -> Tensor:
-    """The order of an epoch, int64 [num_samples]: by its number and the seed alone, so a resumed run sees the same."""
+    """Order of the samples in an epoch, int64 [num_samples]. It depends on epoch and seed only."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(num_samples, generator=generator)
 
 
 def rank_batches(order: Tensor, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """This rank's slice of every full global batch of ``order``, int64 [batch_size / world_size].
+    """This rank's slice of each full global batch of ``order``, int64 [batch_size / world_size].
 
-    Global batch ``i`` holds the same samples at every world size, so the mean loss over ranks is comparable between
-    runs of different sizes. The last, partial global batch is left out.
+    Global batches hold the same samples at every world size, so mean losses are comparable. The last, partial batch is
+    left out.
     """
     for batch in order.split(batch_size):
         if len(batch) == batch_size:
@@ -147,8 +138,8 @@ def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
 
 
 def _load_image_folder(part: Part, root: Path) -> LabelledImages:
-    """The images of ``root/train/CLASS`` or ``root/held-out/CLASS``, grey and 28x28; classes are numbered by the names
-    in ``train``, also of a part that lacks one."""
+    """Images in ``root/train/CLASS`` or ``root/held-out/CLASS``, grey and 28x28. The folders in ``train`` number the
+    classes of both parts."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     classes, found = _classes(root, "train"), _classes(root, part)
@@ -176,7 +167,7 @@ def _classes(root: Path, part: Part) -> list[str]:
 
 
 def _grey(path: Path) -> Tensor:
-    """uint8 [28, 28], as inference prepares an image for a model of ours."""
+    """Image as uint8 [28, 28], with the preprocessing of inference."""
     from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -185,13 +176,12 @@ def _grey(path: Path) -> Tensor:
             small = image.convert("L").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
             return pil_to_tensor(small)[0]
     except Exception as error:
-        # The decoders of Pillow raise whatever they stumble over: OSError, SyntaxError, struct.error, IndexError, ...
+        # Pillow's decoders raise OSError, SyntaxError, struct.error, IndexError, ...
         raise UsageError(f"{path} cannot be read as an image: {_first_line(error)}") from error
 
 
 def _load_text(part: Part, root: Path | None) -> TextWindows:
-    """The scenes that come with the package, or the ``.txt`` files of a folder one after another; every tenth piece is
-    held out."""
+    """Pieces of the bundled text, or of the ``.txt`` files of a folder in order; every tenth is held out."""
     content = torch.frombuffer(bytearray(_text(root)), dtype=torch.uint8)
     count = (len(content) - 1) // CONTEXT
     if count < TEXT_HELD_OUT_EVERY:

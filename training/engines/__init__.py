@@ -1,4 +1,4 @@
-"""Engines: how a model is sharded, stepped and saved."""
+"""Engines: sharding, optimizer steps and checkpoints of a model, with FSDP2, DDP or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Engine", "Progress", "create_engine"]
 
 
 def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device) -> Engine:
-    """The engine that ``config`` names, over the default process group; DeepSpeed is imported only where asked for."""
+    """The engine of ``config``, over the default process group. DeepSpeed is imported only for its engines."""
     if config.pp > 1 and config.sharding.framework == "fsdp2":
         from .pipelined import PipelineEngine
 
@@ -23,7 +23,7 @@ def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device)
         from .fsdp2 import Fsdp2Engine
 
         return Fsdp2Engine(config, schedule, device)
-    # Read when DeepSpeed is imported: left to find out, it warns on a machine without a GPU.
+    # DeepSpeed reads it when imported, and warns on a machine without a GPU if it is not set.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if config.pp > 1:
         from .deepspeed_pipeline import DeepSpeedPipelineEngine

@@ -1,4 +1,4 @@
-"""What the frameworks of a run refuse, found out before any worker starts."""
+"""Checks of a run by its frameworks, before any worker starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_frameworks(config: TrainConfig) -> None:
 
 
 def _check_compiler() -> None:
-    """torch.compile writes C++ for a processor and Triton for CUDA, and begins with the first step."""
+    """torch.compile needs a C++ compiler for CPUs and Triton for CUDA, but only from the first step."""
     if torch.cuda.is_available():
         if find_spec("triton") is None:
             raise UsageError("--compile needs triton on a GPU, which is not installed here; leave --compile out")
@@ -44,7 +44,7 @@ def _check_compiler() -> None:
 
 
 def _check_deepspeed(config: TrainConfig) -> None:
-    """DeepSpeed is imported only for what cannot be known without it."""
+    """Check fp16 and ``--deepspeed-config``; DeepSpeed is imported only for them."""
     if config.deepspeed_config is None and config.precision != "fp16":
         return
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

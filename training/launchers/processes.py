@@ -1,4 +1,4 @@
-"""How a launcher ends a process that it started, and how a rank ends with its agent."""
+"""Ending the process of torchrun's agent, and ending a rank with its agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code. If this process is told to stop meanwhile, it is told too, and has a few seconds to obey."""
+    """Exit code of the process. If this process is interrupted, the other is too, and killed after a few seconds."""
     try:
         return process.wait()
     finally:
@@ -22,7 +22,7 @@ def wait_for(process: subprocess.Popen[bytes]) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """By SIGINT, because torchrun's agent is made to ignore SIGTERM."""
+    """Send SIGINT, because torchrun's agent ignores SIGTERM."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(POLITE_SECONDS)
@@ -32,12 +32,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends; on Linux."""
+    """Have Linux kill this process when the thread that started it ends."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
-        # It ended before the kernel was asked.
+        # The parent ended before the call.
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,7 @@
-"""``python -m training.launchers.slurm``: the script of a SLURM job that trains, stops in time, and goes on by itself.
+"""``python -m training.launchers.slurm``: script of a SLURM job that saves before its time limit.
 
-The script starts one rank a task with ``srun``, gives it the environment that torchrun would, and runs the command
-with ``--resume auto``. SLURM sends SIGTERM some minutes before the time is up; the ranks save and end with exit code
-75, upon which the script puts the job back into the queue.
+The script starts one rank per task with ``srun``, with torchrun's environment variables and ``--resume auto``. SLURM
+sends SIGTERM some minutes before the time limit; the ranks save and exit with code 75, and the script requeues the job.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import click
 
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import UsageError
 
 from ..config import PACKAGE
 from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, config_of, parsed
@@ -25,7 +24,7 @@ from ..loop.stopping import EXIT_CODE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What SLURM is asked for. Raises ``UsageError`` for numbers that do not fit."""
+    """Resources and limits of the job. Raises ``UsageError`` for invalid numbers."""
 
     nodes: int
     time: str
@@ -42,7 +41,7 @@ class Job:
             raise UsageError(f"--signal-seconds is at least 1, not {self.signal_seconds}")
 
     def directives(self, num_workers: int) -> list[str]:
-        """The options of ``sbatch``."""
+        """Options of ``sbatch``."""
         if num_workers % self.nodes:
             raise UsageError(f"--num-workers {num_workers} does not divide over --nodes {self.nodes}")
         given = {
@@ -63,7 +62,7 @@ SCRIPT = """\
 #!/bin/bash
 {directives}
 
-# The first node of the job is where the ranks meet.
+# The ranks rendezvous on the first node of the job.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS=1
@@ -73,7 +72,7 @@ srun --kill-on-bad-exit=1 bash -c '
   exec "$@"' rank {command}
 code=$?
 
-# Asked to stop, and saved. A job that was cancelled is not running any more, and stays so.
+# The run saved and stopped. A cancelled job is not RUNNING, and is not requeued.
 if [ $code -eq {stopped} ] && [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
   exit 0
@@ -83,7 +82,7 @@ exit $code
 
 
 def script(job: Job, config: TrainConfig, python: str) -> str:
-    """For ``sbatch``. Raises ``UsageError`` if the run is not one that SLURM can start again."""
+    """Script for ``sbatch``. Raises ``UsageError`` if SLURM cannot start the run again."""
     if config.resume not in (None, RESUME_AUTO):
         raise UsageError(f"--resume is {RESUME_AUTO} in a job: it starts again with the same command line")
     ranks = replace(config, launcher="torchrun", resume=RESUME_AUTO, max_restarts=0)
@@ -93,22 +92,20 @@ def script(job: Job, config: TrainConfig, python: str) -> str:
 
 
 @click.command(cls=Command, context_settings=CONTEXT_BEFORE_OPTIONS)
-@click.option("--nodes", type=int, default=1, help="Machines; the workers are dealt out over them.")
-@click.option("--gpus-per-node", type=int, help="GPUs of each machine.")
-@click.option("--time", default="24:00:00", help="Of one start; the job goes on in the next.")
-@click.option("--partition", help="As sbatch has it.")
-@click.option("--account", help="As sbatch has it.")
-@click.option("--name", default="train", help="Of the job.")
-@click.option("--signal-seconds", type=int, default=300, help="How long before its end the job saves and stops.")
-@click.option("--python", default=sys.executable, help="The interpreter on the machines.", show_default="this one")
+@click.option("--nodes", type=int, default=1, help="Number of nodes; the workers are divided among them.")
+@click.option("--gpus-per-node", type=int, help="GPUs per node.")
+@click.option("--time", default="24:00:00", help="Time limit per run; the job requeues and resumes.")
+@click.option("--partition", help="Partition, passed to sbatch.")
+@click.option("--account", help="Account, passed to sbatch.")
+@click.option("--name", default="train", help="Job name.")
+@click.option(
+    "--signal-seconds", type=int, default=300, help="Seconds before the time limit at which the job saves and stops."
+)
+@click.option("--python", default=sys.executable, help="Python interpreter on the nodes.", show_default="this one")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def main(python: str, options: tuple[str, ...], **values: Any) -> None:
-    """Print a script for sbatch that trains with OPTIONS, those of the run itself, given after --."""
-    try:
-        click.echo(script(Job(**values), config_of(parsed(options)), python), nl=False)
-    except CkptError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+    """Print an sbatch script that trains with OPTIONS, the options of the run, given after --."""
+    click.echo(script(Job(**values), config_of(parsed(options)), python), nl=False)
 
 
 if __name__ == "__main__":

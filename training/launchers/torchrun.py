@@ -1,9 +1,8 @@
-"""The loop under ``torchrun``, without Ray.
+"""Launcher with torchrun.
 
-:func:`launch` starts torchrun on this machine with the command line of the run itself, so that
-``torchrun ... -m training --launcher torchrun ...``, the way several machines are used, is the same: every process it
-starts lands in :func:`work`. Each rank writes its shards straight into the run's folder, which the machines share; a
-checkpoint gets its final name only when all ranks have written.
+:func:`launch` starts torchrun with the command line of the run, as a user does on several machines with
+``torchrun ... -m training --launcher torchrun ...``; each process runs :func:`work`. Ranks write their shards into the
+run's folder, which all machines share.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from ..loop.loop import Interrupted, train
 from ..loop.outlets import FolderOutlet
 from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import drawn
-from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passed_on
+from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
 from .failures import Failure, RunFailedError
 from .processes import die_with_parent, wait_for
 
 LOG_NAME = "torchrun.log"
 ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
 _RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-"""As torchrun's agent logs the first rank that ended."""
+"""Line of torchrun's agent about the first rank that ended."""
 
 BEGUN_FILE_VARIABLE = "TRAINING_BEGUN_FILE"
 STOP_FILE_VARIABLE = "TRAINING_STOP_FILE"
@@ -56,17 +55,15 @@ STOPPED_FILE_VARIABLE = "TRAINING_STOPPED_FILE"
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
-    """Start one process a worker on this machine and wait; raises what the first failing rank raised.
-
-    The workers' standard error, where the frameworks log, goes to ``OUT/torchrun.log``.
-    """
+    """Run all workers on this machine. Raises the error of the first failing rank. Their standard error, with the
+    frameworks' logs, goes to ``OUT/torchrun.log``."""
     log = config.out / LOG_NAME
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
         files = _Files.inside(Path(folder))
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
             with drawn() as (stdout, drawing):
                 agent = _started(_command(config), stdout, stderr, os.environ | files.environment() | drawing)
-                with passed_on(partial(_ask_to_stop, files, agent)):
+                with passing_on(partial(_ask_to_stop, files, agent)):
                     code = wait_for(agent)
         if files.stopped.exists():
             raise RunStoppedError.at(json.loads(files.stopped.read_text()))
@@ -84,8 +81,8 @@ _WAITING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
 
 @contextmanager
 def _signals_waiting() -> Iterator[None]:
-    """They are raised after the block. What a signal raises while Python forks is raised in a callback of the fork,
-    where Python drops it, or before the new process has a name here: nobody would end it."""
+    """Delays signals until after the block. During a fork their exceptions would be raised in a callback, which drops
+    them, or before the new process is known here and can be ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -104,7 +101,7 @@ def _signals_waiting() -> Iterator[None]:
 
 
 def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """The agent. It is ended and awaited if a signal came meanwhile."""
+    """Start the agent. It is killed and awaited if a signal arrives meanwhile."""
     agent: subprocess.Popen[bytes] | None = None
     try:
         with _signals_waiting():
@@ -120,7 +117,7 @@ def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str
 
 
 def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
-    """The ranks stop at a checkpoint. While none has begun there is nothing to save, and their start is not awaited."""
+    """Request a checkpoint and the end of the run; before any rank has begun, kill the agent."""
     files.stop.touch()
     if not files.begun.exists():
         agent.kill()
@@ -128,8 +125,8 @@ def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """How the launcher and its ranks speak: the first error, the first rank's beginning, the request to stop, the
-    checkpoint at which they did."""
+    """Files between launcher and ranks: the first error, a mark that ranks have begun, the request to stop, and the
+    checkpoint at which they stopped."""
 
     error: Path
     begun: Path
@@ -141,7 +138,7 @@ class _Files:
         return cls(folder / "error.json", folder / "begun", folder / "stop", folder / "stopped.json")
 
     def environment(self) -> dict[str, str]:
-        """One thread a rank: the ranks share the cores, and a fixed thread count fixes the order of sums."""
+        """Variables of the ranks. One thread per rank: they share the cores, and it fixes the order of sums."""
         return {
             "OMP_NUM_THREADS": "1",
             ERROR_FILE_VARIABLE: str(self.error),
@@ -152,13 +149,13 @@ class _Files:
 
 
 def work(config: TrainConfig) -> NoReturn:
-    """Be one rank of the run, and end this process; rank 0 writes ``result.json``.
+    """Run one rank, and end this process; rank 0 writes ``result.json``.
 
-    Under a torchrun that is not ours, rank 0 holds the lock of ``OUT``, and each rank ends what it started.
+    Under a torchrun that the user started, rank 0 locks ``OUT``, and each rank ends the processes that it started.
     """
     die_with_parent()
     request = Request(Path(os.environ[STOP_FILE_VARIABLE]) if STOP_FILE_VARIABLE in os.environ else None)
-    request.heed_signals()
+    request.handle_signals()
     if BEGUN_FILE_VARIABLE in os.environ:
         Path(os.environ[BEGUN_FILE_VARIABLE]).touch()
     if _restarts():
@@ -177,12 +174,12 @@ def work(config: TrainConfig) -> NoReturn:
 
 
 def _restarts() -> int:
-    """How often the agent has started the ranks again."""
+    """Number of restarts by the agent."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _reason(config: TrainConfig) -> str:
-    """Of the last failure. A killed rank says nothing, and the others then fail because of it."""
+    """Reason of the last failure. A killed rank records none, and then the others fail because of it."""
     error = _taken_error()
     ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text()) if ERROR_FILE_VARIABLE in os.environ else []
     if ends and int(ends[-1][0]) < 0:
@@ -191,7 +188,7 @@ def _reason(config: TrainConfig) -> str:
 
 
 def _taken_error() -> Failure | None:
-    """The error that the last failure was recorded with, whose place is free for the next one's now."""
+    """The last recorded failure, whose file is removed for the next one."""
     path = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
     if not path.is_file():
         return None
@@ -202,6 +199,7 @@ def _taken_error() -> Failure | None:
 
 @contextmanager
 def _on_its_own(config: TrainConfig) -> Iterator[None]:
+    """Locks and guards of a rank under a torchrun that the user started."""
     with ExitStack() as held:
         if os.environ["RANK"] == "0":
             held.enter_context(only_run(config))
@@ -213,9 +211,9 @@ def _on_its_own(config: TrainConfig) -> Iterator[None]:
 def leave(code: int = 0) -> NoReturn:
     """End the process without the interpreter's teardown.
 
-    Gloo's threads outlive ``destroy_process_group`` where a framework keeps a reference to a group, as DeepSpeed does.
-    One that drops its last tensor while Python shuts down aborts the process ("terminate called without an active
-    exception", seen once in ten runs on a loaded machine), and a run that was done would be reported as failed.
+    Gloo's threads outlive ``destroy_process_group`` if a framework keeps a reference to a group, as DeepSpeed does. One
+    that drops its last tensor during the shutdown aborts the process ("terminate called without an active exception",
+    seen once in ten runs on a loaded machine), and a finished run would be reported as failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -223,8 +221,7 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def _work(config: TrainConfig, request: Request) -> int:
-    """The exit code of this rank. An agent takes any other than 0 for a failure: only the user's own is told that the
-    run was stopped."""
+    """Exit code of this rank. An agent treats any but 0 as a failure, so only without it does a stopped run have 75."""
     if ERROR_FILE_VARIABLE not in os.environ or _restarts():
         _check_settings(config)
     interrupted = run_rank(config, join_process_group(), request)
@@ -244,7 +241,7 @@ def _work(config: TrainConfig, request: Request) -> int:
 
 
 def _check_settings(config: TrainConfig) -> None:
-    """As the launcher does before it starts torchrun, for a torchrun that the user has started."""
+    """The launcher's checks, for a torchrun that the user has started."""
     checkpoint = resume_folder(config)
     check_export(config)
     lines = lines_before_start(config, checkpoint)
@@ -253,7 +250,7 @@ def _check_settings(config: TrainConfig) -> None:
 
 
 def run_rank(config: TrainConfig, device: torch.device, request: Request | None = None) -> Interrupted | None:
-    """Run on this rank of an existing process group; rank 0 writes ``result.json``, if the run is not stopped."""
+    """Run one rank of an existing process group; rank 0 writes ``result.json``, unless the run is stopped."""
     started = time.perf_counter()
     outlet = FolderOutlet(config.out, tensorboard=config.tensorboard)
     trained = train(config, device, resume_folder(config), outlet, request or Request(None))
@@ -265,25 +262,25 @@ def run_rank(config: TrainConfig, device: torch.device, request: Request | None 
 
 
 def join_process_group() -> torch.device:
-    """Join the process group that torchrun's environment describes; nccl and one GPU a rank where CUDA is there."""
+    """Join the process group of torchrun's environment; with CUDA, nccl and one GPU per rank."""
     if not torch.cuda.is_available():
-        torch.distributed.init_process_group("gloo", **_meeting())
+        torch.distributed.init_process_group("gloo", **_rendezvous())
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", device_id=device, **_meeting())
+    torch.distributed.init_process_group("nccl", device_id=device, **_rendezvous())
     return device
 
 
-def _meeting() -> dict[str, Any]:
-    """Where the ranks find each other. The agent's store outlives a restart, and would give the addresses of ranks that
-    are gone."""
+def _rendezvous() -> dict[str, Any]:
+    """Rendezvous arguments for ``init_process_group``. A new store for each restart, because the agent's store keeps
+    addresses of dead ranks."""
     store, rank, world_size = next(rendezvous("env://"))
     return {"store": PrefixStore(f"start_{_restarts()}", store), "rank": rank, "world_size": world_size}
 
 
 def _command(config: TrainConfig) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.num_workers)]
-    # SIGTERM is the launcher's to hear; see ignore_saving_signals.
+    # The launcher handles SIGTERM; see ignore_saving_signals.
     torchrun += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", "--max-restarts", str(config.max_restarts)]
     return [sys.executable, *torchrun, "-m", PACKAGE, *config.to_args()]

@@ -1,9 +1,8 @@
-"""Predictions in fixed chunks, so that a run's own accuracy and that of the file made from it can be compared exactly.
+"""Evaluation in chunks of a fixed size, so predictions of a run and of the file made from it are exactly equal.
 
-A matrix product may choose another kernel, and so another rounding, for another number of rows; near a tie that moves
-a prediction. Every forward pass here has the same shape, ``CHUNK`` images: chunk ``k`` holds samples ``k * CHUNK`` on,
-and the last one is padded with copies of its last image. A run deals whole chunks to its ranks, so rank and world
-size change who computes a chunk and never what is computed.
+For another number of rows a matrix product may use another kernel and round differently, which may change a prediction.
+Every forward pass here has ``CHUNK`` samples; the last chunk is padded with copies of its last sample. Each rank
+computes whole chunks, so results do not depend on the world size.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.datasets import Samples, to_input
 
-# 360 held-out digits are 12 chunks, an even deal for 2, 3 and 4 ranks; a posted image costs one chunk, about 15 ms.
+# 360 held-out digits are 12 chunks, which 2, 3 and 4 ranks divide evenly; one chunk takes about 15 ms.
 CHUNK = 30
 
 Logits = Callable[[Tensor], Tensor]
@@ -24,7 +23,7 @@ Logits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How many of ``total`` held-out samples were predicted right, and every prediction in dataset order."""
+    """Number of correct predictions of ``total`` held-out samples, and all predictions in dataset order."""
 
     correct: int
     total: int
@@ -45,7 +44,7 @@ def evaluation_of(predicted: Tensor, labels: Tensor) -> Evaluation:
 
 
 def plain_logits(model: nn.Module) -> Logits:
-    """The forward pass of an unsharded model in evaluation mode."""
+    """Forward pass of an unsharded model in evaluation mode."""
     model.eval()
 
     @torch.no_grad()
@@ -56,20 +55,20 @@ def plain_logits(model: nn.Module) -> Logits:
 
 
 def all_logits(logits: Logits, pixels: Tensor) -> Tensor:
-    """Logits of uint8 [n, 28, 28], float32 [n, 10], one chunk at a time in this process."""
+    """Logits of uint8 [n, 28, 28], float32 [n, 10], computed in chunks in this process."""
     return torch.cat([logits(chunk) for chunk in to_input(padded(pixels)).split(CHUNK)])[: len(pixels)].float()
 
 
 def padded(images: Tensor) -> Tensor:
-    """Images up to whole chunks, the last of which is filled up with copies of its last image."""
+    """Images padded to whole chunks with copies of the last one."""
     missing = -len(images) % CHUNK
     return torch.cat([images, images[-1:].expand(missing, *images.shape[1:])]) if missing else images
 
 
 def evaluate(logits: Logits, samples: Samples, device: torch.device, *, rank: int, world_size: int) -> Evaluation:
-    """Evaluate over all ranks of the default process group; every sample counts once, on every rank the same result.
+    """Evaluate on all ranks of the default process group, with the same result on each.
 
-    ``rank`` of ``world_size`` says which chunks are this rank's. Ranks that share chunks find the same predictions.
+    ``rank`` and ``world_size`` select this rank's chunks. Ranks with the same ``rank`` make the same predictions.
     """
     predicted = rank_predictions(logits, samples.pixels, device, rank=rank, world_size=world_size)
     torch.distributed.all_reduce(predicted, torch.distributed.ReduceOp.MAX)
@@ -77,11 +76,10 @@ def evaluate(logits: Logits, samples: Samples, device: torch.device, *, rank: in
 
 
 def rank_predictions(logits: Logits, pixels: Tensor, device: torch.device, *, rank: int, world_size: int) -> Tensor:
-    """Predictions of this rank's chunks, int64 [n], or [n, t] of a text; 0 for the samples of other ranks, so that the
-    highest over all ranks are all of them.
+    """Predictions of this rank's chunks, int64 [n] or [n, t], and 0 elsewhere: the maximum over ranks has all of them.
 
-    A forward pass of a sharded model is collective: each rank makes as many as the others, so a rank without a chunk
-    left repeats the first one and its answer is not used.
+    A forward pass of a sharded model is collective, so each rank makes the same number: a rank without a chunk left
+    repeats the first one.
     """
     chunks = pixels.split(CHUNK)
     each = pixels.shape[1:] if pixels.ndim == 2 else ()

@@ -1,8 +1,8 @@
-"""The one training loop, the same for every engine and launcher.
+"""The training loop, for every engine and launcher.
 
-It runs on each rank of an existing process group and does no I/O of its own: a launcher says where to resume from,
-where checkpoints go (:class:`.saving.Outlet`) and whether the run is asked to stop. After each step all ranks agree
-whether to save, to stop, or to go on, so a checkpoint is always made between the same two steps on every rank.
+It runs on each rank of an existing process group. The launcher provides the checkpoint to resume, the destination of
+checkpoints (:class:`.outlets.Outlet`) and the request to stop. After each step all ranks agree whether to save, stop or
+continue, so every rank saves between the same two steps.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from ..data.datasets import Samples, epoch_order, load_dataset, rank_batches, to
 from ..engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, evaluate
 from .measuring import StepLog
+from .outlets import Outlet
 from .profiling import profiled
 from .retention import remove_old
-from .saving import Agreement, Outlet, SavePolicy, Saver, SaveRecord
+from .saving import Agreement, Saver, SaveRecord
 
 
 @dataclass(frozen=True, slots=True)
 class EpochMetrics:
-    """One finished epoch: the mean loss over all ranks at each step, and the held-out samples predicted right. Or the
-    part of an epoch with which a run of ``--max-steps`` ended.
+    """Metrics of an epoch, or of its part up to ``--max-steps``: mean loss over all ranks at each step, and correct
+    predictions of the held-out samples.
 
-    If the run was resumed within the epoch, ``losses`` are those of its own steps. ``earlier_steps`` were trained by
-    the run before, and ``earlier_loss`` is the sum of their losses.
+    If the run was resumed within the epoch, ``losses`` has only its own steps; ``earlier_loss`` is the sum of those of
+    the ``earlier_steps``.
     """
 
     epoch: int
@@ -54,25 +55,24 @@ class EpochMetrics:
 
     @property
     def mean_loss(self) -> float:
-        """Of the whole epoch. Added in the order of steps, so that an interruption does not change the last bit."""
+        """Mean over the whole epoch, added in the order of steps, so resuming does not change the last bit."""
         return added(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
 
     def line(self, last_epoch: int) -> str:
-        """For a person: one line."""
+        """Line for the user."""
         return (
             f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}  "
             f"held-out {self.correct}/{self.total}  {self.seconds:.1f} s"
         )
 
     def values(self) -> dict[str, float]:
-        """For a record of the run."""
+        """Values for ``metrics.jsonl``."""
         return {"epoch": self.epoch, "loss": self.mean_loss, "accuracy": self.correct / self.total}
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run learnt: where it ended, the epochs it trained itself, how the model it ends with does on the held-out
-    split, and what its checkpoints cost."""
+    """Result of a run: its end position, the epochs it trained, the final evaluation, and times of its saves."""
 
     end: Progress
     history: tuple[EpochMetrics, ...]
@@ -82,28 +82,27 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A run that stopped because it was asked to. ``checkpoint`` is the name of the one at that position, None if
-    nothing is trained yet."""
+    """A run that stopped on request. ``checkpoint`` is the name of the one at that position, None before the first
+    step."""
 
     checkpoint: str | None
 
 
 Asked = Callable[[], bool]
-"""Whether this rank knows that the run is to save and stop."""
+"""Whether this rank knows of a request to save and stop."""
 
 
 def train(
     config: TrainConfig, device: torch.device, resume_from: Path | str | None, outlet: Outlet, is_asked_to_stop: Asked
 ) -> Trained | Interrupted:
-    """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a whole checkpoint at
-    a path or URL."""
+    """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a checkpoint."""
     samples, held_out = load_parts(config)
     total_steps = config.epochs * config.steps_per_epoch(len(samples))
     schedule = schedule_for(total_steps, config.warmup_fraction, config.schedule)
     with closing(create_engine(config, schedule, device)) as engine:
         progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
         _check_something_left(config, progress)
-        randomness.go_on(progress.rng, seed=config.seed, step=progress.step, stream=engine.data_rank)
+        randomness.restore(progress.rng, seed=config.seed, step=progress.step, stream=engine.data_rank)
         saver = Saver(config, engine, outlet, partial(remove_old, config))
         with profiled(config) as end_step:
             parts = (config, engine, device, samples, held_out, outlet, saver, is_asked_to_stop, progress, schedule)
@@ -120,7 +119,7 @@ def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress
 
 
 def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
-    """The training and the held-out samples; the first rank of each machine goes ahead, so one downloads for all."""
+    """Training and held-out samples; the first rank of each machine loads first, so only one downloads."""
     leads = int(os.environ["LOCAL_RANK"]) == 0
     if not leads:
         torch.distributed.barrier()
@@ -132,7 +131,7 @@ def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
 
 
 def _check_something_left(config: TrainConfig, progress: Progress) -> None:
-    """A run that goes on by itself may have been ended after its last checkpoint: it has to evaluate, and no more."""
+    """With ``--resume auto`` nothing may be left: a run that was ended after its last checkpoint only evaluates."""
     if config.resume == RESUME_AUTO:
         return
     if config.max_steps is not None and progress.step >= config.max_steps:
@@ -148,48 +147,46 @@ def _check_something_left(config: TrainConfig, progress: Progress) -> None:
 
 
 def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> int:
-    """The step at which a run ends that begins at ``progress``. The epochs before may have had another length: with
-    ``--override num-samples`` or ``batch-size`` those that are left have ``steps_per_epoch``."""
+    """Last step of a run that begins at ``progress``. Only its remaining epochs have ``steps_per_epoch``: the epochs
+    before differ with ``--override num-samples`` or ``batch-size``."""
     found = progress.step - progress.batch + (config.last_epoch - progress.epoch) * steps_per_epoch
     return found if config.max_steps is None else min(found, config.max_steps)
 
 
 class _StopAskedError(Exception):
-    """The ranks have agreed to stop, and saved."""
+    """The ranks have agreed to stop, and have saved."""
 
 
+@dataclass
 class _Run:
     """A run on this rank, from one position to its end."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Engine,
-        device: torch.device,
-        samples: Samples,
-        held_out: Samples,
-        outlet: Outlet,
-        saver: Saver,
-        is_asked_to_stop: Asked,
-        progress: Progress,
-        schedule: Schedule,
-        end_step: Callable[[], None],
-    ) -> None:
-        self.config, self.engine, self.device, self.samples, self.held_out = config, engine, device, samples, held_out
-        self.outlet, self.saver, self.is_asked_to_stop, self.progress = outlet, saver, is_asked_to_stop, progress
-        self.policy, self.agreement = SavePolicy.of(config), Agreement()
-        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.data_world_size = self.world_size // (config.tp * config.pp)
-        """Ranks, or groups of ranks under tensor and pipeline parallelism, that see samples of their own."""
-        self.steps = config.steps_per_epoch(len(samples))
-        self.log = StepLog(config, schedule, outlet, self.agreement, last_step(config, progress, self.steps))
-        self.end_step = end_step
-        self.accuracy: float | None = None
-        """Of the last evaluation."""
-        self.saved = progress
-        """The position of the last checkpoint, from which the run was resumed or which it saved."""
-        self.is_due = False
-        """Whether a reason to save came up at the last step of an epoch, whose end is saved instead."""
+    config: TrainConfig
+    engine: Engine
+    device: torch.device
+    samples: Samples
+    held_out: Samples
+    outlet: Outlet
+    saver: Saver
+    is_asked_to_stop: Asked
+    progress: Progress
+    schedule: Schedule
+    end_step: Callable[[], None]
+    accuracy: float | None = None
+    """Accuracy of the last evaluation."""
+    is_due: bool = False
+    """Whether a checkpoint was due at the last step of an epoch, whose end is saved instead."""
+
+    def __post_init__(self) -> None:
+        self.agreement, self.rank = Agreement(), torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+        self.data_world_size = self.world_size // (self.config.tp * self.config.pp)
+        """Number of ranks, or groups of ranks under tensor and pipeline parallelism, with different samples."""
+        self.steps = self.config.steps_per_epoch(len(self.samples))
+        end = last_step(self.config, self.progress, self.steps)
+        self.log = StepLog(self.config, self.schedule, self.outlet, self.agreement, end)
+        self.saved = self.progress
+        """Position of the last checkpoint, resumed or saved."""
 
     def to_the_end(self) -> Trained | Interrupted:
         history = []
@@ -206,7 +203,7 @@ class _Run:
 
     @property
     def is_at_end(self) -> bool:
-        """An epoch whose samples are all seen is evaluated and saved, whoever trained it."""
+        """Whether all is trained. A complete epoch is still evaluated and saved, also after resuming."""
         ends_within = self.has_last_step and self.progress.batch < self.steps
         return self.progress.epoch >= self.config.last_epoch or ends_within
 
@@ -215,7 +212,7 @@ class _Run:
         return self.config.max_steps is not None and self.progress.step >= self.config.max_steps
 
     def epoch(self) -> EpochMetrics:
-        """Train what is left of an epoch, evaluate, and save if it is due. The run may end within it, and has saved."""
+        """Train the rest of an epoch, evaluate, and save if due. With ``--max-steps`` the run may end within it."""
         started, before = time.perf_counter(), self.progress
         losses = self.means(self.train(before))
         with self.log.meter.paused():
@@ -234,10 +231,10 @@ class _Run:
         return metrics
 
     def report(self, metrics: EpochMetrics) -> None:
-        """The figures come before the checkpoint, which may be kept because of them."""
+        """Record the metrics before the checkpoint, because ``--keep-best`` reads them."""
         if self.rank == 0:
             self.outlet.record({**metrics.values(), "step": self.progress.step, "seconds": metrics.seconds})
-        if self.policy.after_epoch(metrics.epoch) or self.is_due:
+        if self.config.saves_after_epoch(metrics.epoch) or self.is_due:
             self.save(self.progress, metrics.values())
         else:
             self.outlet.report(metrics.values())
@@ -245,7 +242,7 @@ class _Run:
             self.outlet.say(metrics.line(self.config.last_epoch))
 
     def train(self, before: Progress) -> list[Tensor]:
-        """The batches of an epoch that ``before`` has not seen; this rank's loss at each step."""
+        """Train the rest of an epoch after ``before``; this rank's loss at each step."""
         order = epoch_order(len(self.samples), before.epoch + 1, self.config.seed)
         batches = rank_batches(order, self.config.batch_size, self.engine.data_rank, self.data_world_size)
         losses: list[Tensor] = []
@@ -262,9 +259,9 @@ class _Run:
         return losses
 
     def agree(self, before: Progress, losses: list[Tensor]) -> None:
-        """After a step: save and stop, save, or go on. At the last step of an epoch, its end is saved instead."""
+        """After a step, save or stop if due. At the last step of an epoch, its end is saved instead."""
         is_asked, is_time = self.agreed()
-        is_due = is_time or self.policy.after_step(self.progress.step)
+        is_due = is_time or self.config.saves_after_step(self.progress.step)
         ends = self.progress.batch == self.steps
         if is_asked or (is_due and not ends):
             loss_sum = added(before.loss_sum, self.means(losses))
@@ -274,7 +271,7 @@ class _Run:
             raise _StopAskedError
 
     def agree_between_epochs(self) -> None:
-        """Before the first step, and after an evaluation, which takes its time."""
+        """Stop if requested, before the first step and after an evaluation."""
         is_asked, _ = self.agreed()
         if is_asked:
             if self.progress != self.saved:
@@ -282,11 +279,11 @@ class _Run:
             raise _StopAskedError
 
     def agreed(self) -> tuple[bool, bool]:
-        """Whether the run is asked to stop, and whether it is time to save, on any rank."""
+        """Whether any rank has a request to stop, and whether ``--save-every-minutes`` is over."""
         leads = self.rank == 0
         is_asked, is_time, is_busy, has_failed = self.agreement.any(
             self.is_asked_to_stop(),
-            leads and self.policy.after_seconds(self.saver.seconds_since),
+            leads and self.config.saves_after_seconds(self.saver.seconds_since),
             self.saver.is_busy,
             self.saver.has_failed,
         )
@@ -296,21 +293,21 @@ class _Run:
 
     def save(self, progress: Progress, values: dict[str, float]) -> None:
         with self.log.meter.paused():
-            self.saver.save(replace(progress, rng=randomness.of_all_ranks()), {"step": progress.step, **values})
+            self.saver.save(replace(progress, rng=randomness.gathered()), {"step": progress.step, **values})
         self.saved = self.progress
 
     def evaluation(self) -> Evaluation:
-        """The held-out samples, dealt out over the ranks that see samples of their own."""
+        """Evaluate the held-out samples, divided among the ranks with different samples."""
         data_rank, data_world_size = self.engine.data_rank, self.data_world_size
         return evaluate(self.engine.logits, self.held_out, self.device, rank=data_rank, world_size=data_world_size)
 
     def means(self, losses: list[Tensor]) -> tuple[float, ...]:
-        """Average each step's loss over ranks; one collective for many steps instead of one a step."""
+        """Mean loss over ranks of each step, with one collective for all steps."""
         total = torch.stack(losses).double() if losses else torch.zeros(0, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(total)
         return tuple((total / self.world_size).tolist())
 
 
 def added(start: float, losses: tuple[float, ...]) -> float:
-    """One after the other: ``sum`` adds otherwise in newer Pythons."""
+    """Sum in order; ``sum`` compensates rounding in newer Pythons."""
     return reduce(add, losses, start)

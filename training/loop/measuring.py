@@ -1,4 +1,4 @@
-"""What is measured while a run trains: the loss, the speed and the memory of every so many steps."""
+"""Metrics of training steps: loss, speed and memory, every ``--log-every`` steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,18 +17,18 @@ from torch import Tensor
 from ..checkpoints.progress import Progress
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
-from .saving import Agreement, Outlet, SaveRecord
+from .outlets import Outlet
+from .saving import Agreement, SaveRecord
 from .screen import Status
 
 SHOWN_SECONDS = 0.5
-"""Time between two steps that are shown to a person. All measured ones are recorded."""
+"""Minimum time between two statuses on the screen; every measured step is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One measured step. ``loss`` is the mean over the ranks, ``samples_per_second`` counts the steps since the last
-    measurement; ``peak_rss`` and ``cuda_peak`` are the highest bytes so far of each rank, the latter empty without
-    CUDA."""
+    """One measured step. ``loss`` is the mean over ranks, ``samples_per_second`` the rate since the last measurement;
+    ``peak_rss`` and ``cuda_peak`` (empty without CUDA) are peak bytes of each rank."""
 
     step: int
     loss: float
@@ -38,19 +38,16 @@ class StepFigures:
     cuda_peak: tuple[int, ...] = ()
 
     def entries(self) -> Mapping[str, Any]:
-        """One line of the run's record. Without the epoch, which is the key of the lines about whole epochs."""
-        found = {
-            "step": self.step,
-            "loss": self.loss,
-            "learning_rate": self.learning_rate,
-            "samples_per_second": self.samples_per_second,
-            "peak_rss": list(self.peak_rss),
+        """Line of ``metrics.jsonl``, without the epoch, which only lines about whole epochs have."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+            if value != ()
         }
-        return found | ({"cuda_peak": list(self.cuda_peak)} if self.cuda_peak else {})
 
 
 class Meter:
-    """The time of a run's steps, without what comes between them."""
+    """Speed of steps, without evaluation and saving."""
 
     def __init__(self) -> None:
         self._steps, self._seconds, self._since = 0, 0.0, time.perf_counter()
@@ -60,7 +57,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Evaluating and saving are not training."""
+        """Leave out the time of the block."""
         self._seconds += time.perf_counter() - self._since
         try:
             yield
@@ -68,7 +65,7 @@ class Meter:
             self._since = time.perf_counter()
 
     def steps_per_second(self) -> float:
-        """Since the last call."""
+        """Rate since the last call."""
         now = time.perf_counter()
         rate = self._steps / max(self._seconds + now - self._since, 1e-9)
         self._steps, self._seconds, self._since = 0, 0.0, now
@@ -76,7 +73,7 @@ class Meter:
 
 
 class StepLog:
-    """Measures every ``log_every``-th step on all ranks; the first one records and shows it."""
+    """Measures every ``log_every``-th step on all ranks; the first rank records and shows it."""
 
     def __init__(
         self, config: TrainConfig, schedule: Schedule, outlet: Outlet, agreement: Agreement, last_step: int
@@ -88,7 +85,7 @@ class StepLog:
         self.meter = Meter()
 
     def after(self, progress: Progress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
-        """Of a step with the mean loss of this rank's samples; collective."""
+        """Called after each step with this rank's mean loss; collective."""
         self.meter.count()
         if progress.step % self._config.log_every == 0:
             figures = self._figures(progress.step, loss)
@@ -97,7 +94,7 @@ class StepLog:
                 self._show(figures, saves, accuracy)
 
     def _figures(self, step: int, loss: Tensor) -> StepFigures:
-        """Reading the loss waits for the device, so the time is taken after it."""
+        """Reads the loss before the time, because that waits for the device."""
         rows = self._agreement.gathered(float(loss), peak_rss(), cuda_peak())
         losses, resident, on_gpu = zip(*rows, strict=True)
         return StepFigures(
@@ -133,7 +130,7 @@ class StepLog:
 
 
 def peak_rss() -> int:
-    """The most memory of this process so far, in bytes. On Linux ``getrusage`` would count its parent's too."""
+    """Peak memory of this process in bytes. On Linux ``getrusage`` would include its parent's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -143,5 +140,5 @@ def peak_rss() -> int:
 
 
 def cuda_peak() -> int:
-    """The most memory of tensors on this rank's GPU so far."""
+    """Peak bytes of tensors on this rank's GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""The record of a run's figures: ``metrics.jsonl``, and event files for TensorBoard if they are asked for."""
+"""Metrics of a run: ``metrics.jsonl``, and TensorBoard event files with ``--tensorboard``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FOLDERS = {
     "waited_seconds": "checkpoint",
     "resume_seconds": "checkpoint",
 }
-"""Where TensorBoard shows a figure whose line does not say it."""
+"""TensorBoard group of each metric; others have the group of their line."""
 
 
 class Journal:
-    """Written by one process, in ``out``."""
+    """Writer of the metrics in ``out``, used by one process."""
 
     def __init__(self, out: Path, *, tensorboard: bool) -> None:
         self._out = out
@@ -31,19 +31,19 @@ class Journal:
         self._events: Any = None
 
     def record(self, figures: Mapping[str, Any]) -> None:
-        """Whole lines: a kill may cut off the last one, and readers skip it."""
+        """Append a line. A kill may cut it off; readers skip such a line."""
         with (self._out / METRICS_NAME).open("a") as file:
             file.write(json.dumps(figures) + "\n")
         if self._tensorboard:
             self._record_events(figures)
 
     def _record_events(self, figures: Mapping[str, Any]) -> None:
-        """Flushed at once: a rank ends without closing anything."""
+        """Flushes each event, because a rank exits without closing files."""
         step = figures["step"]
         if self._events is None:
             from tensorboardX import SummaryWriter
 
-            # TensorBoard then forgets what a run before this one wrote of later steps.
+            # TensorBoard drops later steps of an earlier run.
             self._events = SummaryWriter(str(self._out / TENSORBOARD_NAME), purge_step=step)
         for name, value in scalars(figures):
             self._events.add_scalar(name, value, step)
@@ -51,14 +51,14 @@ class Journal:
 
 
 def recorded(out: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's record, as far as they are whole."""
+    """Complete lines of ``metrics.jsonl``."""
     for line in (out / METRICS_NAME).read_text().splitlines():
         with suppress(ValueError):
             yield json.loads(line)
 
 
 def scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a line under names that TensorBoard groups by their first part."""
+    """Numbers of a line, under names that begin with their TensorBoard group."""
     folder = "epoch" if "epoch" in figures else "checkpoint" if "checkpoint" in figures else "train"
     for key, value in figures.items():
         name = f"{FOLDERS.get(key, folder)}/{key}"

@@ -1,23 +1,63 @@
-"""Checkpoints in a folder that all ranks share."""
+"""Outlets: destinations of checkpoints and metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..checkpoints.run_folder import CHECKPOINTS, make_partial, partial_folder
 from .metrics import Journal
-from .saving import Values
 from .screen import Status, rank_screen
+
+Values = Mapping[str, float]
+"""Measured values by name."""
+
+
+class Outlet(Protocol):
+    """Destination of a run's checkpoints and metrics, chosen by the launcher. Every rank calls ``begin``, ``finish``,
+    ``announce`` and ``report`` in the same order; only the first rank calls the others."""
+
+    @property
+    def uploads(self) -> bool:
+        """Whether ``finish`` uploads files, which happens while training continues."""
+        ...
+
+    def begin(self, name: str) -> Path:
+        """An empty folder for this rank's shards of a checkpoint, under a name that marks it as unfinished."""
+        ...
+
+    def finish(self, name: str) -> None:
+        """Called when this rank has written, on the first rank when all have; possibly in another thread."""
+        ...
+
+    def announce(self, name: str, values: Values) -> None:
+        """Called with the latest values when the checkpoint is complete."""
+        ...
+
+    def report(self, values: Values) -> None:
+        """Called after an epoch without a checkpoint."""
+        ...
+
+    def record(self, figures: Mapping[str, Any]) -> None:
+        """Append a line to ``metrics.jsonl``."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Print a line for the user."""
+        ...
+
+    def show(self, status: Status) -> None:
+        """Show a status, which replaces the one before."""
+        ...
 
 
 class FolderOutlet:
-    """A :class:`.saving.Outlet` into ``OUT/checkpoints`` and ``OUT/metrics.jsonl``.
+    """:class:`Outlet` into ``OUT/checkpoints``, which all ranks share, and ``OUT/metrics.jsonl``.
 
-    All ranks write below a temporary name. The folder gets its own when the last one is done.
+    A checkpoint's folder gets its final name when all ranks have written.
     """
 
     def __init__(self, out: Path, *, tensorboard: bool = False) -> None:
@@ -38,10 +78,10 @@ class FolderOutlet:
             partial_folder(self._folder, name).rename(self._folder / name)
 
     def announce(self, name: str, values: Values) -> None:
-        """Its name has announced it."""
+        """Nothing: the final name marks a complete checkpoint."""
 
     def report(self, values: Values) -> None:
-        """``record`` keeps them."""
+        """Nothing: ``record`` gets the values too."""
 
     def record(self, figures: Mapping[str, Any]) -> None:
         self._journal.record(figures)

@@ -1,5 +1,4 @@
-"""``--profile``: a trace of a few steps on each rank, the operations that they spent their time on, and with CUDA a
-snapshot of the memory."""
+"""``--profile``: a trace and the slowest operations of a few steps on each rank, with CUDA also a memory snapshot."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ..config.train_config import TrainConfig
 
 PROFILE_NAME = "profile"
 SKIPPED, WARMUP, PROFILED = 1, 1, 5
-"""Steps. The first one allocates, and the profiler itself is slow at its first."""
+"""Numbers of steps. The first one allocates, and the profiler is slow in its first."""
 
 ROWS = 30
 MAX_ALLOCATIONS = 100_000
@@ -22,7 +21,7 @@ MAX_ALLOCATIONS = 100_000
 
 @contextmanager
 def profiled(config: TrainConfig) -> Iterator[Callable[[], None]]:
-    """A function to call after each step, which does nothing unless the run is profiled."""
+    """A function to call after each step; it does nothing without ``--profile``."""
     if not config.profile:
         yield lambda: None
         return

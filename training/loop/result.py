@@ -1,4 +1,4 @@
-"""``result.json``: the settings of a run, how it went, where its checkpoint lies and the versions that made it."""
+"""``result.json``: settings, metrics, checkpoint and library versions of a finished run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULT_NAME = "result.json"
 
 
 def check_result_file(out: Path) -> None:
-    """Raises DestinationExistsError where ``OUT/result.json`` is there and no run wrote it: it would be replaced."""
+    """Raises DestinationExistsError if ``OUT/result.json`` exists and is not of a run, which would replace it."""
     path = out / RESULT_NAME
     if not os.path.lexists(path):
         return
@@ -38,11 +38,8 @@ def check_result_file(out: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A finished run. ``history`` covers the epochs it trained itself, so a resumed run lists only its own.
-
-    ``epochs`` is the epoch after which it ended, or within whose next one; ``settings["epochs"]`` is the length of its
-    schedule.
-    """
+    """A finished run. ``history`` has the epochs of this run only, without those before ``--resume``. ``epochs`` is the
+    number of finished epochs, ``settings["epochs"]`` the length of the schedule."""
 
     engine: str
     strategy: str
@@ -64,7 +61,7 @@ class RunResult:
 
     @classmethod
     def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
-        """The result of ``config``'s run; the checkpoint that it leaves is that of the position at which it ended."""
+        """Result of a run; its checkpoint is the one at the end position."""
         return cls(
             engine=config.engine or config.sharding.framework,
             strategy=config.sharding.name,
@@ -87,21 +84,21 @@ class RunResult:
 
     @classmethod
     def read(cls, path: Path) -> RunResult:
-        """The result that :meth:`write` wrote; JSON keeps every digit of a float, so losses compare exactly."""
+        """Read what :meth:`write` wrote. JSON keeps every digit of a float."""
         values: dict[str, Any] = json.loads(path.read_text())
         history = tuple(EpochMetrics(**(epoch | {"losses": tuple(epoch["losses"])})) for epoch in values.pop("history"))
         saves = tuple(SaveRecord(**save) for save in values.pop("saves", ()))
         return cls(history=history, predicted=tuple(values.pop("predicted")), saves=saves, **values)
 
     def write(self, out: Path) -> None:
-        """Write ``OUT/result.json`` in one step: whoever looks sees an earlier run's, or this one's whole."""
+        """Write ``OUT/result.json`` atomically."""
         unfinished = out / f".{RESULT_NAME}.partial"
         unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
         unfinished.replace(out / RESULT_NAME)
 
 
 def versions_of(config: TrainConfig) -> dict[str, str]:
-    """Python's version, ours, and those of the frameworks that this run uses."""
+    """Versions of Python, ``ckpt_tools`` and the frameworks of this run."""
     frameworks = [
         "torch",
         *(["ray"] if config.launcher == "ray" else []),

@@ -1,8 +1,7 @@
-"""Old checkpoints of a run go while it trains, by the rules of ``ckpt-tools prune``.
+"""Removal of old checkpoints during a run (``--keep-last``, ``--keep-best``).
 
-``ckpt_tools.prune`` decides. It removes nothing itself here, because it would have to take the run's own lock. A
-checkpoint that goes is first renamed to the name of an unfinished one. So a kill in the middle of a removal leaves what
-the next run removes, and nothing that looks complete.
+``ckpt_tools.prune`` selects them, as a dry run, because it would need the run's own lock. Before its
+removal a checkpoint gets the name of an unfinished one, so after a kill the next run removes the rest.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from ..config.train_config import TrainConfig
 
 
 def remove_old(config: TrainConfig) -> None:
-    """Remove the checkpoints in ``config.out`` that are neither among the last ones nor the best one."""
+    """Remove the checkpoints in ``config.out`` that are neither among the newest nor the best."""
     if config.keep_last is None:
         return
     try:
         report = ckpt_tools.prune(config.out, keep_last=config.keep_last, keep_best=config.keep_best)
     except (UsageError, SourceNotFoundError):
-        return  # no checkpoint has been measured yet, or none is complete
+        return  # none is measured or complete yet
     for each in reversed(report.checkpoints):
         if not each.stays:
             _remove(config.out / each.name)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Only a folder of the run's own, which holds nothing but files of a checkpoint."""
+    """Remove a folder of this run that holds only files of a checkpoint."""
     is_own = checkpoint.parent.name == CHECKPOINTS and is_checkpoint_name(checkpoint.name)
     if is_own and not checkpoint.is_symlink() and not strangers_in(checkpoint):
         hidden = partial_folder(checkpoint.parent, checkpoint.name)

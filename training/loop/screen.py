@@ -1,7 +1,6 @@
-"""How a run looks to the person who started it: a live picture on a terminal, and lines elsewhere.
+"""Progress display: a live status on a terminal, lines elsewhere.
 
-A rank does not know the terminal. Its command does, and tells it by ``SCREEN_VARIABLE`` to send its status in a form
-that the command draws.
+Ranks have no terminal. With ``SCREEN_VARIABLE`` the command has them send their status in a form that it draws.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -22,22 +21,22 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 SCREEN_VARIABLE = "TRAINING_SCREEN"
-"""In the environment of ranks whose command draws what they send."""
+"""Environment variable of ranks whose output the command draws."""
 
 RECORD = "\x1e"
-"""ASCII's record separator: the rest of the line is a status."""
+"""ASCII's record separator, which begins a line with a status."""
 
 END_SECONDS = 5.0
-"""How long the last lines are waited for."""
+"""Time to wait for the last lines."""
 
 PLAIN_SECONDS = 5.0
-"""Time between two lines about steps, short enough to follow in a log."""
+"""Time between two status lines in a log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Where a run is. ``accuracy`` is that of the last evaluation, ``rss`` and ``cuda`` the highest bytes of any rank,
-    ``cuda`` 0 without a GPU, and ``checkpoint`` the last one, for which training stood still ``stall_seconds``."""
+    """Status of a run. ``accuracy`` is from the last evaluation, ``rss`` and ``cuda`` (0 without a GPU) are the peak
+    bytes of any rank, ``checkpoint`` is the last one, for which training stopped ``stall_seconds``."""
 
     step: int
     last_step: int
@@ -52,7 +51,7 @@ class Status:
     stall_seconds: float | None
 
     def to_line(self) -> str:
-        """In the form that a command draws."""
+        """Line for the command to draw."""
         return RECORD + json.dumps(asdict(self))
 
     @classmethod
@@ -88,7 +87,7 @@ class Status:
 
     @property
     def line(self) -> str:
-        """For a log."""
+        """Line for a log."""
         return "  ".join((self.place, self.learning, self.speed, self.memory, self.left))
 
 
@@ -97,7 +96,7 @@ def _size(count: int) -> str:
 
 
 class Screen(Protocol):
-    """Shows what a run says."""
+    """Display of a run's lines and status."""
 
     def say(self, line: str) -> None: ...
 
@@ -105,7 +104,7 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """Lines on standard output: all that is said, and a status every few seconds."""
+    """Prints lines, and a status every few seconds."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -120,7 +119,7 @@ class PlainScreen:
 
 
 class SentScreen:
-    """Lines on a rank's standard output, which its command reads."""
+    """Prints lines and statuses for the command to draw."""
 
     def say(self, line: str) -> None:
         print(line, flush=True)
@@ -130,7 +129,7 @@ class SentScreen:
 
 
 class LiveScreen:
-    """What is said scrolls; the status stays below it."""
+    """Scrolls lines above a live status."""
 
     def __init__(self, console: Console, live: Live) -> None:
         self._console, self._live = console, live
@@ -143,7 +142,7 @@ class LiveScreen:
 
 
 def rank_screen() -> Screen:
-    """That of the first rank."""
+    """Screen of the first rank."""
     return SentScreen() if SCREEN_VARIABLE in os.environ else PlainScreen()
 
 
@@ -153,7 +152,7 @@ def is_on_terminal() -> bool:
 
 @contextmanager
 def command_screen() -> Iterator[Screen]:
-    """That of the command. rich is imported only for a terminal, and leaves it as it was."""
+    """Screen of the command. rich is imported only for a terminal."""
     if not is_on_terminal():
         yield PlainScreen()
         return
@@ -167,8 +166,8 @@ def command_screen() -> Iterator[Screen]:
 
 @contextmanager
 def drawn() -> Iterator[tuple[int | None, dict[str, str]]]:
-    """The standard output of processes whose lines are drawn here, on a terminal, and what their environment needs. On
-    anything else they print themselves."""
+    """Standard output and environment variables for processes whose lines are drawn on this terminal. Without a
+    terminal they print themselves."""
     if not is_on_terminal():
         yield None, {}
         return
@@ -179,23 +178,19 @@ def drawn() -> Iterator[tuple[int | None, dict[str, str]]]:
         try:
             yield theirs, {SCREEN_VARIABLE: "1"}
         finally:
-            # A process that was not ended yet may keep the other end open.
+            # A process that has not ended yet may keep the pipe open.
             os.close(theirs)
             reader.join(END_SECONDS)
 
 
 def _show_lines(descriptor: int, screen: Screen) -> None:
-    """What a rank sends, until it ends."""
+    """Show each line that the ranks send."""
     with open(descriptor, encoding="utf-8", errors="replace") as lines:
-        _show_each(lines, screen)
-
-
-def _show_each(lines: Iterable[str], screen: Screen) -> None:
-    for line in lines:
-        if line.startswith(RECORD):
-            screen.show(Status.of_line(line))
-        else:
-            screen.say(line.rstrip("\n"))
+        for line in lines:
+            if line.startswith(RECORD):
+                screen.show(Status.of_line(line))
+            else:
+                screen.say(line.rstrip("\n"))
 
 
 def _drawn(status: Status) -> RenderableType:

@@ -1,4 +1,4 @@
-"""``config.json`` in the folder of each checkpoint: what the weights belong in, so that nobody has to say it later."""
+"""``config.json`` in each checkpoint's folder, which describes the model to inference."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LABELS: dict[DatasetName, tuple[str, ...]] = {
 
 
 def model_config(config: TrainConfig) -> dict[str, Any] | None:
-    """The module by the name that inference gives it; of a model of images also its classes in order, and how an image
-    is prepared for it. None for models of transformers, whose own ``config.json`` says what they are."""
+    """Architecture by its name in inference; for images also class labels and preprocessing. None for a transformers
+    model, which has its own ``config.json``."""
     if config.model not in MODELS:
         return None
     architecture = "ours" if config.model == "vit" else f"ours:{config.model}"
@@ -47,12 +47,12 @@ def model_config(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def preparation() -> dict[str, Any]:
-    """From an image of any size and colours to the input of each model of images."""
+    """Preprocessing of an image of any size and colours."""
     return {"mode": "L", "height": IMAGE_SIZE, "width": IMAGE_SIZE, "resample": "bilinear", "mean": 0.5, "std": 0.5}
 
 
 def labels_of(config: TrainConfig) -> tuple[str, ...]:
-    """Of the model's outputs in order; an output that no class of the user's folder has is called by its number."""
+    """Labels of the model's outputs in order; an output without a class in the user's folder has its number."""
     if config.dataset in LABELS:
         return LABELS[config.dataset]
     assert config.data_root is not None, "a dataset without labels of its own is a folder of classes"
@@ -61,7 +61,7 @@ def labels_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def write_model_config(folder: Path, config: TrainConfig) -> None:
-    """Of a model of transformers it is the file that describes it already, and that ``from_pretrained`` looks for."""
+    """Write the file; for a transformers model, copy the one of its folder, which ``from_pretrained`` reads."""
     if config.model.startswith(HUGGING_FACE):
         shutil.copyfile(Path(config.model.removeprefix(HUGGING_FACE)) / NAME, folder / NAME)
         return

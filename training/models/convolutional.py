@@ -1,6 +1,6 @@
-"""Convolutional networks over grey 28x28 images, of torchvision and our own.
+"""Convolutional networks for grey 28x28 images: torchvision's and small ones.
 
-None has dropout or drops layers at random: a step depends on weights and samples alone.
+None has dropout or stochastic depth, so a step depends on weights and samples only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torchvision import models as torchvision_models
 from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 
 VGG_IMAGE_SIZE = 32
-"""Five poolings halve the image; 28 would end at 0."""
+"""VGG halves the image five times: 28 pixels would end at 0."""
 
 
 def resnet18() -> nn.Module:
@@ -34,12 +34,8 @@ def efficientnet_b0() -> nn.Module:
     return model
 
 
-def vgg11_bn() -> nn.Module:
-    return SmallVgg()
-
-
 def _first(layer: nn.Conv2d) -> nn.Conv2d:
-    """The same first convolution for one channel."""
+    """The first convolution, with one input channel."""
     return nn.Conv2d(
         1,
         layer.out_channels,
@@ -51,8 +47,8 @@ def _first(layer: nn.Conv2d) -> nn.Conv2d:
 
 
 class SmallVgg(nn.Module):
-    """torchvision's convolutions of VGG11 with batch norm. The three linear layers of the original, 120 million
-    parameters for images of 224x224, are one of 512 x 10."""
+    """torchvision's VGG11 with batch norm, with one linear layer of 512 x 10 instead of three for 224x224 images (120
+    million parameters)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +82,7 @@ class Cnn(nn.Module):
 
 
 class CnnLstm(nn.Module):
-    """Convolutions, and an LSTM that reads the rows of what they see from top to bottom."""
+    """Convolutions, and an LSTM over the rows of their output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""The language model as a mixture of experts: in every second layer a router sends each token to two of four experts.
+"""Mixture-of-experts language model: in every second layer a router sends each token to two of four experts.
 
-No token is dropped, however many go to one expert. The weights of all experts of a layer are stacked, so their names
-and shapes say nothing about the workers that hold them.
+No token is dropped. The weights of a layer's experts are stacked, so names and shapes do not depend on the workers.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from .language_model import HIDDEN, WIDTH, Attention, Block, LanguageModel
 
 EXPERTS = 4
 CHOSEN = 2
-"""The experts that each token goes to."""
+"""Number of experts per token."""
 
 BALANCE_WEIGHT = 0.01
-"""Of the balance in the loss."""
+"""Weight of the balance in the loss."""
 
 
 class Experts(nn.Module):
-    """EXPERTS networks as :class:`~training.models.language_model.FeedForward`, each over tokens of its own."""
+    """EXPERTS networks like :class:`~training.models.language_model.FeedForward`, each for its own tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,23 +31,22 @@ class Experts(nn.Module):
         self.down = nn.Parameter(_drawn(WIDTH, HIDDEN))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Float [m, WIDTH] to the same.
+        """Float [m, WIDTH] to [m, WIDTH].
 
-        ``counts`` are int64 [s, e] for the e experts whose weights are here: one after the other, the tokens for each
-        expert, s times over. Each run of tokens is a product of its own, so an answer does not depend on the workers
-        whose tokens come together.
+        ``counts``, int64 [s, e], are the lengths of consecutive runs of ``tokens``: for each of s senders, one run for
+        each of this worker's e experts. Each run is multiplied separately, so results do not depend on other senders.
         """
         runs = tokens.split(counts.flatten().tolist())
         experts = cycle(zip(*(weight.unbind() for weight in self.weights()), strict=True))
         return torch.cat([_answers(run, *expert) for run, expert in zip(runs, experts, strict=False)])
 
     def weights(self) -> Sequence[Tensor]:
-        """Of the experts that are here."""
+        """Weights of this worker's experts."""
         return self.gate, self.up, self.down
 
 
 def _drawn(rows: int, columns: int) -> Tensor:
-    """As ``nn.Linear`` draws each of these matrices."""
+    """Matrices initialised as by ``nn.Linear``."""
     return torch.empty(EXPERTS, rows, columns).uniform_(-(columns**-0.5), columns**-0.5)
 
 
@@ -58,7 +56,7 @@ def _answers(tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts: float [n, t, WIDTH] to the same, and how unevenly tokens went to the experts."""
+    """A router and its experts: float [n, t, WIDTH] to [n, t, WIDTH], and the imbalance of the routing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ class MixtureOfExperts(nn.Module):
         return (answers.unflatten(0, chosen.shape) * parts.unsqueeze(-1).to(x.dtype)).sum(-2), imbalance(odds, chosen)
 
     def _answers(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Of each expert that a token goes to, float [n * t * CHOSEN, WIDTH]. Experts get their tokens in order."""
+        """Outputs of the chosen experts of each token, float [n * t * CHOSEN, WIDTH]."""
         order = chosen.argsort(stable=True)
         copies = x.unsqueeze(-2).expand(*x.shape[:-1], CHOSEN, WIDTH).reshape(-1, WIDTH)
         answers = self.experts(copies[order], functional.one_hot(chosen, EXPERTS).sum(0, keepdim=True))
@@ -83,8 +81,8 @@ class MixtureOfExperts(nn.Module):
 def imbalance(odds: Tensor, chosen: Tensor) -> Tensor:
     """1 if tokens go evenly to the experts, EXPERTS / CHOSEN if all go to the same; float32, 0-d.
 
-    ``odds`` are float [n, t, EXPERTS], ``chosen`` int64 [n, t, CHOSEN]. It is computed for each of the n texts and
-    averaged, so it does not depend on how texts are dealt out to workers and micro-batches.
+    ``odds`` are float [n, t, EXPERTS], ``chosen`` int64 [n, t, CHOSEN]. It is the mean over the n texts, so it does not
+    depend on how texts are divided among workers and micro-batches.
     """
     shares = functional.one_hot(chosen, EXPERTS).sum(-2).float().mean(1) / CHOSEN
     return EXPERTS * (shares * odds.mean(1)).sum(-1).mean()
@@ -107,7 +105,7 @@ class MixtureBlock(nn.Module):
 
 
 class MixtureModel(LanguageModel):
-    """Bytes int64 [n, t] to logits of the next byte; while it trains, also what is added to the loss of its answers."""
+    """Bytes int64 [n, t] to logits of the next byte; in training mode also the auxiliary loss, 0-d."""
 
     def new_layer(self, at: int) -> nn.Module:
         return MixtureBlock() if at % 2 else Block()

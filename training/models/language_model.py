@@ -1,7 +1,7 @@
-"""A decoder-only language model over bytes, Llama-shaped: RMSNorm, rotary positions, SwiGLU, tied embeddings.
+"""Decoder-only language model over bytes, as Llama: RMSNorm, rotary positions, SwiGLU, tied embeddings.
 
-Queries, keys and values have matrices of their own, and no shape depends on the number of heads that a worker holds, so
-that tensor parallelism can deal heads out.
+Queries, keys and values have separate matrices, and no shape depends on the number of heads on a worker, so tensor
+parallelism can split the heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROTARY_BASE = 10_000.0
 
 
 class Attention(nn.Module):
-    """Causal attention, float [n, t, WIDTH] to the same."""
+    """Causal attention, float [n, t, WIDTH] to [n, t, WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Each pair of elements of [n, heads, t, size] turned by an angle that grows with its position."""
+    """Rotary position embedding of [n, heads, t, size]."""
     half = x.shape[-1] // 2
     frequencies = _ROTARY_BASE ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = torch.outer(torch.arange(x.shape[-2], device=x.device, dtype=torch.float32), frequencies)
@@ -45,7 +45,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class LanguageModel(nn.Module):
         self.head.weight = self.embed.weight
 
     def new_layer(self, at: int) -> nn.Module:
-        """The layer at that place."""
+        """Layer number ``at``."""
         return Block()
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""The Vision Transformer that every run trains and every consolidated file is loaded into.
-
-Its fully qualified names (``conv_proj.weight``, ``encoder.layers.encoder_layer_0.ln_1.weight``, ...) are the contract
-between a training run and the file made from its checkpoint, so inference builds the model from here as well; this
-module imports nothing else of the package.
-"""
+"""The default Vision Transformer. Inference builds it too: its tensor names are the contract between both."""
 
 from __future__ import annotations
 
@@ -23,9 +18,9 @@ HIDDEN_DIM = 128
 def build_model() -> VisionTransformer:
     """A ViT for one-channel 28x28 images, float32 [n, 1, 28, 28] to logits [n, 10]; weights from torch's global RNG.
 
-    Turns PyTorch's fused inference attention off for the process. It is taken where a module's parameters are plain
-    tensors and not where ZeRO-3 keeps them partitioned, and it rounds otherwise (logits differ by 7e-7): without it,
-    a run and the file made from it give the same bits.
+    Turns PyTorch's fused inference attention off for the process. It applies to plain parameters but not to ZeRO-3's
+    partitioned ones, and rounds differently (logits differ by 7e-7): without it, a run and the file made from it give
+    the same bits.
     """
     torch.backends.mha.set_fastpath_enabled(False)
     model = VisionTransformer(
@@ -42,14 +37,9 @@ def build_model() -> VisionTransformer:
 
 
 def one_channel_patches() -> nn.Conv2d:
-    """The patch embedding for grey images, initialised as torchvision initialises its three-channel one."""
+    """Patch embedding for grey images, initialised like torchvision's three-channel one."""
     patches = nn.Conv2d(1, HIDDEN_DIM, kernel_size=PATCH_SIZE, stride=PATCH_SIZE)
     nn.init.trunc_normal_(patches.weight, std=math.sqrt(1 / patches.weight[0].numel()))
     assert patches.bias is not None
     nn.init.zeros_(patches.bias)
     return patches
-
-
-def encoder_blocks(model: VisionTransformer) -> list[nn.Module]:
-    """The encoder layers in order: the units FSDP2 shards one by one."""
-    return list(model.encoder.layers)

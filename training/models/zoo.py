@@ -1,4 +1,4 @@
-"""From the name of a model to the model: how it is built, and of which blocks it consists."""
+"""Models by name: their constructors and blocks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .vision_transformer import build_model
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model that draws its weights from torch's global RNG while it is built.
+    """A model whose constructor draws the weights from torch's global RNG.
 
-    ``blocks`` are the classes of which each instance is sharded and checkpointed by itself. ``whole_first``:
-    the weights are drawn when all blocks are built, so that none can be sharded before.
+    Each instance of a class in ``blocks`` is sharded and checkpointed separately. ``whole_first``: weights are drawn
+    after all blocks are built, so no block can be sharded before.
     """
 
     build: Callable[[], nn.Module]
@@ -36,7 +36,7 @@ class ModelSpec:
     whole_first: bool = False
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Its blocks in the order in which they are called; none within another."""
+        """Blocks in the order of their calls, none within another."""
         return [module for module in model.modules() if isinstance(module, self.blocks)]
 
 
@@ -45,34 +45,34 @@ _BY_NAME: Mapping[str, ModelSpec] = {
     "cnn": ModelSpec(image_models.Cnn, (image_models.ConvBlock,)),
     "cnn-lstm": ModelSpec(image_models.CnnLstm, (image_models.ConvBlock,)),
     "ensemble": ModelSpec(image_models.Ensemble, (image_models.Cnn,)),
-    # torchvision draws the convolutions of these again when all of them are built.
+    # torchvision draws the convolutions of these again after all are built.
     "resnet18": ModelSpec(image_models.resnet18, (BasicBlock,), whole_first=True),
     "mobilenet_v3": ModelSpec(image_models.mobilenet_v3, (InvertedResidual,), whole_first=True),
     "efficientnet_b0": ModelSpec(image_models.efficientnet_b0, (MBConv,), whole_first=True),
-    "vgg11_bn": ModelSpec(image_models.vgg11_bn, (nn.Conv2d,), whole_first=True),
+    "vgg11_bn": ModelSpec(image_models.SmallVgg, (nn.Conv2d,), whole_first=True),
     "lm": ModelSpec(LanguageModel, (Block,)),
     "lm-moe": ModelSpec(MixtureModel, (Block, MixtureBlock)),
 }
 
 
 def spec_of(model: str) -> ModelSpec:
-    """Of the model that ``--model`` names. Raises ``FormatError`` if its folder is not usable."""
+    """Model of ``--model``. Raises ``FormatError`` if its folder is not usable."""
     return _hugging_face(Path(model.removeprefix(HUGGING_FACE))) if model.startswith(HUGGING_FACE) else _BY_NAME[model]
 
 
 def logits_of(output: Any) -> Tensor:
-    """What a model returns; transformers' models wrap it."""
+    """Logits in a model's output, which transformers wraps."""
     answer = output[0] if isinstance(output, tuple) else output
     return answer if isinstance(answer, Tensor) else answer.logits
 
 
 def added_loss_of(output: Any) -> Tensor | None:
-    """What a model asks for beside right answers, such as an even use of its experts."""
+    """Auxiliary loss in a model's output, such as for balancing experts."""
     return output[1] if isinstance(output, tuple) else None
 
 
 def _hugging_face(folder: Path) -> ModelSpec:
-    """A causal language model of transformers from the ``config.json`` in ``folder``; code of the folder is not run."""
+    """Causal language model of transformers from ``folder/config.json``; code in the folder is not run."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

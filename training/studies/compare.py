@@ -1,7 +1,7 @@
-"""``python -m training.studies.compare``: the same work by several strategies, each as a run of its own, in one table.
+"""``python -m training.studies.compare``: compares strategies on the same training run.
 
-Each case is a real ``python -m training --launcher torchrun`` in a folder of its own, and a second, short one that
-resumes its last checkpoint. A case that is done is not run again.
+Each case is a ``python -m training --launcher torchrun`` in its own folder, and a second, short run that resumes its
+last checkpoint. Finished cases are not run again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ with killed_by_interrupts():
 
     from ..config import PACKAGE
     from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command
+    from ..config.installed import check_modules
     from ..config.train_config import TrainConfig
-    from ..loop.interruption import interruptible
+    from ..loop.stopping import interruptible
     from .comparison import DEFAULT_CASES, DEFAULTS, RESUMED, RUN, Case, Figures, Row, cases_of
 
 CASE_NAME = "case.json"
-"""In the folder of a case: the options of its run, and its figures when it is done."""
+"""File in the folder of a case: options of its run, and its figures once it is finished."""
 
 NAME = "comparison"
 FAILED = 1
 WIDTH = 160
-"""Of the table where there is no terminal."""
+"""Width of the table if the output is not a terminal."""
 
 
 @click.command(cls=Command, context_settings=CONTEXT_BEFORE_OPTIONS)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the runs and the table.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the runs and the report.")
 @click.option(
     "--case",
     "texts",
@@ -47,16 +48,12 @@ WIDTH = 160
     metavar='"STRATEGY [OPTIONS]"',
     default=DEFAULT_CASES,
     show_default=f"{len(DEFAULT_CASES)} cases of FSDP2 and DeepSpeed",
-    help='A strategy and what it is tried with, such as "full_shard --cpu-offload"; repeatable.',
+    help='Strategy with its options, such as "full_shard --cpu-offload"; repeatable.',
 )
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def main(out: Path, texts: tuple[str, ...], options: tuple[str, ...]) -> None:
-    """Train the same by several strategies and compare them. OPTIONS, after --, are those of all runs."""
-    try:
-        rows = compare(out.absolute(), texts, options)
-    except CkptError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+    """Train with several strategies and compare speed, memory and losses. OPTIONS, after --, apply to all runs."""
+    rows = compare(out.absolute(), texts, options)
     sys.exit(FAILED if any(row.figures is None for row in rows) else 0)
 
 
@@ -64,14 +61,15 @@ main.epilog = f"Default of OPTIONS: {' '.join(DEFAULTS[1:])}. Default cases: {';
 
 
 def compare(out: Path, texts: Sequence[str], options: Sequence[str]) -> list[Row]:
-    """Run what is not done yet, and write and show the table. Raises ``CkptError`` before any run starts."""
+    """Run the unfinished cases, and write and show the report. Raises ``CkptError`` before any run starts."""
     from ..checkpoints.locking import locked
 
     cases = cases_of(texts, options, out)
+    check_modules(["matplotlib"])
     with locked(out):
         for case in cases:
             _check_folder(case)
-        with interruptible(lambda: "cases that are done are kept; the same command goes on with the others"):
+        with interruptible(lambda: "finished cases are kept; the same command runs the others"):
             with guarded() as marking, marking():
                 rows = [_row(case) for case in cases]
         _report(out, cases, rows)
@@ -79,7 +77,7 @@ def compare(out: Path, texts: Sequence[str], options: Sequence[str]) -> list[Row
 
 
 def _check_folder(case: Case) -> None:
-    """Raises ``DestinationExistsError`` if it holds what no comparison wrote, or the same case with other options."""
+    """Raises ``DestinationExistsError`` if it holds other files, or the same case with other options."""
     if not case.folder.exists() or not any(case.folder.iterdir()):
         return
     found = _noted(case)
@@ -100,7 +98,7 @@ def _noted(case: Case) -> dict[str, Any]:
 
 
 def _note(case: Case, **more: object) -> None:
-    """In one step: a kill leaves the file of before."""
+    """Replaces the file atomically."""
     unfinished = case.folder / f".{CASE_NAME}.partial"
     unfinished.write_text(json.dumps({"args": case.args, **more}, indent=1) + "\n")
     unfinished.replace(case.folder / CASE_NAME)
@@ -122,7 +120,7 @@ def _row(case: Case) -> Row:
 
 
 def _measured(case: Case) -> Figures:
-    """What an attempt before this one left is removed. Raises ``CkptError``."""
+    """Run the case anew; files of an earlier attempt are removed. Raises ``CkptError``."""
     from ..loop.result import RESULT_NAME, RunResult
 
     shutil.rmtree(case.folder, ignore_errors=True)
@@ -134,7 +132,7 @@ def _measured(case: Case) -> Figures:
 
 
 def _run(config: TrainConfig, stdout: int | None = None) -> None:
-    """To its end, as a command that shows what it does. Raises ``CkptError`` with the sentence that it ended with."""
+    """Run the command, which shows its own progress. Raises ``CkptError`` with its last line."""
     command = [sys.executable, "-m", PACKAGE, *config.to_args()]
     done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     if done.returncode:
@@ -145,8 +143,7 @@ def _run(config: TrainConfig, stdout: int | None = None) -> None:
 def _report(out: Path, cases: Sequence[Case], rows: Sequence[Row]) -> None:
     from rich.console import Console
 
-    from .compare_picture import picture_of
-    from .compare_table import COLUMNS, as_json, markdown, remarks, shown, title_of
+    from .report import COLUMNS, as_json, markdown, picture_of, remarks, shown, title_of
 
     title, columns = title_of(cases), [column for column in COLUMNS if column.is_drawn(rows)]
     (out / f"{NAME}.md").write_text(markdown(title, rows, columns))

@@ -1,7 +1,4 @@
-"""What is compared, and what a finished run says about it: the cases of a comparison, and the figures of each.
-
-Nothing is measured here. A run records its steps in ``metrics.jsonl`` and its checkpoints in ``result.json``.
-"""
+"""Cases of a comparison, and their figures, read from ``metrics.jsonl`` and ``result.json`` of each run."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from ..loop.metrics import recorded
 from ..loop.result import RESULT_NAME, RunResult
 
 DEFAULTS = ("--launcher=torchrun", "--epochs=2", "--log-every=1")
-"""Options of every run, unless the user gives others."""
+"""Default options of every run."""
 
 DEFAULT_CASES = (
     "ddp",
@@ -51,19 +48,19 @@ WORK = (
     "save_every_steps",
     "save_every_minutes",
 )
-"""The fields that every case has alike: otherwise their figures could not stand beside each other."""
+"""Fields that all cases must share for their figures to be comparable."""
 
 OURS = ("out", "resume", "override", "storage", "export", "max_steps")
-"""The fields that a comparison decides itself."""
+"""Fields that the comparison sets itself."""
 
 WARM_UP = 3
-"""Measured steps at the beginning that do not count; of fewer than six, the first half."""
+"""Measured steps at the beginning that are left out; with fewer than six, the first half."""
 
 SAME_LOSS = 1e-5
-"""The relative difference up to which two losses in fp32 are the same."""
+"""Relative difference up to which two losses in fp32 count as equal."""
 
 RUN, RESUMED = "run", "resumed"
-"""Folders of a case: the run, and the short one that resumes its last checkpoint."""
+"""Folders of a case: its run, and the short run that resumes the last checkpoint."""
 
 _NOT_IN_A_NAME = re.compile(r"[^\w.=+-]")
 _NOWHERE = Path("comparison")
@@ -71,14 +68,14 @@ _NOWHERE = Path("comparison")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A strategy with the options that it is tried with, and the run that this makes of the common options."""
+    """A strategy with its options, and the run that they and the common options describe."""
 
     words: tuple[str, ...]
     config: TrainConfig
 
     @classmethod
     def of(cls, text: str, options: Sequence[str], out: Path) -> Case:
-        """Of the words that a user gives. Raises ``UsageError``, which names the case."""
+        """Parse ``--case``. Raises ``UsageError``, which names the case."""
         words = shlex.split(text)
         if not words or words[0].startswith("-"):
             raise UsageError(f'--case "{text}" does not begin with a strategy, such as full_shard')
@@ -96,7 +93,7 @@ class Case:
 
     @property
     def folder_name(self) -> str:
-        """``full_shard+forward-prefetch=1`` of ``full_shard --forward-prefetch 1``; of paths the last part."""
+        """``full_shard+forward-prefetch=1`` for ``full_shard --forward-prefetch 1``; of paths the name."""
         short = " ".join(Path(word).name for word in self.words)
         return _NOT_IN_A_NAME.sub("_", short.replace(" --", "+").replace(" ", "="))
 
@@ -106,11 +103,11 @@ class Case:
 
     @property
     def args(self) -> list[str]:
-        """The options of its run, wherever that is."""
+        """Options of its run, without its folder."""
         return replace(self.config, out=Path(RUN)).to_args()
 
     def resuming(self, checkpoint: str) -> TrainConfig:
-        """A run of one step after the last one, which takes as long as the whole one to resume."""
+        """A run of one step after ``checkpoint``; resuming takes as long as for a full run."""
         config = self.config
         changed = {"epochs": config.last_epoch + 1, "num_samples": config.batch_size}
         override = tuple(spelt(name) for name, value in changed.items() if getattr(config, name) != value)
@@ -120,7 +117,7 @@ class Case:
 
 
 def _parsed(words: list[str]) -> TrainConfig:
-    """Raises ``UsageError`` for an option that a comparison decides itself."""
+    """Raises ``UsageError`` for an option that the comparison sets itself."""
     given = parsed([f"--out={_NOWHERE}", *words])
     if given["out"] != _NOWHERE:
         raise UsageError("--out is the comparison's own: each case has a folder in it")
@@ -133,7 +130,7 @@ def _parsed(words: list[str]) -> TrainConfig:
 
 
 def cases_of(texts: Iterable[str], options: Sequence[str], out: Path) -> list[Case]:
-    """Raises ``UsageError`` if two are the same case, or do other work than each other."""
+    """Parse all cases. Raises ``UsageError`` if two are the same, or differ in a field of ``WORK``."""
     cases = [Case.of(text, options, out) for text in texts]
     for at, case in enumerate(cases):
         if case.folder_name in {other.folder_name for other in cases[:at]}:
@@ -148,8 +145,8 @@ def cases_of(texts: Iterable[str], options: Sequence[str], out: Path) -> list[Ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one case. ``samples_per_second`` counts warm steps alone. ``peak_rss`` and ``cuda_peak`` are those of the rank
-    that needed the most; the latter is 0 without CUDA. ``save_seconds`` and ``stall_seconds`` are medians."""
+    """Figures of a case. ``samples_per_second`` leaves out the warm-up. ``peak_rss`` and ``cuda_peak`` (0 without CUDA)
+    are the highest of any rank, in bytes; ``save_seconds`` and ``stall_seconds`` are medians."""
 
     samples_per_second: float
     peak_rss: int
@@ -162,7 +159,7 @@ class Figures:
 
     @classmethod
     def of(cls, run: Path, resumed: Path) -> Figures:
-        """Of a finished run, and of the one that resumed it. Raises ``FormatError`` if no step was measured."""
+        """Figures of a finished run and the run that resumed it. Raises ``FormatError`` if no step was measured."""
         result, steps = RunResult.read(run / RESULT_NAME), [line for line in recorded(run) if "peak_rss" in line]
         if not steps:
             raise FormatError(f"{run} has no measured step; give a --log-every that is not above the number of steps")
@@ -181,7 +178,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A case with its figures, or with the sentence that says why it has none."""
+    """A case with its figures, or its error."""
 
     case: str
     framework: str
@@ -190,7 +187,7 @@ class Row:
 
 
 def sentence_on_losses(rows: Sequence[Row]) -> str:
-    """Whether all cases learnt the same."""
+    """A sentence that tells whether the final losses agree."""
     found = {row.case: row.figures.final_loss for row in rows if row.figures is not None}
     if len(found) < 2:
         return "There are no two final losses to compare."

@@ -1,7 +1,7 @@
-"""``python -m training.studies.tune``: the same run at several learning rates, by Ray Tune.
+"""``python -m training.studies.tune``: tunes the learning rate with Ray Tune.
 
-Each trial is a run of its own, with its own folder below ``--out``, that one of Tune's workers starts as the command
-would. Tune knows the trials' figures, and keeps its record of them in ``OUT/tune``.
+Each trial is a complete run in its own folder below ``--out``, started by a worker of Tune. Tune's own record of the
+trials is in ``OUT/tune``.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from ckpt_tools.signals import killed_by_interrupts
 
 with killed_by_interrupts():
     import os
-    import sys
     from dataclasses import asdict, dataclass, replace
 
     import click
 
-    from ckpt_tools.errors import CkptError, UsageError
+    from ckpt_tools.errors import UsageError
 
     from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, config_of, parsed
     from ..config.installed import check_installed
     from ..config.train_config import TrainConfig
-    from ..loop.interruption import interruptible
+    from ..loop.stopping import interruptible
 
 RECORD = "tune"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A run that has finished."""
+    """A finished run."""
 
     learning_rate: float
     accuracy: float
@@ -43,11 +42,11 @@ class Trial:
 
 
 def runs_of(config: TrainConfig, rates: tuple[float, ...]) -> list[TrainConfig]:
-    """One for each learning rate, below ``config.out``. Raises ``UsageError``."""
+    """One run per learning rate, below ``config.out``. Raises ``UsageError``."""
     if len(set(rates)) < max(2, len(rates)):
-        raise UsageError("give --learning-rate before -- at least twice, each time another one")
+        raise UsageError("give --learning-rate before -- at least twice, with different values")
     if config.launcher != "ray":
-        raise UsageError("Ray Tune starts runs of --launcher ray alone")
+        raise UsageError("Ray Tune needs --launcher ray")
     for name in ("storage", "resume", "export"):
         if getattr(config, name) is not None:
             raise UsageError(f"--{name} is for one run, and these are {len(rates)}: leave it out")
@@ -55,10 +54,10 @@ def runs_of(config: TrainConfig, rates: tuple[float, ...]) -> list[TrainConfig]:
 
 
 def tuned(config: TrainConfig, rates: tuple[float, ...], at_once: int) -> list[Trial]:
-    """The trials, the most accurate one first. Raises ``CkptError``."""
+    """Finished trials, the most accurate first. Raises ``CkptError``."""
     runs = runs_of(config, rates)
     check_installed(config)
-    # What follows imports torch, which takes seconds: a mistake in the options is answered before.
+    # The imports below load torch, which takes seconds, so options are checked first.
     from ray import tune
 
     from ..launchers import check_before_start, cluster
@@ -66,7 +65,7 @@ def tuned(config: TrainConfig, rates: tuple[float, ...], at_once: int) -> list[T
 
     for run in runs:
         check_before_start(run)
-    # The processor of a trial is its own, beside those of its workers.
+    # A trial takes one CPU beside those of its workers.
     with cluster(at_once * (config.num_workers + 1)):
         tuner = tune.Tuner(
             tune.with_parameters(_trial, runs={run.learning_rate: run for run in runs}),
@@ -82,7 +81,7 @@ def tuned(config: TrainConfig, rates: tuple[float, ...], at_once: int) -> list[T
 
 
 def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
-    """In a process of Tune's."""
+    """Runs in a process of Tune."""
     from ray import tune
 
     from ..launchers import launch
@@ -93,19 +92,17 @@ def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
 
 
 @click.command(cls=Command, context_settings=CONTEXT_BEFORE_OPTIONS)
-@click.option("--learning-rate", "rates", type=float, multiple=True, required=True, help="Of one trial; repeatable.")
-@click.option("--at-once", type=click.IntRange(min=1), default=1, help="Trials that run beside each other.")
+@click.option(
+    "--learning-rate", "rates", type=float, multiple=True, required=True, help="Learning rate of a trial; repeatable."
+)
+@click.option("--at-once", type=click.IntRange(min=1), default=1, help="Number of concurrent trials.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def main(rates: tuple[float, ...], at_once: int, options: tuple[str, ...]) -> None:
-    """Train with OPTIONS, those of a run, given after --, once for each learning rate, and say which was best."""
-    # Tune would take Ctrl-C for itself, and wait for its trials.
+    """Train once per learning rate with OPTIONS, the options of the run, given after --; list the best trial first."""
+    # Tune would otherwise handle Ctrl-C and wait for its trials.
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
-    try:
-        with interruptible(lambda: "start it again, with another --out"):
-            trials = tuned(config_of(parsed(options)), rates, at_once)
-    except CkptError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+    with interruptible(lambda: "start again with another --out"):
+        trials = tuned(config_of(parsed(options)), rates, at_once)
     for trial in trials:
         click.echo(trial.line)
 

@@ -66,11 +66,6 @@ def test_an_epoch_holds_whole_batches_only() -> None:
         config(batch_size=64).steps_per_epoch(63)
 
 
-def test_the_last_epoch_is_always_saved() -> None:
-    chosen = config(epochs=10, until=7, save_every=3)
-    assert [epoch for epoch in range(1, 8) if chosen.saves_after(epoch)] == [3, 6, 7]
-
-
 def test_arguments_give_the_configuration_back() -> None:
     run = {"until": 2, "num_samples": 100, "launcher": "torchrun", "seed": 3}
     data = {"dataset": "fashion-mnist", "data_root": Path("/data")}

@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left(tmp_path: Path, small_run
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert any(line.startswith("restart 1 of 1: rank ") for line in lines), done.stdout
-    assert "going on with 1 of 2 workers" in lines
+    assert "continuing with 1 of 2 workers" in lines
     result, whole = RunResult.read(tmp_path / "result.json"), small_run("fsdp2")
     assert result.num_workers == 1
     for ours, theirs in zip(result.history, whole.history[-len(result.history) :], strict=True):

@@ -33,7 +33,6 @@ from training.checkpoints.settings import check_settings, lines_before_start
 from training.config.train_config import TrainConfig
 from training.loop.result import RunResult
 from training.loop.retention import remove_old
-from training.loop.saving import SavePolicy
 
 WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
 
@@ -128,14 +127,15 @@ def test_a_run_keeps_its_last_and_its_best_checkpoints(runs: Path) -> None:
 
 
 def test_when_a_checkpoint_is_due() -> None:
-    policy = SavePolicy(epochs=2, steps=5, minutes=0.5, last_epoch=3)
-    assert [policy.after_epoch(epoch) for epoch in (1, 2, 3)] == [False, True, True]
-    assert [policy.after_step(step) for step in (4, 5, 6, 10)] == [False, True, False, True]
-    assert [policy.after_seconds(seconds) for seconds in (29, 30)] == [False, True]
-    ending = SavePolicy(epochs=2, steps=5, minutes=None, last_epoch=3, last_step=7)
-    assert [ending.after_step(step) for step in (5, 6, 7, 8)] == [True, False, True, False]
-    never = SavePolicy(epochs=2, steps=None, minutes=None, last_epoch=3)
-    assert not never.after_step(5) and not never.after_seconds(1e9)
+    every = {"engine": "fsdp2", "save_every": 2, "save_every_steps": 5, "epochs": 3}
+    policy = TrainConfig(out=Path("/run"), **every, save_every_minutes=0.5)
+    assert [policy.saves_after_epoch(epoch) for epoch in (1, 2, 3)] == [False, True, True]
+    assert [policy.saves_after_step(step) for step in (4, 5, 6, 10)] == [False, True, False, True]
+    assert [policy.saves_after_seconds(seconds) for seconds in (29, 30)] == [False, True]
+    ending = TrainConfig(out=Path("/run"), **every, max_steps=7)
+    assert [ending.saves_after_step(step) for step in (5, 6, 7, 8)] == [True, False, True, False]
+    never = TrainConfig(out=Path("/run"), engine="fsdp2")
+    assert not never.saves_after_step(5) and not never.saves_after_seconds(1e9)
 
 
 def test_names_sort_as_positions_do() -> None:
@@ -192,12 +192,12 @@ def test_auto_takes_the_newest_complete_checkpoint_and_sets_a_damaged_one_aside(
     folder = config.out / "checkpoints"
     (folder / "epoch_0002/__1_0.distcp").unlink()
     assert resume_folder(config) == folder / names[1]
-    assert lines_before_start(config, None) == ["going on from epoch_0001_step_000006 (dcp, 2 ranks)"]
+    assert lines_before_start(config, None) == ["resuming epoch_0001_step_000006 (dcp, 2 ranks)"]
     with only_run(config):
-        assert capsys.readouterr().out == "epoch_0002 is not complete: it is called epoch_0002.incomplete now\n"
+        assert capsys.readouterr().out == "epoch_0002 is not complete: renamed to epoch_0002.incomplete\n"
     assert {path.name for path in folder.iterdir()} == {*names[:2], "epoch_0002.incomplete"}
     shutil.copytree(folder / "epoch_0002.incomplete", folder / "epoch_0002")
-    with pytest.raises(DestinationExistsError, match=r"epoch_0002\.incomplete is there already"), only_run(config):
+    with pytest.raises(DestinationExistsError, match=r"epoch_0002\.incomplete exists already"), only_run(config):
         pass
 
 

@@ -198,9 +198,9 @@ def stop(start: Start, run: Watched, plan: Plan, number: signal.Signals = signal
 
 def check_said(run: Watched, said: str) -> None:
     if run.process.returncode == 75:
-        at = f": {newest(run.out)} is saved; go on with --resume latest\n"
+        at = f": {newest(run.out)} is saved; continue with --resume latest\n"
         before = ", before the first step: no checkpoint was saved yet; start the run again\n"
-        assert said in (f"stopped as asked{at}", f"stopped as asked{before}")
+        assert said in (f"stopped as requested{at}", f"stopped as requested{before}")
     else:
         assert run.process.returncode == 128 + signal.SIGTERM, said
         assert said.startswith("interrupted by SIGTERM: ")

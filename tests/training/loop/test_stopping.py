@@ -62,11 +62,13 @@ def end(run: Watched, number: signal.Signals) -> None:
         return
     assert run.left() == []
     if number == signal.SIGTERM:
-        stopped = r"stopped as asked(: epoch_\d{4}(_step_\d{6})? is saved; go on with --resume latest|, before .*)\n"
+        stopped = (
+            r"stopped as requested(: epoch_\d{4}(_step_\d{6})? is saved; continue with --resume latest|, before .*)\n"
+        )
         assert (code == 75 and re.fullmatch(stopped, stderr)) or code == 143, (code, stderr)
         return
     assert code == 128 + number, stderr
-    way_on = r"epoch_\d{4}(_step_\d{6})? is saved; go on with --resume latest" if saved else r".*"
+    way_on = r"epoch_\d{4}(_step_\d{6})? is saved; continue with --resume latest" if saved else r".*"
     assert re.fullmatch(rf"interrupted by {number.name}: {way_on}\n", stderr), stderr
 
 

@@ -37,7 +37,7 @@ def test_two_learning_rates_are_two_runs_and_the_better_one_comes_first(tmp_path
         (["1e-3"], [], "give --learning-rate before -- at least twice"),
         (["1e-3", "0.001"], [], "give --learning-rate before -- at least twice"),
         (["1e-3", "0"], [], "--learning-rate is a number above 0, not 0.0"),
-        (["1e-3", "1e-2"], ["--launcher=torchrun"], "Ray Tune starts runs of --launcher ray alone"),
+        (["1e-3", "1e-2"], ["--launcher=torchrun"], "Ray Tune needs --launcher ray"),
         (["1e-3", "1e-2"], ["--storage=s3://bucket/run"], "--storage is for one run, and these are 2"),
         (["1e-3", "1e-2"], ["--resume=auto"], "--resume is for one run, and these are 2"),
     ],
