@@ -45,7 +45,6 @@ KNOWN = frozenset(
         "activation_checkpointing",
         "seq_parallel_communication_data_type",
         "compile",
-        "zero_allow_untested_optimizer",
     ]
 )
 """Allowed keys, which do not contradict the run's options. DeepSpeed itself ignores unknown keys."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,25 +46,17 @@ CLIP_EPSILON = 1e-6
 """The value of torch's ``clip_grad_norm_`` and of DeepSpeed."""
 
 
+@dataclass(eq=False)
 class AppState(Stateful):
     """Model, optimizer, scheduler, progress and settings as one DCP entry."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LambdaLR,
-        settings: Settings,
-        scaler: LossScaler | None = None,
-        stages: StageNames | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.settings = settings
-        self.scaler = scaler
-        self.stages = stages
-        self.progress = Progress()
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    settings: Settings
+    scaler: LossScaler | None = None
+    stages: StageNames | None = None
+    progress: Progress = field(default_factory=Progress)
 
     def state_dict(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optimizer)

@@ -37,7 +37,7 @@ def shard_block(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shard_root(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split embedding and head by vocabulary. They are one matrix, of which each worker has the same part."""
+    """Split embedding and head by vocabulary. They are one matrix; each worker has the same part in both."""
     assert isinstance(model, LanguageModel)
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

@@ -7,6 +7,7 @@ run's folder, which all machines share.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -42,16 +43,15 @@ from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import drawn
 from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
 from .failures import Failure, RunFailedError
-from .processes import die_with_parent, wait_for
 
 LOG_NAME = "torchrun.log"
-ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
+POLITE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+FILES_VARIABLE = "TRAINING_LAUNCHER_FILES"
+"""Environment variable of the ranks: folder of :class:`_Files`. Ranks of a torchrun that the user started lack it."""
+
 _RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 """Line of torchrun's agent about the first rank that ended."""
-
-BEGUN_FILE_VARIABLE = "TRAINING_BEGUN_FILE"
-STOP_FILE_VARIABLE = "TRAINING_STOP_FILE"
-STOPPED_FILE_VARIABLE = "TRAINING_STOPPED_FILE"
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
@@ -62,9 +62,11 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
         files = _Files.inside(Path(folder))
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
             with drawn() as (stdout, drawing):
-                agent = _started(_command(config), stdout, stderr, os.environ | files.environment() | drawing)
+                # One thread per rank: they share the cores, and it fixes the order of sums.
+                environment = os.environ | {"OMP_NUM_THREADS": "1", FILES_VARIABLE: folder} | drawing
+                agent = _started(_command(config), stdout, stderr, environment)
                 with passing_on(partial(_ask_to_stop, files, agent)):
-                    code = wait_for(agent)
+                    code = _wait_for(agent)
         if files.stopped.exists():
             raise RunStoppedError.at(json.loads(files.stopped.read_text()))
         if files.stop.exists() and code == -signal.SIGKILL:
@@ -116,6 +118,25 @@ def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str
     return agent
 
 
+def _wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Exit code of the process. If this process is interrupted, the other is too, and killed after a few seconds."""
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGINT, because torchrun's agent ignores SIGTERM."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(POLITE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
     """Request a checkpoint and the end of the run; before any rank has begun, kill the agent."""
     files.stop.touch()
@@ -137,15 +158,10 @@ class _Files:
     def inside(cls, folder: Path) -> _Files:
         return cls(folder / "error.json", folder / "begun", folder / "stop", folder / "stopped.json")
 
-    def environment(self) -> dict[str, str]:
-        """Variables of the ranks. One thread per rank: they share the cores, and it fixes the order of sums."""
-        return {
-            "OMP_NUM_THREADS": "1",
-            ERROR_FILE_VARIABLE: str(self.error),
-            BEGUN_FILE_VARIABLE: str(self.begun),
-            STOP_FILE_VARIABLE: str(self.stop),
-            STOPPED_FILE_VARIABLE: str(self.stopped),
-        }
+    @classmethod
+    def of_launcher(cls) -> _Files | None:
+        """Those of the launcher that started this rank."""
+        return cls.inside(Path(os.environ[FILES_VARIABLE])) if FILES_VARIABLE in os.environ else None
 
 
 def work(config: TrainConfig) -> NoReturn:
@@ -153,24 +169,37 @@ def work(config: TrainConfig) -> NoReturn:
 
     Under a torchrun that the user started, rank 0 locks ``OUT``, and each rank ends the processes that it started.
     """
-    die_with_parent()
-    request = Request(Path(os.environ[STOP_FILE_VARIABLE]) if STOP_FILE_VARIABLE in os.environ else None)
+    _die_with_parent()
+    files = _Files.of_launcher()
+    request = Request(files.stop if files else None)
     request.handle_signals()
-    if BEGUN_FILE_VARIABLE in os.environ:
-        Path(os.environ[BEGUN_FILE_VARIABLE]).touch()
+    if files:
+        files.begun.touch()
     if _restarts():
         config = replace(config, resume=RESUME_AUTO)
         if os.environ["RANK"] == "0":
             limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
-            print(f"restart {_restarts()} of {limit}: {_reason(config)}", flush=True)
+            print(f"restart {_restarts()} of {limit}: {_reason(config, files)}", flush=True)
     try:
-        with nullcontext() if ERROR_FILE_VARIABLE in os.environ else _on_its_own(config):
-            code = _work(config, request)
+        with nullcontext() if files else _on_its_own(config):
+            code = _work(config, request, files)
     except Exception as error:
-        if ERROR_FILE_VARIABLE in os.environ:
-            Failure.of(int(os.environ["RANK"]), error).record(Path(os.environ[ERROR_FILE_VARIABLE]))
+        if files:
+            Failure.of(int(os.environ["RANK"]), error).record(files.error)
         raise
     leave(code)
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        # The parent ended before the call.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _restarts() -> int:
@@ -178,23 +207,19 @@ def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _reason(config: TrainConfig) -> str:
-    """Reason of the last failure. A killed rank records none, and then the others fail because of it."""
-    error = _taken_error()
-    ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text()) if ERROR_FILE_VARIABLE in os.environ else []
+def _reason(config: TrainConfig, files: _Files | None) -> str:
+    """Reason of the last failure, whose file is removed for the next one.
+
+    A killed rank records none, and then the others fail because of it.
+    """
+    if files is None:
+        return "a rank failed; torchrun's log has the reason"
+    error = Failure.recorded(files.error) if files.error.is_file() else None
+    files.error.unlink(missing_ok=True)
+    ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text())
     if ends and int(ends[-1][0]) < 0:
         return f"rank {ends[-1][1]} was ended by {signal.Signals(-int(ends[-1][0])).name}"
     return "a rank failed; torchrun's log has the reason" if error is None else error.sentence
-
-
-def _taken_error() -> Failure | None:
-    """The last recorded failure, whose file is removed for the next one."""
-    path = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
-    if not path.is_file():
-        return None
-    error = Failure.recorded(path)
-    path.unlink()
-    return error
 
 
 @contextmanager
@@ -220,23 +245,23 @@ def leave(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def _work(config: TrainConfig, request: Request) -> int:
+def _work(config: TrainConfig, request: Request, files: _Files | None) -> int:
     """Exit code of this rank. An agent treats any but 0 as a failure, so only without it does a stopped run have 75."""
-    if ERROR_FILE_VARIABLE not in os.environ or _restarts():
+    if files is None or _restarts():
         _check_settings(config)
     interrupted = run_rank(config, join_process_group(), request)
     rank = torch.distributed.get_rank()
     torch.distributed.destroy_process_group()
     if interrupted is None:
-        if rank == 0 and ERROR_FILE_VARIABLE not in os.environ:
+        if rank == 0 and files is None:
             export(config, RunResult.read(config.out / RESULT_NAME).checkpoint)
         return 0
-    if STOPPED_FILE_VARIABLE not in os.environ:
+    if files is None:
         if rank == 0:
             print(RunStoppedError.at(interrupted.checkpoint), file=sys.stderr, flush=True)
         return EXIT_CODE
     if rank == 0:
-        Path(os.environ[STOPPED_FILE_VARIABLE]).write_text(json.dumps(interrupted.checkpoint))
+        files.stopped.write_text(json.dumps(interrupted.checkpoint))
     return 0
 
 

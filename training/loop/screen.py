@@ -118,11 +118,8 @@ class PlainScreen:
             self.say(status.line)
 
 
-class SentScreen:
+class SentScreen(PlainScreen):
     """Prints lines and statuses for the command to draw."""
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
 
     def show(self, status: Status) -> None:
         self.say(status.to_line())
