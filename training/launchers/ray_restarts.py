@@ -7,9 +7,10 @@ groups of workers. So each attempt is a separate ``TorchTrainer``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any, TypeVar
 
 import ray
@@ -44,42 +45,38 @@ def with_restarts(
     """Result of ``attempt``, which raises AttemptFailedError, and the configuration with which it succeeded. Raises
     CkptError after the last attempt."""
     current = config
-    for number in range(1, config.max_restarts + 1):
+    for number in count(1):
         try:
             return current, attempt(current)
         except AttemptFailedError as error:
+            if number > config.max_restarts:
+                raise error.failure.to_error(config.out) from error
             say(f"restart {number} of {config.max_restarts}: {error}")
             current = _for_the_next(config, say)
-    try:
-        return current, attempt(current)
-    except AttemptFailedError as error:
-        raise error.failure.to_error(config.out) from error
+    raise AssertionError("the loop returns or raises")
 
 
 def _for_the_next(config: TrainConfig, say: Say) -> TrainConfig:
-    """Without ``min_workers``, Ray waits until there is room for all workers."""
+    """Wait for machines. Without ``min_workers``, Ray itself waits until all workers fit."""
     if config.min_workers is None:
         return config
-    found = next(each for each in _seen(config, say) if each is not None)
+    found = on_what_is_left(config, room := room_for_workers())
+    if found is None:
+        say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
+    while found is None:
+        time.sleep(WAIT_SECONDS)
+        found = on_what_is_left(config, room_for_workers())
     say(f"continuing with {found.num_workers} of {config.num_workers} workers")
     return found
-
-
-def _seen(config: TrainConfig, say: Say) -> Iterator[TrainConfig | None]:
-    yield on_what_is_left(config, room := room_for_workers())
-    say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
-    while True:
-        time.sleep(WAIT_SECONDS)
-        yield on_what_is_left(config, room_for_workers())
 
 
 def on_what_is_left(config: TrainConfig, room: int) -> TrainConfig | None:
     """The run with the most workers, at most ``room``, that divide the batch and fill groups; None if that is below
     ``min_workers``."""
     assert config.min_workers is not None
-    for count in range(min(room, config.num_workers), config.min_workers - 1, -1):
+    for workers in range(min(room, config.num_workers), config.min_workers - 1, -1):
         with suppress(UsageError):
-            return replace(config, num_workers=count)
+            return replace(config, num_workers=workers)
     return None
 
 
