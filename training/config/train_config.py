@@ -15,6 +15,7 @@ from ckpt_tools.errors import UsageError
 
 from .combinations import broken_rule
 from .options import OVERRIDES, RESUME_AUTO, SETTINGS, DatasetName, Options, described, is_url, spelt
+from .strategies import EngineName as EngineName
 
 MAX_SEED = 2**32 - 1
 """NumPy's limit; torch's is 64 bits, and the seed of an epoch is larger."""

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -181,13 +181,17 @@ def drawn() -> Iterator[tuple[int | None, dict[str, str]]]:
 
 
 def _show_lines(descriptor: int, screen: Screen) -> None:
-    """Show each line that the ranks send."""
     with open(descriptor, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.startswith(RECORD):
-                screen.show(Status.of_line(line))
-            else:
-                screen.say(line.rstrip("\n"))
+        _show_each(lines, screen)
+
+
+def _show_each(lines: Iterable[str], screen: Screen) -> None:
+    """Show what the ranks send."""
+    for line in lines:
+        if line.startswith(RECORD):
+            screen.show(Status.of_line(line))
+        else:
+            screen.say(line.rstrip("\n"))
 
 
 def _drawn(status: Status) -> RenderableType:
