@@ -42,9 +42,9 @@ test: check browser
 # extra installed from the package index.
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
-		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/test_stopping.py \
-		tests/training/test_kills.py tests/training/test_checkpointing.py tests/training/test_strategies.py \
-		tests/training/test_pipeline.py tests/training/test_experts.py tests/training/test_compile.py tests/inference/test_storm.py tests/training/test_notebooks.py \
+		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/loop/test_stopping.py \
+		tests/training/loop/test_kills.py tests/training/loop/test_checkpointing.py tests/training/engines/test_strategies.py \
+		tests/training/engines/test_pipeline.py tests/training/engines/test_experts.py tests/training/engines/test_compile.py tests/inference/test_storm.py tests/training/test_notebooks.py \
 		tests/serialization/test_differential.py tests/verification/scan tests/layouts \
 		tests/formats/test_megatron.py tests/formats/test_megatron_resumed.py --soak -m "not soak" -q --timeout=3600
 	$(BIN)/python -m pytest --soak -m soak -q --timeout=3600

@@ -86,7 +86,7 @@ def make_images(folder: Path) -> None:
     from PIL import Image
     from safetensors.torch import save_file
 
-    from training.models import build_model
+    from training.models.vision_transformer import build_model
 
     torch.manual_seed(0)
     save_file(build_model().state_dict(), folder / "model.safetensors")
@@ -108,7 +108,8 @@ def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
     import torch
 
     from inference.inputs import Wanted
-    from training import data, evaluation
+    from training.data import datasets as data
+    from training.loop import evaluation
 
     torch.set_num_threads(threads)
     predict = _predicting(folder / "model.safetensors", threads)
@@ -271,7 +272,7 @@ def take_turns_under_load(rounds: int, threads: int) -> dict[str, list[Turn]]:
     import torch
     from safetensors.torch import save_file
 
-    from training.models import build_model
+    from training.models.vision_transformer import build_model
 
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)

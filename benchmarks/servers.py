@@ -26,8 +26,8 @@ def predicting(model: str, threads: int) -> Callable[[Sequence[Any]], list[Answe
     import torch
     from safetensors.torch import load_file
 
-    from training.data import to_input
-    from training.models import build_model
+    from training.data.datasets import to_input
+    from training.models.vision_transformer import build_model
 
     torch.set_num_threads(threads)
     module = build_model()

@@ -187,7 +187,8 @@ class Loop:
         import torch
 
         from inference.predictor import load_predictor
-        from training import data, evaluation
+        from training.data import datasets as data
+        from training.loop import evaluation
 
         torch.set_num_threads(threads)
         task: Any = load_predictor(model).task

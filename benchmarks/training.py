@@ -143,7 +143,7 @@ def _timed(function: Callable[[], object]) -> Spent:
 def _config(out: Path, **values: Any) -> Any:
     import torch.distributed as dist
 
-    from training.config import TrainConfig
+    from training.config.train_config import TrainConfig
 
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -224,7 +224,7 @@ def _batches(config: Any, epoch: int) -> Iterator[tuple[Any, Any]]:
     """This rank's samples in a random order, as every loop has them that trains."""
     import torch
 
-    from training.data import load_dataset, to_input
+    from training.data.datasets import load_dataset, to_input
 
     samples = load_dataset(config.dataset, "train", None).first(config.num_samples)
     assert len(samples) == config.num_samples
@@ -239,7 +239,7 @@ def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    from training.zoo import spec_of
+    from training.models.zoo import spec_of
 
     spec = spec_of(config.model)
     model = spec.build()
@@ -266,7 +266,7 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 
     from training.engines.deepspeed import join_process_group
     from training.engines.deepspeed_config import deepspeed_config
-    from training.zoo import spec_of
+    from training.models.zoo import spec_of
 
     join_process_group(torch.device("cpu"))
     model = spec_of(config.model).build()
@@ -292,7 +292,7 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
     from torch.distributed.checkpoint import state_dict_loader
 
     from ckpt_tools import load_into
-    from training.progress import Progress
+    from training.checkpoints.progress import Progress
 
     engine = _engine(asked, folder)
     saved = folder / "saved"
@@ -312,9 +312,9 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
 
 def stall_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
     """As a run saves, each save complete before the next begins."""
-    from training.outlets import FolderOutlet
-    from training.progress import Progress
-    from training.saving import Saver
+    from training.checkpoints.progress import Progress
+    from training.loop.outlets import FolderOutlet
+    from training.loop.saving import Saver
 
     engine = _engine(asked, folder)
     config, outlet = engine._config, FolderOutlet(folder)
@@ -340,8 +340,8 @@ def _engine(asked: Asked, folder: Path) -> Any:
     import torch
 
     from benchmarks.builders import empty_model
+    from training.config.schedule import schedule_for
     from training.engines import create_engine
-    from training.schedule import schedule_for
 
     if torch.distributed.get_rank() == 0:
         llama: Any = empty_model(Llama.of(asked.size_bytes // STATE_BYTES))

@@ -3,7 +3,7 @@
 While the model is at work, requests wait, and the next forward pass takes as many of them as fit. Nobody waits for a
 batch to fill up. A model in another process is handed a batch that is full before it is done with the one before, so
 that it never waits for the service. A forward pass has a fixed shape, so the company that an image is predicted in
-changes no bit of its answer (see :mod:`training.evaluation`), and thirty waiting images cost what one does.
+changes no bit of its answer (see :mod:`training.loop.evaluation`), and thirty waiting images cost what one does.
 """
 
 from __future__ import annotations

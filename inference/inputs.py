@@ -19,7 +19,7 @@ from .tables import Table, parts_of
 if TYPE_CHECKING:
     from .training_package import data
 
-# The names in training.data, which takes torch to import; a test compares them.
+# The datasets in training.config.options that have labels; a test compares them.
 DATASETS: tuple[data.DatasetName, ...] = ("digits", "fashion-mnist")
 
 FOLDER = "folder"

@@ -1,6 +1,6 @@
 """One way from images to answers, used by the batch script and the HTTP service alike.
 
-Both go through :mod:`training.evaluation`, whose forward passes have a fixed shape, so an image gets the same answer
+Both use the fixed-shape forward passes of :mod:`training.loop.evaluation`, so an image gets the same answer
 alone as in a crowd, and the same as the run gave it that made the model.
 """
 

@@ -1,5 +1,4 @@
-"""Small, real, distributed training: the runs whose sharded checkpoints ``ckpt_tools`` opens.
+"""Distributed training of small models, to produce the sharded checkpoints that ``ckpt_tools`` opens.
 
-One loop (:mod:`training.loop`), two engines (:mod:`training.engines`: FSDP2 and DeepSpeed ZeRO) and two launchers
-(:mod:`training.launchers`: Ray Train and torchrun). ``python -m training --help`` is the way in.
+``python -m training --help`` lists the options; :func:`training.launchers.launch` is the same from Python.
 """

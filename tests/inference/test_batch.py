@@ -32,9 +32,10 @@ from inference.predictor import load_predictor
 from inference.results import Prediction
 from inference.rows import Columns, Row
 from tests.inference.conftest import FORMS, Form
-from training import evaluation
-from training.data import DATASETS, LabelledImages, to_input
-from training.model_config import LABELS
+from training.config.options import DATASETS
+from training.data.datasets import LabelledImages, to_input
+from training.loop import evaluation
+from training.models.config_json import LABELS
 
 
 def predict(*args: object) -> Result:

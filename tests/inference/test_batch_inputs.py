@@ -21,7 +21,7 @@ from inference.inputs import Wanted, after, find_inputs
 from inference.items import Item
 from inference.predictor import load_predictor
 from tests.inference.tiny_models import save_text_model, save_writer
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 
 def predict(*args: object) -> Result:

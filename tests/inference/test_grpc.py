@@ -35,7 +35,7 @@ from tests.inference.test_operations import certificate as certificate
 from tests.inference.test_repository import Loader
 from tests.inference.test_serve import run_serve, wait_until
 from tests.inference.tiny_models import save_text_model
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 TOKEN = "s3cret"
 Code = grpc.StatusCode

@@ -16,7 +16,7 @@ import pytest
 from inference.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
 from tests.inference.test_serve import read_to_end, run_serve, wait_until
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 NUM_CONNECTIONS = 24
 

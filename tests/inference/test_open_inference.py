@@ -20,7 +20,7 @@ from inference.predictor import load_predictor
 from inference.serve import create_app
 from tests.inference.conftest import Service, running_service
 from tests.inference.tiny_models import save_image_model
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 LENGTH = "Inference-Header-Content-Length"
 INFER = "/v2/models/m/infer"

@@ -19,7 +19,7 @@ from inference.predictor import Predictor, load_predictor
 from inference.serve import create_app
 from tests.inference.test_batch_inputs import rows_of
 from tests.inference.test_tasks import assert_company_changes_nothing, decoded
-from training.zoo import spec_of
+from training.models.zoo import spec_of
 
 TEXTS = ("First Citizen:", "Speak, speak.", "a", "Größe", "First Citizen!", "x" * 200, "y" * 100 + "x" * 64)
 

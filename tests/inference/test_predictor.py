@@ -12,7 +12,7 @@ from ckpt_tools.errors import FormatError, UsageError
 from inference.predictor import Predictor, TensorSpec, load_predictor
 from inference.results import Prediction
 from tests.inference.conftest import FORMS
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 Weights = dict[str, Tensor]
 

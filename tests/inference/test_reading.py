@@ -14,7 +14,7 @@ from torch import Tensor
 from inference.batch import main
 from inference.predictor import load_predictor
 from tests.inference.conftest import running_service
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 RENAMED = ("--rename=^net[.]=", "--exclude=ema.*")
 

@@ -25,7 +25,7 @@ from inference.predictor import load_predictor
 from inference.reading import Reading
 from inference.remote_models import BrokenModelError, RemoteModels
 from tests.inference.conftest import running_service
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 Ends = queue.Queue[CkptError]
 

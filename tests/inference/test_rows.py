@@ -18,7 +18,7 @@ from inference.predictor import load_predictor
 from inference.results import Prediction
 from inference.rows import Columns, Row
 from inference.tally import Tally
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 PROBABILITIES = st.lists(st.floats(0, 1) | st.floats(0, 1, width=32) | st.just(0.25), min_size=1, max_size=12)
 

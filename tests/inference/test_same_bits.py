@@ -17,9 +17,9 @@ from fastapi.testclient import TestClient
 import ckpt_tools
 from inference import serve
 from inference.batch import main
-from training import evaluation
-from training.data import LabelledImages
-from training.models import build_model
+from training.data.datasets import LabelledImages
+from training.loop import evaluation
+from training.models.vision_transformer import build_model
 
 FORMATS: tuple[ckpt_tools.WrittenFormat, ...] = ("dcp", "zero1", "zero2", "zero3")
 CONSOLIDATED = ("model.safetensors", "model.pt")

@@ -27,7 +27,7 @@ from torch import Tensor
 from inference.grpc_messages import MESSAGES, SERVICE
 from inference.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 NUM_CLIENTS = 64
 NUM_IMAGES = 40

@@ -11,7 +11,7 @@ from tritonclient import http
 
 from inference.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from inference.grpc_messages import MESSAGES, METHODS, SERVICE
 from inference.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 RENAMED = {
     "TensorMetadata": "ModelMetadataResponse.TensorMetadata",

@@ -32,7 +32,7 @@ from tests.inference.test_serve import (
     unread_bytes,
     wait_until,
 )
-from training.data import LabelledImages
+from training.data.datasets import LabelledImages
 
 NUM_CONNECTIONS = 24
 """The kernel draws a worker for each: all meet the same one of two once in eight million times."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tests.training.jobs import small_config
-from training import randomness
-from training.config import TrainConfig
+from training.checkpoints import randomness
+from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 
 STOPPED_AFTER = 6
@@ -65,10 +65,10 @@ def draws() -> list[float]:
 
 def check_randomness() -> None:
     """Each rank goes on with its own stream, which no other has."""
-    of_rank = partial(randomness.go_on, seed=1, stream=torch.distributed.get_rank())
+    of_rank = partial(randomness.restore, seed=1, stream=torch.distributed.get_rank())
     of_rank(None, step=2)
     draws()
-    saved = randomness.of_all_ranks()
+    saved = randomness.gathered()
     expected = draws()
     of_rank(None, step=3)
     assert draws() != expected

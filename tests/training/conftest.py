@@ -15,7 +15,7 @@ import torch
 
 from fixtures.launch import close_pools, pool
 from tests.training import jobs
-from training.result import RunResult
+from training.loop.result import RunResult
 
 SmallRun = Callable[[str], RunResult]
 

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.training.strategy_jobs import tiny_config
+from training.config.schedule import schedule_for
 from training.engines import create_engine
-from training.engines.expert_parallel import deal_out_experts
-from training.language_model import CONTEXT, WIDTH
-from training.mixture import EXPERTS, Experts
-from training.schedule import schedule_for
+from training.engines.expert_parallel import split_experts
+from training.models.experts import EXPERTS, Experts
+from training.models.language_model import CONTEXT, WIDTH
 
 
 def seeded_experts() -> Experts:
@@ -28,7 +28,7 @@ def exchange(counts: list[list[int]]) -> tuple[bool, bool]:
     whether its own experts have the mean of all ranks' gradients."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     dealt = seeded_experts()
-    deal_out_experts(dealt, init_device_mesh("cpu", (world_size,)))
+    split_experts(dealt, init_device_mesh("cpu", (world_size,)))
     answers = dealt(tokens_of(rank, counts), torch.tensor(counts[rank : rank + 1]))
     answers.square().sum().backward()
     whole = seeded_experts()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import ckpt_tools
-from training.config import TrainConfig
+from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 
 NUM_WORKERS = 2

@@ -14,7 +14,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from tests.training.jobs import small_config
-from training.config import TrainConfig
+from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 
 EPOCHS = 3

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from training.engines.blocks import RunningAverages
-from training.saving import Agreement
+from training.loop.saving import Agreement
 
 
 def agree(reasons: list[tuple[bool, ...]]) -> tuple[tuple[bool, ...], int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.training.checkpoint_jobs import AskedAfter
-from training.config import TrainConfig
+from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 
 BATCH_SIZE = 16

@@ -15,7 +15,8 @@ import training
 from tests.training.conftest import SmallRun
 from tests.training.jobs import default_config
 from training.__main__ import main
-from training.config import DATASETS, ENGINES
+from training.config.options import DATASETS
+from training.config.strategies import ENGINES
 
 FRAMEWORKS = {"torch", "torchvision", "ray", "deepspeed", "sklearn", "pyarrow", "numpy"}
 ROOT = Path(training.__file__).parent.parent
@@ -79,8 +80,8 @@ def test_a_used_folder_is_not_written_to_by_accident(used: Path, tmp_path: Path)
 
 
 def test_latest_is_the_highest_finished_epoch(used: Path) -> None:
-    from training.checkpoints import resume_folder
-    from training.config import TrainConfig
+    from training.checkpoints.run_folder import resume_folder
+    from training.config.train_config import TrainConfig
 
     found = resume_folder(TrainConfig(out=used, engine="fsdp2", resume="latest"))
     assert found == used / "checkpoints" / "epoch_0010"
@@ -88,8 +89,8 @@ def test_latest_is_the_highest_finished_epoch(used: Path) -> None:
 
 def test_latest_in_a_folder_needs_no_record_of_ray(used: Path) -> None:
     """A folder gets its name when it is complete, and torchrun may have gone on since Ray wrote its record."""
-    from training.checkpoints import resume_folder
-    from training.config import TrainConfig
+    from training.checkpoints.run_folder import resume_folder
+    from training.config.train_config import TrainConfig
 
     record = {"latest_checkpoint_result": {"checkpoint_dir_name": "epoch_0009"}}
     (used / "checkpoints/checkpoint_manager_snapshot.json").write_text(json.dumps(record))
@@ -144,9 +145,7 @@ def test_a_missing_library_is_a_sentence_with_the_command_that_installs_it(
 
 
 def test_the_names_that_options_take_are_the_light_ones() -> None:
-    from training import data
-
-    assert data.DATASETS is DATASETS
+    assert DATASETS == ("digits", "fashion-mnist", "image-folder", "text")
     assert ENGINES == ("fsdp2", "deepspeed", "zero1", "zero2", "zero3")
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from ckpt_tools.errors import DestinationExistsError
 from inference.demo import FORMAT_FILES, Row, check_results, convert_and_check, describe, remove_former, table_of
 from tests.training.conftest import SmallRun
-from training.config import TrainConfig
-from training.locking import LOCK_NAME, only_run
+from training.checkpoints.locking import LOCK_NAME, only_run
+from training.config.train_config import TrainConfig
 
 GOOD = Row(
     checkpoint="fsdp2, 2 ranks",

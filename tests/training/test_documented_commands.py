@@ -1,6 +1,6 @@
 """Each command of docs/training.md: a run of each in the soak, and everywhere that its options fit together.
 
-The commands of "Checkpoints, and how a run goes on" build on each other, and test_checkpointing runs them.
+The commands of "Checkpoints and resuming" build on each other, and test_checkpointing runs them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import pytest
 
 import training
 from training.__main__ import main
-from training.compare import main as compare
-from training.comparison import cases_of
-from training.config import TrainConfig
-from training.result import RunResult
-from training.tune import main as tune
-from training.tune import runs_of
+from training.config.train_config import TrainConfig
+from training.loop.result import RunResult
+from training.studies.compare import main as compare
+from training.studies.comparison import cases_of
+from training.studies.tune import main as tune
+from training.studies.tune import runs_of
 
 ROOT = Path(training.__file__).parent.parent
 PAGE = (ROOT / "docs/training.md").read_text()
-APART = PAGE.split("## Checkpoints, and how")[1].split("\n## ")[0]
+APART = PAGE.split("## Checkpoints and resuming")[1].split("\n## ")[0]
 SMALL = ["--launcher=torchrun", "--num-samples=64", "--epochs=1"]
 SECONDS = 900
 
@@ -63,7 +63,7 @@ def test_few_documented_runs_are_left_out() -> None:
 
 
 def test_the_documented_comparisons_are_runs(tmp_path: Path) -> None:
-    found = commands("python -m ckpt_tools_training.compare")
+    found = commands("python -m ckpt_tools_training.studies.compare")
     assert len(found) == 2
     for words in found:
         params = compare.make_context("compare", shlex.split(words)).params
@@ -71,7 +71,7 @@ def test_the_documented_comparisons_are_runs(tmp_path: Path) -> None:
 
 
 def test_the_documented_learning_rates_are_runs() -> None:
-    [words] = commands("python -m ckpt_tools_training.tune")
+    [words] = commands("python -m ckpt_tools_training.studies.tune")
     params = tune.make_context("tune", shlex.split(words)).params
     config = TrainConfig(**main.make_context("training", list(params["options"])).params)
     assert [run.learning_rate for run in runs_of(config, params["rates"])] == [1e-3, 3e-3]

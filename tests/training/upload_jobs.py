@@ -11,9 +11,9 @@ import torch
 
 from ckpt_tools.errors import StoreError
 from tests.training.jobs import small_config
-from training.config import TrainConfig
-from training.loop import Trained, train
-from training.outlets import FolderOutlet
+from training.config.train_config import TrainConfig
+from training.loop.loop import Trained, train
+from training.loop.outlets import FolderOutlet
 
 OVERDUE_SECONDS = 120.0
 

@@ -1,4 +1,4 @@
-"""Building a model block by block, so that no rank ever holds all of it."""
+"""Building a model block by block, so a rank never holds all of it, and preparing its blocks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import TrainConfig
-from ..zoo import ModelSpec
+from ..config.train_config import TrainConfig
+from ..models.zoo import ModelSpec
 
 OnBlock = Callable[[nn.Module], None]
 
 MAX_COMPILED = 64
-"""Variants of one class of blocks; those beyond would be computed without a compiler, and nobody would be told."""
+"""Limit of compiled variants of a class of blocks; torch runs further ones uncompiled without a warning."""
 
 
 def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> nn.Module:
-    """The model with the weights of the run's seed; ``on_block`` is called with each block when its weights are drawn.
+    """The model with the weights of the run's seed; ``on_block`` is called with each block once its weights are drawn.
 
-    They are drawn in the same order whatever ``on_block`` does, so every strategy and world size starts from the same.
+    The order of drawing is fixed, so every strategy and world size starts from the same weights.
     """
     torch.manual_seed(config.seed)
     if spec.whole_first:
@@ -36,21 +36,21 @@ def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> nn.Module:
 
 
 def prepare(config: TrainConfig, block: nn.Module) -> None:
-    """What the options ask of every block, whoever shards it."""
+    """Apply ``--compile`` and ``--activation-checkpointing`` to a block."""
     if config.compile:
         block.forward = _compiled(block)
     if config.activation_checkpointing:
-        # Around forward, not around the module: names of parameters stay as they are.
+        # A wrapper of the module would change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _compiled(block: nn.Module) -> Callable[..., Any]:
-    """``forward`` alone, without the hooks that gather weights, so names of parameters stay as they are.
+    """Compiled ``forward``, without the hooks that gather weights; names of parameters stay the same.
 
-    In evaluation it is computed as it was written, because predictions from the checkpoint are too, to the last bit.
+    Evaluation is not compiled, so predictions are bit for bit those from the checkpoint.
     """
     plain = block.forward
-    # Shapes are the same at every step. Blocks that differ in theirs are all compiled, not the first eight alone.
+    # Shapes are the same at every step. torch's default limit compiles only eight blocks of different shapes.
     torch._dynamo.config.recompile_limit = MAX_COMPILED
     compiled = torch.compile(plain, dynamic=False)
 
@@ -62,7 +62,7 @@ def _compiled(block: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _announced(spec: ModelSpec, on_block: OnBlock) -> Iterator[None]:
-    """Within the context, each new block calls ``on_block`` at the end of its constructor."""
+    """Within the block, constructors of ``spec.blocks`` call ``on_block`` at their end."""
     originals = {kind: kind.__init__ for kind in spec.blocks}
     try:
         for kind, original in originals.items():
@@ -82,10 +82,8 @@ def _calling(original: Callable[..., None], on_block: OnBlock) -> Callable[..., 
 
 
 class RunningAverages:
-    """What a model keeps of its own samples beside weights, as batch norm does. It is found once: to walk through all
-    modules at each step takes longer than a small model's step may.
-
-    Buffers that are not saved are constants, such as the frequencies of rotary positions.
+    """Running averages in a model's buffers, as of batch norm. They are collected once, because a walk through all
+    modules may take longer than a step of a small model. Buffers that are not saved are constants.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,15 +97,15 @@ class RunningAverages:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Let every rank have the same; collective."""
+        """Average over all ranks; collective."""
         for module, name in self._places:
-            # By name: loading a checkpoint may put another tensor in the place.
+            # By name: loading a checkpoint may replace the tensor.
             buffer = module.get_buffer(name)
             torch.distributed.all_reduce(buffer)
             buffer /= self._world_size
 
 
 def set_training(model: nn.Module) -> None:
-    """As ``model.train()``, which walks through all modules; at most steps there is nothing to change."""
+    """``model.train()``, which walks through all modules, only if needed."""
     if not model.training:
         model.train()

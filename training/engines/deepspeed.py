@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO, stages 0 to 3, saved with ``save_checkpoint`` and its client state."""
+"""DeepSpeed ZeRO, stages 0 to 3; checkpoints by ``save_checkpoint`` with a client state."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from torch.optim import Optimizer
 
 from ckpt_tools import load_into
 
-from ..config import Precision, TrainConfig
-from ..engines.base import Progress, loss_of, mean_of
-from ..engines.resuming import apply_settings, as_zero, progress_of, scheduler_of
-from ..reading import reading
-from ..schedule import Schedule
-from ..settings import SETTINGS_ENTRY
-from ..starting import load_first_weights
-from ..zoo import logits_of, spec_of
+from ..checkpoints.errors import reading
+from ..checkpoints.settings import SETTINGS_ENTRY
+from ..checkpoints.weights import load_first_weights
+from ..config.schedule import Schedule
+from ..config.train_config import TrainConfig
+from ..models.zoo import logits_of, spec_of
+from .base import DTYPES, Progress, loss_of, mean_of
 from .blocks import OnBlock, RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
-
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from .resuming import apply_settings, as_zero, progress_of, scheduler_of
 
 
 class DeepSpeedEngine:
@@ -50,7 +48,7 @@ class DeepSpeedEngine:
         return first_model(self._config, options, self._dtype)
 
     def _own_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer | None:
-        """None: DeepSpeed makes that of its configuration."""
+        """None: DeepSpeed makes the one of its configuration."""
         return None
 
     @property
@@ -75,7 +73,7 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path, progress: Progress) -> None:
         tag = f"global_step{progress.step}"
-        # DeepSpeed makes the tag's folder on rank 0 only, and each rank may have a folder of its own.
+        # DeepSpeed makes the tag's folder on rank 0 only, and ranks may have different folders.
         (folder / tag).mkdir(exist_ok=True)
         self._engine.save_checkpoint(str(folder), tag=tag, client_state=self._client_state(progress))
 
@@ -93,7 +91,7 @@ class DeepSpeedEngine:
         return progress_of(client_state, checkpoint)
 
     def _resume_unsharded(self, checkpoint: Path | str) -> Progress:
-        """Model and optimizer are plain ones of torch, on every rank the same."""
+        """Load model and optimizer, which are unsharded modules of torch, equal on every rank."""
         entries = load_into(self._engine.module, self._engine.optimizer, checkpoint)
         self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
         apply_settings(self._config, self._engine.lr_scheduler)
@@ -110,8 +108,7 @@ class DeepSpeedEngine:
 
 
 def first_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The model with the seed's weights, or with those that the run starts from. In stage 3 each block is partitioned
-    as soon as it has its weights."""
+    """The model with its initial weights. In stage 3 each block is partitioned as soon as it has its weights."""
     spec, in_groups = spec_of(config.model), config.sharding.in_groups
     if config.sharding.stage != 3:
         model = build(config, spec, partial(prepare, config))
@@ -122,12 +119,12 @@ def first_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype
         prepare(config, block)
         _partition(block.to(dtype), options, in_groups=in_groups)
 
-    # DeepSpeed casts no model of which a part is partitioned.
+    # DeepSpeed does not cast a partly partitioned model.
     return _loaded_blocks(config, on_block).to(dtype) if config.init_from else build(config, spec, on_block).to(dtype)
 
 
 def _loaded_blocks(config: TrainConfig, on_block: OnBlock) -> nn.Module:
-    """A partitioned block cannot be loaded into, so each rank loads the whole model first."""
+    """Each rank loads the whole model first, because a partitioned block cannot be loaded."""
     spec = spec_of(config.model)
     model = build(config, spec, lambda block: None)
     load_first_weights(config, model)
@@ -137,7 +134,7 @@ def _loaded_blocks(config: TrainConfig, on_block: OnBlock) -> nn.Module:
 
 
 def _partition(module: nn.Module, options: dict[str, Any], *, in_groups: bool) -> None:
-    """Leave this rank its part of every parameter. The first call makes the groups of hpZ, a second may not."""
+    """Partition every parameter. The first call makes the groups of hpZ, which later calls reuse."""
     group = groups._get_zero_param_intra_parallel_group() if in_groups else None
     deepspeed.zero.Init(module=module, config_dict_or_path=options, zero_param_parallel_group=group)
 

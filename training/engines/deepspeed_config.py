@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration of a run: a JSON file, and what the run's own options say."""
+"""DeepSpeed configuration of a run: a JSON file merged with the run's options."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from ckpt_tools.errors import UsageError
 
-from ..config import TrainConfig
-from ..config_files import shipped_text
+from ..config.config_files import shipped_text
+from ..config.train_config import TrainConfig
 
 AUTO = "auto"
-"""As transformers has it: the run's options decide."""
+"""As in transformers: the run's options set the value."""
 
 KNOWN = frozenset(
     [
@@ -45,19 +45,18 @@ KNOWN = frozenset(
         "activation_checkpointing",
         "seq_parallel_communication_data_type",
         "compile",
-        "zero_allow_untested_optimizer",
     ]
 )
-"""Keys of a file that leave a run of ours what its options say. DeepSpeed itself ignores keys that it does not know."""
+"""Allowed keys, which do not contradict the run's options. DeepSpeed itself ignores unknown keys."""
 
-_QUIET = 1_000_000_000
+_NEVER = 1_000_000_000
 
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """The JSON configuration of a run. Raises ``UsageError`` if the user's file does not fit the run's options.
+    """The configuration. Raises ``UsageError`` if the user's file contradicts the run's options.
 
-    ``torch_adam`` uses torch's own AdamW: no kernel is compiled, and the update equals that of the FSDP2 engine.
-    Clipping is off unless it is asked for, where DeepSpeed's default of 1.0 would train to other losses than FSDP2.
+    ``torch_adam`` uses torch's AdamW: no kernel is compiled, and updates equal those of the FSDP2 engine. Without
+    ``--clip-grad-norm``, DeepSpeed's default of 1.0 is turned off, as it would change the losses.
     """
     given = _given(config)
     decided = _decided(config, world_size)
@@ -82,7 +81,7 @@ def _object(value: Any, config: TrainConfig) -> dict[str, Any]:
 
 
 def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """What the run's options say, in DeepSpeed's keys."""
+    """The run's options under DeepSpeed's keys."""
     zero: dict[str, Any] = {"stage": config.sharding.stage}
     if config.shard_size is not None:
         zero["zero_hpz_partition_size"] = config.shard_size
@@ -99,11 +98,11 @@ def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
 
 
 def _merged(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
-    return {"steps_per_print": _QUIET} | _over(given, decided)
+    return {"steps_per_print": _NEVER} | _over(given, decided)
 
 
 def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with what ``decided`` says in its place, object by object."""
+    """``given``, with values of ``decided`` in nested objects."""
     nested = {
         key: _over(given[key], value)
         for key, value in decided.items()
@@ -113,7 +112,7 @@ def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any
 
 
 def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
-    """Raises ``UsageError`` for a key that nobody knows, and for a value that is not the one of the run's options."""
+    """Raises ``UsageError`` for an unknown key, and for a value that contradicts the run's options."""
     file = f"--deepspeed-config {config.deepspeed_config}"
     if unknown := sorted(set(given) - KNOWN):
         raise UsageError(f"{file}: {unknown[0]} is not a key that a run takes; it takes {', '.join(sorted(KNOWN))}")
@@ -124,7 +123,7 @@ def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, 
 
 
 def _check_pipeline(config: TrainConfig, file: str, given: Mapping[str, Any]) -> None:
-    """A stage is loaded into the state that torch's AdamW keeps, and into ZeRO-1's own masters."""
+    """Resuming a pipeline needs the state of torch's AdamW and ZeRO-1's own masters."""
     optimizer = given.get("optimizer", {})
     is_torch = (optimizer.get("type"), optimizer.get("params", {}).get("torch_adam")) == ("AdamW", True)
     if config.pp > 1 and not is_torch:
@@ -147,7 +146,7 @@ def _differing(given: Mapping[str, Any], decided: Mapping[str, Any], above: str 
 
 
 def _check_sections(file: str, given: Mapping[str, Any]) -> None:
-    """By DeepSpeed's own model of the section that says how a run is sharded."""
+    """Check ``zero_optimization`` with DeepSpeed's own model."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 

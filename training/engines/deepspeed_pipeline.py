@@ -1,7 +1,6 @@
-"""DeepSpeed's pipelines: the stages of the language model in a ``PipelineModule``, each with ZeRO-1 or without ZeRO.
+"""Pipelines with DeepSpeed's ``PipelineModule``, with ZeRO-1 or without ZeRO.
 
-DeepSpeed gives layers numbers. A checkpoint says in its client state what these layers are called in the whole model,
-and ckpt-tools reads it under these names.
+DeepSpeed numbers the layers. The client state of a checkpoint has their names in the whole model, for ckpt-tools.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from torch.optim import AdamW, Optimizer
 
 from ckpt_tools import load_into
 
-from ..config import TrainConfig
-from ..engines.base import Progress, mean_loss
-from ..engines.resuming import apply_settings, fits_zero, progress_of, scheduler_of
-from ..language_model import LAYERS
-from ..reading import reading
-from ..starting import load_first_weights
-from ..zoo import spec_of
+from ..checkpoints.errors import reading
+from ..checkpoints.weights import load_first_weights
+from ..config.train_config import TrainConfig
+from ..models.language_model import LAYERS
+from ..models.zoo import spec_of
+from .base import Progress, mean_loss
 from .blocks import OnBlock, prepare
 from .deepspeed import DeepSpeedEngine
 from .pipeline import Line, Stage, build_stage, layers_of, names_of_stages
+from .resuming import apply_settings, fits_zero, progress_of, scheduler_of
 
 NAMES_ENTRY = "pipeline_names"
 EMBEDDING = "embed"
@@ -40,10 +39,10 @@ NAMES: dict[str, list[str]] = {
     **{str(1 + layer): [f"layers.{layer}"] for layer in range(LAYERS)},
     str(1 + LAYERS): ["norm"],
 }
-"""DeepSpeed's names of the layers, and those in the whole model: several for one that is tied."""
+"""DeepSpeed's names of the layers, and their names in the whole model; a tied layer has several."""
 
 DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""Of the parameters of an optimizer: which one DeepSpeed makes."""
+"""Optimizer parameters that select DeepSpeed's implementation."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -64,8 +63,8 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return model
 
     def _own_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer | None:
-        """Without ZeRO DeepSpeed saves the optimizer as it is: only one of named parameters says which are which. And
-        for clipping it counts, of all stages but the first, only parameters with this mark."""
+        """An optimizer of named parameters, which DeepSpeed saves without ZeRO. For clipping, DeepSpeed counts only
+        parameters with ``model_parallel`` on all stages but the first."""
         if self._config.sharding.stage:
             return None
         parameter: Any
@@ -98,7 +97,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return progress_of(entries, checkpoint)
 
     def _load_from_whole(self, checkpoint: Path | str) -> dict[str, Any]:
-        """From a checkpoint that is not cut into these stages, or not over these workers."""
+        """Load a checkpoint of other stages or workers."""
         if self._config.sharding.stage:
             entries = self._load_into_partitions(checkpoint)
         else:
@@ -108,23 +107,23 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return entries
 
     def _load_into_partitions(self, checkpoint: Path | str) -> dict[str, Any]:
-        """Each rank loads its stage into plain memory, and takes its part of ZeRO's partitions from there."""
+        """Load this rank's stage unsharded, and copy its part into ZeRO's partitions."""
         stage = _seeded_stage(self._config, lambda block: None).to(self._device)
         optimizer = AdamW(stage.parameters())
         entries = load_into(stage, optimizer, checkpoint, elsewhere=self._elsewhere)
-        _deal_out(stage, optimizer, self._stage, self._engine.optimizer)
+        _copy_into_partitions(stage, optimizer, self._stage, self._engine.optimizer)
         return entries
 
 
 def _seeded_stage(config: TrainConfig, on_block: OnBlock) -> Stage:
-    """Stages are outermost, as in DeepSpeed's topology of pipelines and data."""
+    """This rank's stage. Stages are outermost, as in DeepSpeed's topology."""
     number = torch.distributed.get_rank() // (torch.distributed.get_world_size() // config.pp)
     return build_stage(config, spec_of(config.model), number, on_block)
 
 
 @torch.no_grad()
-def _deal_out(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any) -> None:
-    """A stage and its optimizer into those that ZeRO-1 partitions: weights, fp32 masters, moments and their step."""
+def _copy_into_partitions(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any) -> None:
+    """Copy weights, fp32 masters, moments and step of a stage into those that ZeRO-1 partitions."""
     [group], [flat], [members] = optimizer.param_groups, zero.single_partition_of_fp32_groups, zero.bit16_groups
     step = optimizer.state[group["params"][0]]["step"].clone()
     zero.optimizer.state[flat] = {"step": step, **{moment: torch.zeros_like(flat) for moment in MOMENTS}}
@@ -138,14 +137,13 @@ def _deal_out(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any) -> None:
 
 
 def _pipeline_of(stage: Stage, stages: int) -> PipelineModule:
-    """DeepSpeed prints its topology, which nobody asked for, and lets the last stage have the first one's matrix by a
-    collective, which autograd would record."""
+    """The module, without the topology that DeepSpeed prints; autograd would record the collective for tied weights."""
     with redirect_stdout(io.StringIO()), torch.no_grad():
         return _Pipeline(list(_layers(stage)), num_stages=stages, loss_fn=mean_loss)
 
 
 def _layers(stage: Stage) -> Iterator[Any]:
-    """All layers of the model in order. Those of other stages are never built."""
+    """All layers of the model in order; those of other stages are not built."""
     mine, elsewhere = dict(stage.layers.items()), LayerSpec(nn.Identity)
     yield _Embedding(stage)
     yield from (mine.get(str(at), elsewhere) for at in range(LAYERS))
@@ -158,7 +156,7 @@ def _head(embed: nn.Embedding, x: Tensor) -> Tensor:
 
 
 class _Embedding(TiedLayerSpec):
-    """The matrix that the first and the last stage have."""
+    """The tied matrix of the first and the last stage."""
 
     def __init__(self, stage: Stage, forward: Callable[[nn.Embedding, Tensor], Tensor] | None = None) -> None:
         super().__init__(EMBEDDING, nn.Embedding, forward_fn=forward)
@@ -169,7 +167,7 @@ class _Embedding(TiedLayerSpec):
 
 
 class _Pipeline(PipelineModule):
-    """Cut as the stages of FSDP2 are: the same number of blocks, with the embedding before and the head after them."""
+    """A pipeline with the same stages as with FSDP2."""
 
     def _partition_layers(self, method: str) -> None:
         stages = range(1, self.num_stages)

@@ -1,8 +1,7 @@
-"""PyTorch's strategies: FSDP2, ``fully_shard`` on every block and on the root, or DDP; saved through DCP.
+"""PyTorch's strategies: FSDP2, with ``fully_shard`` on every block and on the root, or DDP; checkpoints by DCP.
 
-The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch", "step", "settings"}}``: one
-``Stateful`` owns the whole state, and ``get_state_dict`` names optimizer state by fqn, so the files do not depend on
-the world size.
+The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch", "step", "settings"}}`` of one
+``Stateful``. ``get_state_dict`` names optimizer state by fqn, so the files do not depend on the world size.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,48 +28,40 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools import load_into
 
-from ..config import Settings, TrainConfig
-from ..engines.base import Progress, Save, loss_of, mean_of
-from ..engines.resuming import apply_settings, progress_of, scheduler_of
-from ..reading import reading
-from ..schedule import Schedule
-from ..settings import SETTINGS_ENTRY
-from ..starting import load_first_weights
-from ..zoo import logits_of, spec_of
+from ..checkpoints.errors import reading
+from ..checkpoints.settings import SETTINGS_ENTRY
+from ..checkpoints.weights import load_first_weights
+from ..config.schedule import Schedule
+from ..config.train_config import Settings, TrainConfig
+from ..models.zoo import logits_of, spec_of
+from .base import Progress, Save, loss_of, mean_of
 from .blocks import RunningAverages, set_training
 from .gradients import LossScaler, multiply, total_norm
 from .parallel import meshes_of, parallel_model
 from .pipeline import StageNames, names_of_stages
+from .resuming import apply_settings, progress_of, scheduler_of
 
 SCALER_ENTRY = "loss_scaler"
 CLIP_EPSILON = 1e-6
-"""As torch's ``clip_grad_norm_`` and DeepSpeed have it."""
+"""The value of torch's ``clip_grad_norm_`` and of DeepSpeed."""
 
 
+@dataclass(eq=False)
 class AppState(Stateful):
-    """Model, optimizer, scheduler, progress and the run's settings as one DCP entry."""
+    """Model, optimizer, scheduler, progress and settings as one DCP entry."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LambdaLR,
-        settings: Settings,
-        scaler: LossScaler | None = None,
-        stages: StageNames | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.settings = settings
-        self.scaler = scaler
-        self.stages = stages
-        self.progress = Progress()
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    settings: Settings
+    scaler: LossScaler | None = None
+    stages: StageNames | None = None
+    progress: Progress = field(default_factory=Progress)
 
     def state_dict(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optimizer)
         if self.stages is not None:
-            # Each stage saves its own tensors. A group is one entry for all of them.
+            # Each stage saves its own tensors, but all share the entry of the group.
             groups: Any = optim["param_groups"]
             groups[0]["params"] = list(self.stages.parameters)
         return {
@@ -103,14 +95,14 @@ class Fsdp2Engine:
         stages = None if pipeline is None else names_of_stages(model, pipeline.get_group())
         self._elsewhere = frozenset[str]() if stages is None else stages.elsewhere
         load_first_weights(config, model, self._elsewhere)
-        # foreach=False: the update of one tensor at a time, as DeepSpeed's flat buffers are updated.
+        # foreach=False updates one tensor at a time, as DeepSpeed does with its flat buffers.
         optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
         self._config = config
-        # Into memory of its own, which is kept from save to save. Threads and pinned memory would need CUDA.
+        # Memory that is reused by each save. Threads and pinned memory would need CUDA.
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         scaler = LossScaler() if config.precision == "fp16" else None
         self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler, stages)
-        # DDP has no policy of its own for what it computes in.
+        # DDP has no mixed-precision policy.
         casts = config.precision == "bf16" and model is not self._module
         self._autocast: Callable[[], AbstractContextManager[Any]] = (
             partial(torch.autocast, device.type, torch.bfloat16) if casts else nullcontext
@@ -129,13 +121,13 @@ class Fsdp2Engine:
         return loss
 
     def _train(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """The gradients of all micro-batches, and their mean loss."""
+        """Compute the gradients of all micro-batches; their mean loss."""
         parts = self._config.gradient_accumulation
         micro_batches = list(zip(inputs.chunk(parts), labels.chunk(parts), strict=True))
         return mean_of([self._backward(*one, is_last=at == parts) for at, one in enumerate(micro_batches, 1)])
 
     def _backward(self, inputs: Tensor, labels: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of one micro-batch; ranks exchange them after the last."""
+        """Add the gradients of a micro-batch, which are reduced over ranks after the last one."""
         with self._exchanging(is_last):
             with self._autocast():
                 output = self._module(inputs)
@@ -144,7 +136,7 @@ class Fsdp2Engine:
         return loss.detach()
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        """As a part of the step's loss, times the scale of fp16."""
+        """Divide by the number of micro-batches, and multiply by the loss scale of fp16."""
         scale = 1.0 if self._app.scaler is None else self._app.scaler.scale
         factor = scale / self._config.gradient_accumulation
         return loss if factor == 1.0 else loss * factor
@@ -161,14 +153,14 @@ class Fsdp2Engine:
         yield
 
     def _update(self) -> None:
-        """The optimizer's step, unless gradients overflowed in fp16."""
+        """Make the optimizer's step, unless gradients have overflowed in fp16."""
         if self._prepare_gradients():
             self._app.optimizer.step()
             self._app.scheduler.step()
         self._app.optimizer.zero_grad()
 
     def _prepare_gradients(self) -> bool:
-        """Undo the scale and clip; whether there is a step to make."""
+        """Unscale and clip; False if the step must be skipped."""
         limit, scaler = self._config.clip_grad_norm, self._app.scaler
         if limit is None and scaler is None:
             return True
@@ -182,7 +174,7 @@ class Fsdp2Engine:
         return scaler is None or math.isfinite(norm)
 
     def _norm(self, parameters: Iterable[nn.Parameter]) -> float:
-        """Of all gradients on all ranks."""
+        """Norm of all gradients on all ranks."""
         return float(total_norm(found.grad for found in parameters if found.grad is not None))
 
     @torch.no_grad()
@@ -196,7 +188,6 @@ class Fsdp2Engine:
         state_dict_saver.save({"app": self._app}, checkpoint_id=folder)
 
     def staged(self, progress: Progress, group: ProcessGroup) -> Save:
-        """Copy the state to this process' memory; the function that writes the copy, with collectives of ``group``."""
         self._app.progress = progress
         state = self._stager.stage({"app": self._app.state_dict()})
         return partial(_write_staged, state, group)

@@ -1,4 +1,4 @@
-"""The norm of all gradients, clipping, and the scale under which fp16 loses none of them."""
+"""Gradient norm, scaling of gradients, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The 2-norm over all elements on all ranks, 0-d, the same on every rank.
-
-    Norms are gathered mesh by mesh: under tensor parallelism not every parameter is on the same one.
-    """
+    """2-norm over all ranks, 0-d. With tensor parallelism, parameters are on several meshes, so norms are stacked for
+    each mesh."""
     by_mesh: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
@@ -31,15 +29,15 @@ def _whole(norm: Tensor) -> Tensor:
 
 @torch.no_grad()
 def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Every gradient by the same factor, in place."""
+    """Multiply every gradient in place."""
     for gradient in gradients:
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
 
 @dataclass(slots=True)
 class LossScaler:
-    """fp16 has no gradients under 6e-8. The loss is multiplied by a power of two. If a gradient overflows, the step is
-    left out and the power is halved; after many good steps it is doubled. All ranks decide by the same norm."""
+    """Dynamic loss scale, because fp16 has no gradients under 6e-8. It is halved when a gradient overflows (that step
+    is skipped), and doubled after GROWTH_STEPS good steps. All ranks use the same norm."""
 
     scale: float = 2.0**16
     good_steps: int = 0
@@ -47,7 +45,7 @@ class LossScaler:
     GROWTH_STEPS = 2000
 
     def update(self, is_finite: bool) -> None:
-        """After a step: ``is_finite`` says whether its gradients were."""
+        """Called after each step; ``is_finite``: whether its gradients were."""
         self.good_steps = self.good_steps + 1 if is_finite else 0
         if not is_finite:
             self.scale = max(self.scale / 2, 1.0)

@@ -1,4 +1,4 @@
-"""FSDP2's strategies: which mesh, which dims of it shard, and what each block is told."""
+"""Device meshes of a run, and sharding of a model over them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import Precision, TrainConfig
-from ..zoo import ModelSpec
+from ..config.options import Precision
+from ..config.train_config import TrainConfig
+from ..models.zoo import ModelSpec
+from .base import DTYPES
 from .blocks import build, prepare
-from .expert_parallel import deal_out_experts, experts_of
+from .expert_parallel import experts_of, split_experts
 from .pipeline import build_stage
-from .tensor_parallel import deal_out_block, deal_out_root
+from .tensor_parallel import shard_block, shard_root
 
 SHARD = "shard"
 REPLICATE = "replicate"
@@ -28,9 +30,8 @@ EXPERT = "ep"
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The workers of a run: those over which samples are dealt out, those that compute each layer together, and those
-    that have the stages of one pipeline. And the first again, as experts see them: those that hold the same ones, and
-    those that hold all of them together."""
+    """Meshes of workers: with different samples (``data``), with parts of each layer (``tensor``), with the stages of a
+    pipeline, with the same experts, and with all experts together."""
 
     data: DeviceMesh
     tensor: DeviceMesh | None
@@ -40,13 +41,13 @@ class Meshes:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples this rank sees."""
+        """Number of this rank's share of the samples."""
         return torch.distributed.get_rank() // (1 if self.tensor is None else self.tensor.size()) % self.data.size()
 
 
 def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
-    """Stages outermost, then replicas; tensor and expert parallelism innermost, so that their many messages stay on one
-    machine."""
+    """Stages are outermost, then replicas; tensor and expert parallelism are innermost, so that their many messages
+    stay on one machine."""
     workers = torch.distributed.get_world_size() // config.pp
     data, tensor, pipeline = _mesh(config, device, _shard_size(config, workers // config.tp), {TENSOR: config.tp})
     if config.ep == 1:
@@ -59,7 +60,7 @@ def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
 def _mesh(
     config: TrainConfig, device: torch.device, shard_size: int, inner: dict[str, int]
 ) -> tuple[DeviceMesh, DeviceMesh | None, DeviceMesh | None]:
-    """The mesh of which FSDP2 is told, the one of neighbours within it, and the one of stages, if there are any."""
+    """Mesh for FSDP2, mesh of the inner dimension and mesh of stages, if there are any."""
     [(name, size)] = inner.items()
     workers = torch.distributed.get_world_size() // (size * config.pp)
     replicated = config.sharding.in_groups or config.sharding.stage == 0
@@ -76,7 +77,7 @@ def _shard_size(config: TrainConfig, workers: int) -> int:
 
 
 def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> nn.Module:
-    """The seeded model as the strategy spreads it; under a pipeline, this rank's stage of it."""
+    """The model with the weights of the seed, sharded; with a pipeline, this rank's stage of it."""
     if config.sharding.name == "ddp":
         return _replicated(config, spec, device)
     options = _options(config, meshes.data)
@@ -84,9 +85,9 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     def on_block(block: nn.Module) -> None:
         block.to(device)
         if meshes.tensor is not None:
-            deal_out_block(block, meshes.tensor)
+            shard_block(block, meshes.tensor)
         if meshes.all_experts is not None:
-            _spread_experts(config, block, meshes)
+            _shard_experts(config, block, meshes)
         prepare(config, block)
         fully_shard(block, **options, reshard_after_forward=_reshards(config))
 
@@ -95,19 +96,20 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     else:
         model = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block).to(device)
     if meshes.tensor is not None:
-        deal_out_root(model, meshes.tensor)
+        shard_root(model, meshes.tensor)
     fully_shard(model, **options)
     _prefetch(config, spec.blocks_of(model))
     return model
 
 
-def _spread_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> None:
-    """Workers that hold the same experts shard them further, by rows if that comes out even: there are few experts."""
+def _shard_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> None:
+    """Split the experts over workers, and shard them over workers with the same ones: by rows if these divide evenly,
+    because experts are few."""
     experts, same = experts_of(block), meshes.same_experts
     if experts is None:
         return
     assert same is not None and meshes.all_experts is not None
-    deal_out_experts(experts, meshes.all_experts)
+    split_experts(experts, meshes.all_experts)
     rows = Shard(1) if all(one.shape[1] % same.size(-1) == 0 for one in experts.parameters()) else None
     fully_shard(
         experts,
@@ -118,10 +120,8 @@ def _spread_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> No
 
 
 def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """Buckets of gradients stay as they are made first, because DDP looks for parameters without a gradient.
-
-    Otherwise it orders them anew after the first step of a run, and a resumed run, whose first step is a later one,
-    would add up in another order.
+    """DDP. With ``find_unused_parameters`` the gradient buckets keep their order. Otherwise DDP reorders them after the
+    first step of a run, and a resumed run would sum in another order.
     """
     model = build(config, spec, lambda block: prepare(config, block)).to(device)
     devices = [device] if device.type == "cuda" else None
@@ -139,15 +139,14 @@ def _reshards(config: TrainConfig) -> bool | int:
 
 
 def precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """bf16 and fp16 compute in 16 bits, and keep parameters and the sums of gradients in float32."""
+    """bf16 and fp16 compute in 16 bits, with float32 parameters and gradient reduction."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
 
 
 def _prefetch(config: TrainConfig, blocks: list[nn.Module]) -> None:
-    """Gather the parameters of that many following blocks while one computes."""
+    """Gather the parameters of the following blocks during the computation of one."""
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for at, block in enumerate(sharded):
         if config.forward_prefetch:

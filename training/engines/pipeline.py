@@ -1,8 +1,7 @@
-"""Pipeline parallelism of the language model: a stage of consecutive layers on each worker, and what stages exchange.
+"""Stages of a pipeline of the language model: consecutive layers, with the names of the whole model.
 
-The first stage has the embedding, the last one the norm and the head. Embedding and head are one matrix, so both of
-these stages keep a copy of it: they start from the same, add up their gradients at each step, and so make the same
-update. Names are those of the whole model, and all stages together save one checkpoint of it.
+The first stage has the embedding, the last one the norm and the head. Embedding and head are one matrix, of which both
+stages keep a copy; they sum their gradients at each step, so the copies stay equal.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..config import TrainConfig
-from ..language_model import CONTEXT, LAYERS, VOCABULARY, WIDTH, LanguageModel
-from ..zoo import ModelSpec
+from ..config.model_names import CONTEXT, VOCABULARY
+from ..config.train_config import TrainConfig
+from ..models.language_model import LAYERS, WIDTH, LanguageModel
+from ..models.zoo import ModelSpec
 from .blocks import OnBlock, build
 
 
 class Stage(nn.Module):
-    """Consecutive layers of the model, by their names there: bytes or hidden states to hidden states or logits."""
+    """Consecutive layers of the model: bytes or hidden states to hidden states or logits."""
 
     def __init__(self, model: LanguageModel, layers: range, number: int, stages: int) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class Stage(nn.Module):
 
 
 def layers_of(number: int, stages: int, layers: int) -> range:
-    """The layers of a stage. The first stages have one more than the last ones if they do not divide."""
+    """Layers of a stage; if the stages do not divide them, the first ones have one more."""
     each, left = divmod(layers, stages)
     start = number * each + min(number, left)
     return range(start, start + each + (number < left))
 
 
 def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnBlock) -> Stage:
-    """The stage of that number with the weights of the run's seed. ``on_block`` is called with the blocks of the stage
-    alone; the others let go of their weights when these are drawn."""
+    """The stage with the weights of the run's seed. ``on_block`` is called with its blocks; the weights of other blocks
+    are dropped once drawn."""
     mine = layers_of(number, config.pp, LAYERS)
     position = count()
 
@@ -66,15 +66,14 @@ def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnB
 
 @dataclass(frozen=True, slots=True)
 class StageNames:
-    """What all stages of a pipeline hold: the ``parameters`` of the whole model in its order, and all names that are
-    not this rank's (``elsewhere``)."""
+    """Names of all ``parameters`` of the model in order, and names that only other ranks have (``elsewhere``)."""
 
     parameters: tuple[str, ...]
     elsewhere: frozenset[str]
 
 
 def names_of_stages(stage: nn.Module, group: ProcessGroup) -> StageNames:
-    """Collective over ``group``, the stages of one pipeline."""
+    """Gather the names; collective over ``group``, the stages of a pipeline."""
     mine = [name for name, _ in stage.named_parameters()], list(stage.state_dict())
     found: list[tuple[list[str], list[str]]] = [([], [])] * group.size()
     torch.distributed.all_gather_object(found, mine, group=group)
@@ -84,7 +83,7 @@ def names_of_stages(stage: nn.Module, group: ProcessGroup) -> StageNames:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The ranks of one pipeline in the order of its stages, as the one at ``number`` sees them."""
+    """Ranks of a pipeline in the order of stages; ``number`` is this rank's stage."""
 
     ranks: tuple[int, ...]
     number: int
@@ -92,17 +91,16 @@ class Line:
     device: torch.device
 
     def from_last(self, value: Tensor) -> Tensor:
-        """The last stage's value on every stage."""
+        """Broadcast the last stage's value."""
         torch.distributed.broadcast(value, self.ranks[-1], group=self.group)
         return value
 
     @torch.no_grad()
-    def logits(self, stage: Stage, inputs: Tensor, handed_on: torch.dtype) -> Tensor:
-        """In evaluation mode. Each stage waits for the hidden states, of dtype ``handed_on``, of the one before it. All
-        ranks have the answer."""
+    def logits(self, stage: Stage, inputs: Tensor, hidden: torch.dtype) -> Tensor:
+        """Logits in evaluation mode, on all ranks. ``hidden`` is the dtype of the hidden states between stages."""
         stage.eval()
         if not stage.is_first:
-            inputs = torch.empty(len(inputs), CONTEXT, WIDTH, dtype=handed_on, device=self.device)
+            inputs = torch.empty(len(inputs), CONTEXT, WIDTH, dtype=hidden, device=self.device)
             torch.distributed.recv(inputs, self.ranks[self.number - 1], group=self.group)
         output = stage(inputs)
         if stage.is_last:

@@ -1,8 +1,8 @@
-"""FSDP2 under a pipeline: workers that share a stage shard it, and torch's schedules pass micro-batches on."""
+"""Pipelines with FSDP2: the workers of a stage shard it, and torch's schedules run the micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,20 +11,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from ..config import Precision, TrainConfig
-from ..engines.base import mean_loss
-from ..language_model import CONTEXT, VOCABULARY, WIDTH
-from ..schedule import Schedule
+from ..config.model_names import CONTEXT, VOCABULARY
+from ..config.schedule import Schedule
+from ..config.train_config import TrainConfig
+from ..models.language_model import WIDTH
+from .base import DTYPES, mean_loss
 from .fsdp2 import Fsdp2Engine
 from .gradients import total_norm
 from .pipeline import Line, Stage
-
-HANDED_ON: Mapping[Precision, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-"""The dtype of hidden states between stages: that of the computation."""
 
 
 class PipelineEngine(Fsdp2Engine):
@@ -39,11 +33,11 @@ class PipelineEngine(Fsdp2Engine):
         self._schedule = self._new_schedule()
 
     def _new_schedule(self) -> Schedule1F1B | ScheduleGPipe:
-        """Shapes are given, so that no stage has to ask the one before it."""
+        """The schedule, with given shapes, which stages would otherwise exchange."""
         parts, line = self._config.gradient_accumulation, self._line
         samples = self._config.batch_size // self._config.data_workers // parts
-        handed_on = HANDED_ON[self._config.precision]
-        hidden = torch.empty(samples, CONTEXT, WIDTH, dtype=handed_on, device="meta").requires_grad_()
+        dtype = DTYPES[self._config.precision]
+        hidden = torch.empty(samples, CONTEXT, WIDTH, dtype=dtype, device="meta").requires_grad_()
         tokens = torch.empty(samples, CONTEXT, dtype=torch.int64, device="meta")
         logits = torch.empty(samples, CONTEXT, VOCABULARY, dtype=hidden.dtype, device="meta")
         stage = PipelineStage(
@@ -59,7 +53,7 @@ class PipelineEngine(Fsdp2Engine):
         return kind(stage, parts, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Of one micro-batch, as it is differentiated; called by the schedule on the last stage."""
+        """Scaled loss of a micro-batch; called by the schedule on the last stage."""
         loss = mean_loss(logits, labels)
         self._losses.append(loss.detach())
         return self._scaled(loss)
@@ -73,7 +67,7 @@ class PipelineEngine(Fsdp2Engine):
         return self._line.from_last(loss)
 
     def _add_tied_gradients(self) -> None:
-        """First and last stage add the other's gradient of the matrix that both have. A sum of two has the same bits in
+        """Add the other stage's gradient of the tied matrix on first and last stage. A sum of two has the same bits in
         either order."""
         if not (self._stage.is_first or self._stage.is_last):
             return
@@ -90,7 +84,7 @@ class PipelineEngine(Fsdp2Engine):
         mine.add_(received)
 
     def _norm(self, parameters: Iterable[Parameter]) -> float:
-        """Over all stages; the matrix that two stages have counts once."""
+        """Norm over all stages; the tied matrix counts once."""
         counted_before = self._stage.embed.weight if self._stage.is_last else None
         gradients = [found.grad for found in parameters if found.grad is not None and found is not counted_before]
         square = total_norm(gradients).to(self._device).double().square()
@@ -98,4 +92,4 @@ class PipelineEngine(Fsdp2Engine):
         return float(square.sqrt())
 
     def logits(self, inputs: Tensor) -> Tensor:
-        return self._line.logits(self._stage, inputs, HANDED_ON[self._config.precision])
+        return self._line.logits(self._stage, inputs, DTYPES[self._config.precision])

@@ -1,11 +1,9 @@
-"""Resuming from a checkpoint of any format, of any engine and world size."""
+"""Resuming from a checkpoint of any format, engine and world size."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,15 @@ from torch.optim.lr_scheduler import LambdaLR
 import ckpt_tools
 from ckpt_tools.errors import FormatError
 
-from ..config import TrainConfig
-from ..engines.base import Progress
-from ..temporary import shared_temporary_folder
+from ..checkpoints.temporary import converted
+from ..config.train_config import TrainConfig
+from .base import Progress
 
 _FORMATS: Mapping[int, ckpt_tools.WrittenFormat] = {1: "zero1", 2: "zero2", 3: "zero3"}
 
 
 def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
-    """How far the run had come that wrote these entries beside model and optimizer. Raises ``FormatError``."""
+    """Progress of the run that wrote these entries of a checkpoint. Raises ``FormatError``."""
     progress = Progress.of(entries)
     if progress is None:
         raise FormatError(f"{checkpoint} does not say after which epoch and step it was saved")
@@ -31,7 +29,7 @@ def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
 
 
 def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str, Any]:
-    """The learning rate schedule's state among these entries. Raises ``FormatError``."""
+    """State of the learning rate scheduler among these entries. Raises ``FormatError``."""
     state = entries.get("lr_scheduler")
     if not isinstance(state, dict):
         raise FormatError(f"{checkpoint} holds no state of a learning rate scheduler")
@@ -39,10 +37,10 @@ def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str
 
 
 def apply_settings(config: TrainConfig, scheduler: LambdaLR) -> None:
-    """Let the run's own learning rate, schedule and weight decay hold from the next step on.
+    """Apply the run's own learning rate, schedule and weight decay from the next step on.
 
-    The loaded state of optimizer and scheduler brings those of the checkpoint's run along. If they are the same, this
-    computes the very numbers that were saved, as ``LambdaLR`` itself computes them.
+    The loaded states hold those of the checkpoint's run. If they are the same, this computes exactly the saved numbers,
+    as ``LambdaLR`` computes them.
     """
     groups = scheduler.optimizer.param_groups
     scheduler.base_lrs = [config.learning_rate] * len(groups)
@@ -54,38 +52,23 @@ def apply_settings(config: TrainConfig, scheduler: LambdaLR) -> None:
     scheduler._last_lr = [group["lr"] for group in groups]
 
 
-@contextmanager
-def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> Iterator[Path]:
-    """``checkpoint`` as a folder that ``load_checkpoint`` takes at this stage, precision and world size; collective.
+def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> AbstractContextManager[Path]:
+    """``checkpoint`` as a folder that ``load_checkpoint`` reads at this stage, precision and world size; collective.
 
-    If it is of another format, stage, precision or world size, or at a URL, from which DeepSpeed reads nothing, the
-    first rank of each machine converts it into a temporary folder, which takes as much room as the checkpoint until it
-    is loaded.
-
-    Raises:
-        CkptError: it cannot be read or has no form in this stage.
+    A checkpoint of another format, stage, precision or world size, or at a URL, is converted on each machine into a
+    temporary folder, which takes as much space as the checkpoint. Raises CkptError.
     """
     if fits_zero(checkpoint, stage, dtype):
-        yield Path(checkpoint)
-        return
+        return nullcontext(Path(checkpoint))
     world_size = torch.distributed.get_world_size()
-    folder, leads = shared_temporary_folder(), int(os.environ["LOCAL_RANK"]) == 0
-    try:
-        if leads:
-            ckpt_tools.convert(checkpoint, folder, to=_FORMATS[stage], world_size=world_size, dtype=dtype)
-        torch.distributed.barrier()
-        yield folder
-        torch.distributed.barrier()
-    finally:
-        if leads:
-            shutil.rmtree(folder, ignore_errors=True)
+    return converted(checkpoint, to=_FORMATS[stage], world_size=world_size, dtype=dtype)
 
 
 def fits_zero(
     checkpoint: Path | str, stage: int, dtype: torch.dtype, stages: int = 1, names: Collection[str] | None = None
 ) -> bool:
-    """Whether DeepSpeed's ``load_checkpoint`` takes it as it is, in a pipeline of so many ``stages`` or in none. Only a
-    pipeline asks for the ``names`` of the model. Raises CkptError if it cannot be read."""
+    """Whether DeepSpeed's ``load_checkpoint`` reads it without conversion, in a pipeline of ``stages``. ``names`` are
+    those of the model, which a pipeline needs. Raises CkptError if it cannot be read."""
     if not isinstance(checkpoint, Path):
         return False
     found, world_size = ckpt_tools.inspect(checkpoint), torch.distributed.get_world_size()
@@ -97,7 +80,7 @@ def fits_zero(
 
 
 def _stages_of(checkpoint: Path) -> int:
-    """The stages of the pipeline that DeepSpeed saved: one if it was none. Only pipelines have files of layers."""
+    """Number of pipeline stages that DeepSpeed saved; 1 without files of layers, which only pipelines write."""
     if not any(checkpoint.glob("*/layer_*-model_states.pt")):
         return 1
     return sum(1 for _ in checkpoint.glob("*/mp_rank_*_model_states.pt"))

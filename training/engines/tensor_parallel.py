@@ -1,7 +1,7 @@
-"""Tensor parallelism of the language model: heads and hidden units dealt out, norms over slices of the sequence.
+"""Tensor parallelism of the language model: heads and hidden units are split, norms are sequence-parallel.
 
-Between the layers each worker holds a slice of the sequence (``Shard(1)``). A layer gathers it, multiplies by the
-worker's columns and then by its rows, and hands the sums back in slices.
+Between layers each worker holds a slice of the sequence (``Shard(1)``). A layer gathers it, multiplies by the worker's
+columns and then by its rows, and scatters the sums into slices.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ..language_model import LanguageModel
+from ..models.language_model import LanguageModel
 
 
-def deal_out_block(block: nn.Module, mesh: DeviceMesh) -> None:
-    """One layer over the workers of ``mesh``."""
+def shard_block(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a layer over the workers of ``mesh``."""
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "attention": _gathered(),
@@ -36,8 +36,8 @@ def deal_out_block(block: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(block, mesh, plan)
 
 
-def deal_out_root(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Embedding and head: each worker has the same part of the vocabulary in both, which are one matrix."""
+def shard_root(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split embedding and head by vocabulary. They are one matrix; each worker has the same part in both."""
     assert isinstance(model, LanguageModel)
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

@@ -1,4 +1,4 @@
-"""Launchers: how the ranks of a run are started, and where they put what they save."""
+"""Launchers: start the ranks of a run with torchrun or Ray Train."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from contextlib import AbstractContextManager
 
 from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageError
 
-from ..checkpoints import resume_folder, way_on
-from ..config import TrainConfig
-from ..data import PARTS, load_dataset
-from ..frameworks import check_frameworks
-from ..locking import RunLock, check_no_other_run, only_run
-from ..result import RunResult, check_result_file
-from ..settings import lines_before_start
-from ..starting import check_export, export
+from ..checkpoints.locking import RunLock, check_no_other_run, only_run
+from ..checkpoints.run_folder import resume_folder, resume_hint
+from ..checkpoints.settings import lines_before_start
+from ..checkpoints.weights import check_export, export
+from ..config.train_config import TrainConfig
+from ..data.datasets import PARTS, load_dataset
+from ..engines.frameworks import check_frameworks
+from ..loop.result import RunResult, check_result_file
 from .failures import RunFailedError
 
-# Ray reads these when it is imported: it sends no usage statistics, and exports no metrics of its own.
+# Ray reads these when it is imported: no usage statistics, no metrics exporter.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
 
 
 def launch(config: TrainConfig) -> RunResult:
-    """Run to the end and write ``OUT/result.json``. Errors of the run itself end with how to continue it."""
+    """Train and write ``OUT/result.json``. Messages of failures during the run end with how to continue."""
     check_before_start(config)
     with only_run(config) as lock:
         try:
@@ -31,35 +31,33 @@ def launch(config: TrainConfig) -> RunResult:
             export(config, result.checkpoint)
             return result
         except (RunFailedError, StoreError) as error:
-            raise _with_way_on(error, config) from error
+            raise _with_hint(error, config) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            raise _with_way_on(StoreError(f"{where}{error.strerror or error}"), config) from error
+            raise _with_hint(StoreError(f"{where}{error.strerror or error}"), config) from error
 
 
 def _launch(config: TrainConfig, lock: RunLock) -> RunResult:
-    """Ray is imported only if it is asked for."""
+    """Run with the chosen launcher; Ray is imported only for its own."""
     if config.launcher == "ray":
-        from ..launchers import ray_train
+        from . import ray_train
 
         return ray_train.launch(config, lock)
-    from ..launchers import torchrun
+    from . import torchrun
 
     return torchrun.launch(config, lock)
 
 
 def cluster(num_workers: int) -> AbstractContextManager[None]:
-    """A Ray cluster for several runs in turn; see :func:`.ray_train.cluster`."""
+    """A Ray cluster for several runs; see :func:`.ray_train.cluster`."""
     from . import ray_train
 
     return ray_train.cluster(num_workers)
 
 
 def check_before_start(config: TrainConfig) -> None:
-    """Raise here, in one process, what would otherwise be raised by every worker. Makes nothing.
-
-    Prints the line about a resumed checkpoint whose settings are not those of the run.
-    """
+    """Check in one process what would otherwise fail on every worker. Writes nothing; prints messages about the
+    checkpoint to resume."""
     check_no_other_run(config.out)
     checkpoint = resume_folder(config)
     check_result_file(config.out)
@@ -78,7 +76,7 @@ def _check_samples(config: TrainConfig) -> None:
     config.steps_per_epoch(len(samples.first(config.num_samples)))
 
 
-def _with_way_on(error: CkptError, config: TrainConfig) -> CkptError:
-    ending = way_on(config)
+def _with_hint(error: CkptError, config: TrainConfig) -> CkptError:
+    ending = resume_hint(config)
     message = error.message[: MAX_MESSAGE_CHARS - len(ending)] + ending
     return type(error)(message, path=error.path, key=error.key)

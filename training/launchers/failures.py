@@ -1,4 +1,4 @@
-"""From what went wrong on a rank to one sentence for the person who started the run."""
+"""Failures of ranks, reported as one sentence."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ERROR_LOG_NAME = "error.log"
 
 
 class RunFailedError(CkptError):
-    """A rank stopped on an error that was not foreseen; the message names the file with its traceback."""
+    """A rank failed with an unexpected error; the message names the file with the traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception on a rank, in a form that crosses processes."""
+    """An exception of a rank, which can be sent to another process."""
 
     rank: int
     kind: str
@@ -29,7 +29,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Describe an exception with its traceback."""
+        """From an exception, with its traceback."""
         details = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error), details)
 
@@ -38,7 +38,7 @@ class Failure:
         return f"rank {self.rank} failed with {self.kind}: {_first_line(self.message)}"
 
     def record(self, path: Path) -> None:
-        """Write it to ``path`` if that is free: the failures that the first one causes elsewhere come later."""
+        """Write it to ``path``, unless an earlier failure, which may be its cause, is there."""
         with suppress(FileExistsError), path.open("x") as file:
             json.dump(asdict(self), file)
 
@@ -48,7 +48,7 @@ class Failure:
         return cls(**json.loads(path.read_text()))
 
     def to_error(self, out: Path) -> CkptError:
-        """One of our own errors as it was; anything else as one sentence, its traceback in ``OUT/error.log``."""
+        """The same error if it is a ``CkptError``, else one sentence, with the traceback in ``OUT/error.log``."""
         ours = getattr(errors, self.kind, None)
         if isinstance(ours, type) and issubclass(ours, CkptError):
             return ours(self.message)

@@ -1,4 +1,4 @@
-"""How the command that started a run on Ray speaks to its workers, on whichever machines they are."""
+"""Actor through which the command of a run on Ray sends the request to stop to its workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import ray
 from .ray_restarts import on_this_node
 
 Control = Any
-"""The handle of a :class:`RunControl`; Ray's handles have no useful type."""
+"""Handle of a :class:`RunControl`; Ray's handles are untyped."""
 
 
 class RunControl:
-    """An actor of the run: whether it is asked to save and stop, and how often its workers were started."""
+    """Actor with the request to save and stop, and the number of starts of the workers."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -39,7 +39,7 @@ def new_control() -> Control:
 
 
 def is_asked(control: Control) -> Callable[[], bool]:
-    """A function that says, without asking anybody, whether the run is to stop."""
+    """A function that tells whether there is a request to stop, without a remote call."""
     asked = threading.Event()
     threading.Thread(target=_wait, args=(control, asked), daemon=True).start()
     return asked.is_set

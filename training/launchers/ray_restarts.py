@@ -1,15 +1,16 @@
-"""A run on Ray whose workers failed is started again, with fewer of them if machines were lost.
+"""Restarts of a run on Ray after failures, with fewer workers if machines were lost.
 
-Ray Train can restart workers too, and change their number. But it takes any number that fits, and a run needs one that
-divides its batch and its groups of workers. So each attempt is a ``TorchTrainer`` of its own here.
+Ray Train could restart workers too, but with any number that fits; a run needs one that divides its batch and its
+groups of workers. So each attempt is a separate ``TorchTrainer``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any, TypeVar
 
 import ray
@@ -18,11 +19,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ckpt_tools.errors import UsageError
 
-from ..config import TrainConfig
+from ..config.train_config import TrainConfig
 from .failures import Failure
 
 ANSWER_SECONDS = 60.0
-"""For a node to start a process. Ray needs half of it to find out that a node is lost."""
+"""Time for a node to start a process. Ray detects a lost node in half of it."""
 
 WAIT_SECONDS = 5.0
 
@@ -31,7 +32,7 @@ Say = Callable[[str], None]
 
 
 class AttemptFailedError(Exception):
-    """The workers of one attempt have failed."""
+    """The workers of an attempt have failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.sentence)
@@ -41,59 +42,52 @@ class AttemptFailedError(Exception):
 def with_restarts(
     config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], say: Say
 ) -> tuple[TrainConfig, Outcome]:
-    """What ``attempt`` gives, and the configuration of the one that succeeded. It raises AttemptFailedError.
-
-    Raises:
-        CkptError: the attempts are used up.
-    """
+    """Result of ``attempt``, which raises AttemptFailedError, and the configuration with which it succeeded. Raises
+    CkptError after the last attempt."""
     current = config
-    for number in range(1, config.max_restarts + 1):
+    for number in count(1):
         try:
             return current, attempt(current)
         except AttemptFailedError as error:
+            if number > config.max_restarts:
+                raise error.failure.to_error(config.out) from error
             say(f"restart {number} of {config.max_restarts}: {error}")
             current = _for_the_next(config, say)
-    try:
-        return current, attempt(current)
-    except AttemptFailedError as error:
-        raise error.failure.to_error(config.out) from error
+    raise AssertionError("the loop returns or raises")
 
 
 def _for_the_next(config: TrainConfig, say: Say) -> TrainConfig:
-    """Without ``min_workers``, Ray waits until there is room for all workers."""
+    """Wait for machines. Without ``min_workers``, Ray itself waits until all workers fit."""
     if config.min_workers is None:
         return config
-    found = next(each for each in _seen(config, say) if each is not None)
-    say(f"going on with {found.num_workers} of {config.num_workers} workers")
+    found = on_what_is_left(config, room := room_for_workers())
+    if found is None:
+        say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
+    while found is None:
+        time.sleep(WAIT_SECONDS)
+        found = on_what_is_left(config, room_for_workers())
+    say(f"continuing with {found.num_workers} of {config.num_workers} workers")
     return found
 
 
-def _seen(config: TrainConfig, say: Say) -> Iterator[TrainConfig | None]:
-    yield on_what_is_left(config, room := room_for_workers())
-    say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
-    while True:
-        time.sleep(WAIT_SECONDS)
-        yield on_what_is_left(config, room_for_workers())
-
-
 def on_what_is_left(config: TrainConfig, room: int) -> TrainConfig | None:
-    """The run with as many workers as it can use of ``room``: their number divides the batch and makes whole groups.
-    None if that is fewer than ``min_workers``."""
+    """The run with the most workers, at most ``room``, that divide the batch and fill groups; None if that is below
+    ``min_workers``."""
     assert config.min_workers is not None
-    for count in range(min(room, config.num_workers), config.min_workers - 1, -1):
+    for workers in range(min(room, config.num_workers), config.min_workers - 1, -1):
         with suppress(UsageError):
-            return replace(config, num_workers=count)
+            return replace(config, num_workers=workers)
     return None
 
 
 def room_for_workers() -> int:
-    """How many workers the machines take that answer, each with a processor and, where there is CUDA, a GPU."""
+    """Number of workers for which the responding nodes have a CPU and, with CUDA, a GPU."""
     needed = ("CPU", "GPU") if torch.cuda.is_available() else ("CPU",)
     return sum(int(min(node["Resources"].get(name, 0) for name in needed)) for node in _answering())
 
 
 def _answering() -> list[dict[str, Any]]:
-    """A node that was just lost still counts as alive, until Ray misses enough of its signs."""
+    """Nodes that respond: a lost node counts as alive until Ray has missed several heartbeats."""
     asked = {_ask(node["NodeID"]): node for node in ray.nodes() if node["Alive"]}
     done, late = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
     for each in late:
@@ -103,7 +97,7 @@ def _answering() -> list[dict[str, Any]]:
 
 def _ask(node_id: str) -> Any:
     def answer() -> None:
-        """That it runs is the answer. A function of the module would have its process import torch."""
+        """Does nothing. As a function of the module it would import torch in its process."""
 
     return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node_id))(answer).remote()
 
@@ -113,7 +107,7 @@ def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
-    """For what has to live as long as the command that started the run."""
+    """Scheduling on the node of the command, for actors that live as long as it."""
     return on_node(ray.get_runtime_context().get_node_id())
 
 

@@ -1,8 +1,7 @@
-"""The loop under Ray Train: one ``TorchTrainer``, metrics and sharded checkpoints through ``ray.train.report``.
+"""Launcher with Ray Train: one ``TorchTrainer``, metrics and checkpoints through ``ray.train.report``.
 
-In ``OUT`` all workers write a checkpoint into one folder, as under torchrun. For a store every worker saves its own
-shards into a folder of its own, and uploads them into the same checkpoint while training goes on. Ray records it when
-all have uploaded. Resuming ``latest`` asks that record, which lies there too.
+In ``OUT`` all workers write a checkpoint into one folder, as with torchrun. For ``--storage`` each worker saves into a
+folder of its own, and uploads it in the background; when all have, Ray's record in the storage names the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -31,41 +30,43 @@ from ray.util.queue import Queue
 from ckpt_tools.guard import guarded
 from ckpt_tools.signals import starting_processes
 
-from ..checkpoints import CHECKPOINTS, remove_shards, resume_folder
-from ..config import RESUME_AUTO, TrainConfig
-from ..journal import Journal
-from ..launchers.failures import Failure
-from ..locking import LostStorageError, RunLock
-from ..loop import Interrupted, Trained, train
-from ..outlets import FolderOutlet
-from ..result import RunResult
-from ..saving import Outlet, Values
-from ..screen import Screen, Status, command_screen
-from ..stopping import RunStoppedError, passed_on
-from ..storage import drop_missing, file_system
+from ..checkpoints.locking import LostStorageError, RunLock
+from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
+from ..checkpoints.storage import drop_missing, file_system
+from ..config.options import RESUME_AUTO
+from ..config.train_config import TrainConfig
+from ..loop.loop import Interrupted, Trained, train
+from ..loop.metrics import Journal
+from ..loop.outlets import FolderOutlet, Outlet, Values
+from ..loop.result import RunResult
+from ..loop.saving import in_background
+from ..loop.screen import Screen, Status, command_screen
+from ..loop.stopping import RunStoppedError, passing_on
+from .failures import Failure
 from .ray_control import Control, is_asked, new_control
 from .ray_restarts import AttemptFailedError, on_this_node, with_restarts
 
-# Ray's own default is 30 % of the memory; nothing but a few lines of progress goes through the object store here.
 OBJECT_STORE_BYTES = 100 * 2**20
+"""Ray's default is 30 % of the memory; here the object store holds only lines of progress."""
+
 CHECK_SECONDS = 1.0
 
 Outcome = Trained | Interrupted
 Result = TypeVar("Result")
 
 AT_ONCE = (KeyboardInterrupt, LostStorageError)
-"""What ends a run while a thread waits for Ray: nothing is asked of Ray then, and the process ends without teardown."""
+"""Exceptions that end a run while a thread waits for Ray; the process then ends without calling Ray."""
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
-    """Run on ``config.num_workers`` Ray workers, write ``result.json``; raises what the first failing rank raised."""
+    """Run on Ray workers and write ``result.json``. Raises the error of the first failing rank."""
     started = time.perf_counter()
     resume_from = resume_folder(config)
     with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as lines:
         control, asked = new_control(), threading.Event()
         fit = partial(_fit, resume_from=resume_from, lines=lines, control=control)
-        with passed_on(asked.set):
-            last, trained = _beside(
+        with passing_on(asked.set):
+            last, trained = _in_thread(
                 partial(with_restarts, config, fit, lines.put), partial(_check, lock, asked, control)
             )
     if isinstance(trained, Interrupted):
@@ -77,10 +78,9 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
 
 @contextmanager
 def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
-    """The Ray cluster of this process, of ``RAY_ADDRESS``, or else one started here and stopped afterwards.
+    """The Ray cluster of this process or of ``RAY_ADDRESS``, or else a local one for the block.
 
-    For ``keep_open`` see :func:`ckpt_tools.guard.guarded`, which ends all of it if this process is killed or told to
-    stop.
+    :func:`ckpt_tools.guard.guarded`, which describes ``keep_open``, ends it if this process is killed or stopped.
     """
     if ray.is_initialized():
         yield
@@ -88,27 +88,29 @@ def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
     with guarded(keep_open) as marking:
         with marking(), starting_processes():
             ray.init(**_init_options(num_workers))
-        yield from _until_shutdown()
+        with _ended_by(ray.shutdown):
+            yield
 
 
-def _until_shutdown() -> Iterator[None]:
-    """If the run has to end at once, leave the shutdown out: it does not end while a thread waits for Ray's answer (see
-    :func:`_beside`). The guard ends a local cluster, and a remote one ends the work of a driver that is gone."""
+@contextmanager
+def _ended_by(end: Callable[[], None]) -> Iterator[None]:
+    """Calls ``end`` after the block, but not if the run has to end at once: Ray does not respond while a thread waits
+    for it (:func:`_in_thread`). The guard ends a local cluster, a remote one ends the work of a driver that is gone."""
     try:
         yield
     except AT_ONCE:
         raise
     except BaseException:
-        ray.shutdown()
+        end()
         raise
-    ray.shutdown()
+    end()
 
 
 def _init_options(num_workers: int) -> dict[str, Any]:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
         return quiet
-    # As many CPUs as workers even on a smaller machine: they share the cores instead of waiting for each other.
+    # At least one CPU per worker: on a smaller machine they share the cores instead of waiting for each other.
     cpus = max(os.cpu_count() or 1, num_workers)
     local = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     return quiet | local | {"address": "local"}
@@ -116,25 +118,14 @@ def _init_options(num_workers: int) -> dict[str, Any]:
 
 @contextmanager
 def printed_lines(config: TrainConfig) -> Iterator[Queue]:
-    """A queue whose lines, put there by any worker on any machine, are shown or recorded here as they come."""
+    """A queue whose lines, from workers on any machine, are shown or recorded here."""
     lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_node()})
     with command_screen() as screen:
         journal = Journal(config.out, tensorboard=config.tensorboard)
         printer = threading.Thread(target=_print_until_none, args=(lines, screen, journal), daemon=True)
         printer.start()
-        yield from _until_printed(lines, printer)
-
-
-def _until_printed(lines: Queue, printer: threading.Thread) -> Iterator[Queue]:
-    try:
-        yield lines
-    except AT_ONCE:
-        # The queue ends with the cluster, and the thread with this process.
-        raise
-    except BaseException:
-        _end_lines(lines, printer)
-        raise
-    _end_lines(lines, printer)
+        with _ended_by(partial(_end_lines, lines, printer)):
+            yield lines
 
 
 def _end_lines(lines: Queue, printer: threading.Thread) -> None:
@@ -144,7 +135,7 @@ def _end_lines(lines: Queue, printer: threading.Thread) -> None:
 
 
 def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
-    """A line to say, a status to show, or figures to record."""
+    """Show each line and status, and record each dict of metrics."""
     with suppress(ray.exceptions.RayError):
         while (line := lines.get()) is not None:
             if isinstance(line, Status):
@@ -162,21 +153,13 @@ def _check(lock: RunLock, asked: threading.Event, control: Control) -> None:
         control.ask.remote()
 
 
-def _beside(call: Callable[[], Result], check: Callable[[], None]) -> Result:
-    """What ``call`` gives, run in a thread, so that this one hears signals at once: in the main thread Ray Train would
-    answer SIGINT itself. ``check`` is called every second and may raise."""
-    done: Future[Result] = Future()
-    threading.Thread(target=_complete, args=(done, call), daemon=True).start()
+def _in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
+    """Result of ``call``, run in a thread so that this one handles signals: in the main thread Ray Train would handle
+    SIGINT. ``check`` is called every second and may raise."""
+    done = in_background(call)
     while not wait([done], timeout=CHECK_SECONDS).done:
         check()
     return done.result()
-
-
-def _complete(done: Future[Result], call: Callable[[], Result]) -> None:
-    try:
-        done.set_result(call())
-    except BaseException as error:
-        done.set_exception(error)
 
 
 def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, control: Control) -> Outcome:
@@ -207,16 +190,16 @@ def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, cont
 
 
 def _failure_config(config: TrainConfig) -> ray.train.FailureConfig:
-    """Restarts are ours (:mod:`.ray_restarts`). Ray waits for machines alone, if the number of workers is fixed."""
+    """No restarts by Ray (see :mod:`.ray_restarts`). With a fixed number of workers, Ray waits for machines."""
     waits = config.min_workers is None
     return ray.train.FailureConfig(max_failures=0, controller_failure_limit=-1 if waits else 0)
 
 
 def _ray_storage(config: TrainConfig) -> dict[str, Any]:
-    """The part of Ray's ``RunConfig`` that says where checkpoints and the record of the run lie.
+    """Storage options of Ray's ``RunConfig``.
 
-    Not Arrow's own S3 client, which Ray would take for a URL: it resolves endpoint and region by rules of its own, and
-    leaves an empty object for each folder.
+    For a URL Ray would use Arrow's S3 client, which resolves endpoint and region differently, and leaves an empty
+    object for each folder.
     """
     if config.storage is None:
         return {"storage_path": str(config.out)}
@@ -225,13 +208,13 @@ def _ray_storage(config: TrainConfig) -> dict[str, Any]:
 
 
 def _first_failure(error: ray.train.WorkerGroupError) -> Failure:
-    """The lowest rank's: Ray collects the failures of one poll without saying which came first."""
+    """Failure of the lowest rank: Ray does not tell which failure of a poll came first."""
     rank, cause = min(error.worker_failures.items(), key=lambda item: item[0])
     return Failure.of(rank, cause)
 
 
 def _work(loop_config: dict[str, Any]) -> Outcome:
-    """Be one rank of the run."""
+    """Run one rank."""
     config: TrainConfig = loop_config["config"]
     outlet = _outlet(config, loop_config["lines"])
     control: Control = loop_config["control"]
@@ -243,7 +226,7 @@ def _work(loop_config: dict[str, Any]) -> Outcome:
 
 
 def _is_restart(control: Control) -> bool:
-    """Whether Ray has started the workers again."""
+    """Whether Ray has restarted the workers."""
     leads = ray.train.get_context().get_world_rank() == 0
     found = [leads and ray.get(control.begin.remote()) > 1]
     torch.distributed.broadcast_object_list(found)
@@ -260,22 +243,17 @@ def _outlet(config: TrainConfig, lines: Queue) -> Outlet:
     return RayFolderOutlet(config, lines) if config.storage is None else RayStorageOutlet(config, lines)
 
 
-class RayFolderOutlet(FolderOutlet):
-    """Written in place and named when it is whole: Ray would copy shard after shard under the final name."""
+class _RayOutlet:
+    """Reports values to Ray, and sends lines and statuses to the command."""
 
-    def __init__(self, config: TrainConfig, lines: Queue) -> None:
-        super().__init__(config.out, tensorboard=config.tensorboard)
-        self._lines = lines
-
-    def announce(self, name: str, values: Values) -> None:
-        ray.train.report(
-            dict(values),
-            ray.train.Checkpoint.from_directory(self._folder / name),
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-        )
+    _lines: Queue
 
     def report(self, values: Values) -> None:
         ray.train.report(dict(values))
+
+    def _report_checkpoint(self, checkpoint: ray.train.Checkpoint, values: Values) -> None:
+        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
+        ray.train.report(dict(values), checkpoint, checkpoint_upload_mode=mode)
 
     def say(self, line: str) -> None:
         self._lines.put(line)
@@ -284,9 +262,19 @@ class RayFolderOutlet(FolderOutlet):
         self._lines.put(status)
 
 
-class RayStorageOutlet:
-    """Each rank writes into a temporary folder of its own, and uploads it into the same folder of the storage. Ray
-    keeps the figures of the run beside it."""
+class RayFolderOutlet(_RayOutlet, FolderOutlet):
+    """Writes checkpoints in place: Ray would copy shard after shard into a folder with the final name."""
+
+    def __init__(self, config: TrainConfig, lines: Queue) -> None:
+        super().__init__(config.out, tensorboard=config.tensorboard)
+        self._lines = lines
+
+    def announce(self, name: str, values: Values) -> None:
+        self._report_checkpoint(ray.train.Checkpoint.from_directory(self._folder / name), values)
+
+
+class RayStorageOutlet(_RayOutlet):
+    """Each rank writes into its own temporary folder, and uploads it into one folder of the storage."""
 
     uploads = True
 
@@ -304,7 +292,7 @@ class RayStorageOutlet:
         return self._folders[name]
 
     def finish(self, name: str) -> None:
-        """It is complete when Ray has recorded it."""
+        """Upload. The checkpoint is complete when Ray has recorded it."""
         folder = self._folders.pop(name)
         try:
             local = ray.train.Checkpoint.from_directory(folder)
@@ -313,18 +301,8 @@ class RayStorageOutlet:
             shutil.rmtree(folder, ignore_errors=True)
 
     def announce(self, name: str, values: Values) -> None:
-        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
-        ray.train.report(dict(values), self._uploaded.pop(name), checkpoint_upload_mode=mode)
-
-    def report(self, values: Values) -> None:
-        ray.train.report(dict(values))
+        self._report_checkpoint(self._uploaded.pop(name), values)
 
     def record(self, figures: Mapping[str, Any]) -> None:
-        """In ``OUT``, which is the command's."""
+        """Send the values to the command, which writes to ``OUT``."""
         self._lines.put(dict(figures))
-
-    def say(self, line: str) -> None:
-        self._lines.put(line)
-
-    def show(self, status: Status) -> None:
-        self._lines.put(status)

@@ -1,13 +1,13 @@
-"""The loop under ``torchrun``, without Ray.
+"""Launcher with torchrun.
 
-:func:`launch` starts torchrun on this machine with the command line of the run itself, so that
-``torchrun ... -m training --launcher torchrun ...``, the way several machines are used, is the same: every process it
-starts lands in :func:`work`. Each rank writes its shards straight into the run's folder, which the machines share; a
-checkpoint gets its final name only when all ranks have written.
+:func:`launch` starts torchrun with the command line of the run, as a user does on several machines with
+``torchrun ... -m training --launcher torchrun ...``; each process runs :func:`work`. Ranks write their shards into the
+run's folder, which all machines share.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -30,45 +30,43 @@ from torch.distributed.rendezvous import rendezvous
 
 from ckpt_tools.guard import guarded
 
-from ..checkpoints import resume_folder
-from ..config import RESUME_AUTO, TrainConfig
-from ..launchers.failures import Failure, RunFailedError
-from ..locking import RunLock, only_run
-from ..loop import Interrupted, train
-from ..outlets import FolderOutlet
-from ..result import RESULT_NAME, RunResult
-from ..screen import drawn
-from ..settings import lines_before_start
-from ..starting import check_export, export
-from ..stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passed_on
-from .processes import die_with_parent, wait_for
-
-PACKAGE = f"{__package__}".rpartition(".")[0]
-"""``training`` in a checkout, ``ckpt_tools_training`` where a wheel is installed."""
+from ..checkpoints.locking import RunLock, only_run
+from ..checkpoints.run_folder import resume_folder
+from ..checkpoints.settings import lines_before_start
+from ..checkpoints.weights import check_export, export
+from ..config import PACKAGE
+from ..config.options import RESUME_AUTO
+from ..config.train_config import TrainConfig
+from ..loop.loop import Interrupted, train
+from ..loop.outlets import FolderOutlet
+from ..loop.result import RESULT_NAME, RunResult
+from ..loop.screen import drawn
+from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
+from .failures import Failure, RunFailedError
 
 LOG_NAME = "torchrun.log"
-ERROR_FILE_VARIABLE = "TRAINING_ERROR_FILE"
-_RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-"""As torchrun's agent logs the first rank that ended."""
+POLITE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+FILES_VARIABLE = "TRAINING_LAUNCHER_FILES"
+"""Environment variable of the ranks: folder of :class:`_Files`. Ranks of a torchrun that the user started lack it."""
 
-BEGUN_FILE_VARIABLE = "TRAINING_BEGUN_FILE"
-STOP_FILE_VARIABLE = "TRAINING_STOP_FILE"
-STOPPED_FILE_VARIABLE = "TRAINING_STOPPED_FILE"
+_RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+"""Line of torchrun's agent about the first rank that ended."""
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
-    """Start one process a worker on this machine and wait; raises what the first failing rank raised.
-
-    The workers' standard error, where the frameworks log, goes to ``OUT/torchrun.log``.
-    """
+    """Run all workers on this machine. Raises the error of the first failing rank. Their standard error, with the
+    frameworks' logs, goes to ``OUT/torchrun.log``."""
     log = config.out / LOG_NAME
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
         files = _Files.inside(Path(folder))
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
             with drawn() as (stdout, drawing):
-                agent = _started(_command(config), stdout, stderr, os.environ | files.environment() | drawing)
-                with passed_on(partial(_ask_to_stop, files, agent)):
-                    code = wait_for(agent)
+                # One thread per rank: they share the cores, and it fixes the order of sums.
+                environment = os.environ | {"OMP_NUM_THREADS": "1", FILES_VARIABLE: folder} | drawing
+                agent = _started(_command(config), stdout, stderr, environment)
+                with passing_on(partial(_ask_to_stop, files, agent)):
+                    code = _wait_for(agent)
         if files.stopped.exists():
             raise RunStoppedError.at(json.loads(files.stopped.read_text()))
         if files.stop.exists() and code == -signal.SIGKILL:
@@ -85,8 +83,8 @@ _WAITING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
 
 @contextmanager
 def _signals_waiting() -> Iterator[None]:
-    """They are raised after the block. What a signal raises while Python forks is raised in a callback of the fork,
-    where Python drops it, or before the new process has a name here: nobody would end it."""
+    """Delays signals until after the block. During a fork their exceptions would be raised in a callback, which drops
+    them, or before the new process is known here and can be ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -105,7 +103,7 @@ def _signals_waiting() -> Iterator[None]:
 
 
 def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """The agent. It is ended and awaited if a signal came meanwhile."""
+    """Start the agent. It is killed and awaited if a signal arrives meanwhile."""
     agent: subprocess.Popen[bytes] | None = None
     try:
         with _signals_waiting():
@@ -120,8 +118,27 @@ def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str
     return agent
 
 
+def _wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Exit code of the process. If this process is interrupted, the other is too, and killed after a few seconds."""
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGINT, because torchrun's agent ignores SIGTERM."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(POLITE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
-    """The ranks stop at a checkpoint. While none has begun there is nothing to save, and their start is not awaited."""
+    """Request a checkpoint and the end of the run; before any rank has begun, kill the agent."""
     files.stop.touch()
     if not files.begun.exists():
         agent.kill()
@@ -129,8 +146,8 @@ def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """How the launcher and its ranks speak: the first error, the first rank's beginning, the request to stop, the
-    checkpoint at which they did."""
+    """Files between launcher and ranks: the first error, a mark that ranks have begun, the request to stop, and the
+    checkpoint at which they stopped."""
 
     error: Path
     begun: Path
@@ -141,68 +158,73 @@ class _Files:
     def inside(cls, folder: Path) -> _Files:
         return cls(folder / "error.json", folder / "begun", folder / "stop", folder / "stopped.json")
 
-    def environment(self) -> dict[str, str]:
-        """One thread a rank: the ranks share the cores, and a fixed thread count fixes the order of sums."""
-        return {
-            "OMP_NUM_THREADS": "1",
-            ERROR_FILE_VARIABLE: str(self.error),
-            BEGUN_FILE_VARIABLE: str(self.begun),
-            STOP_FILE_VARIABLE: str(self.stop),
-            STOPPED_FILE_VARIABLE: str(self.stopped),
-        }
+    @classmethod
+    def of_launcher(cls) -> _Files | None:
+        """Those of the launcher that started this rank."""
+        return cls.inside(Path(os.environ[FILES_VARIABLE])) if FILES_VARIABLE in os.environ else None
 
 
 def work(config: TrainConfig) -> NoReturn:
-    """Be one rank of the run, and end this process; rank 0 writes ``result.json``.
+    """Run one rank, and end this process; rank 0 writes ``result.json``.
 
-    Under a torchrun that is not ours, rank 0 holds the lock of ``OUT``, and each rank ends what it started.
+    Under a torchrun that the user started, rank 0 locks ``OUT``, and each rank ends the processes that it started.
     """
-    die_with_parent()
-    request = Request(Path(os.environ[STOP_FILE_VARIABLE]) if STOP_FILE_VARIABLE in os.environ else None)
-    request.heed_signals()
-    if BEGUN_FILE_VARIABLE in os.environ:
-        Path(os.environ[BEGUN_FILE_VARIABLE]).touch()
+    _die_with_parent()
+    files = _Files.of_launcher()
+    request = Request(files.stop if files else None)
+    request.handle_signals()
+    if files:
+        files.begun.touch()
     if _restarts():
         config = replace(config, resume=RESUME_AUTO)
         if os.environ["RANK"] == "0":
             limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
-            print(f"restart {_restarts()} of {limit}: {_reason(config)}", flush=True)
+            print(f"restart {_restarts()} of {limit}: {_reason(config, files)}", flush=True)
     try:
-        with nullcontext() if ERROR_FILE_VARIABLE in os.environ else _on_its_own(config):
-            code = _work(config, request)
+        with nullcontext() if files else _on_its_own(config):
+            code = _work(config, request, files)
     except Exception as error:
-        if ERROR_FILE_VARIABLE in os.environ:
-            Failure.of(int(os.environ["RANK"]), error).record(Path(os.environ[ERROR_FILE_VARIABLE]))
+        if files:
+            Failure.of(int(os.environ["RANK"]), error).record(files.error)
         raise
     leave(code)
 
 
+def _die_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        # The parent ended before the call.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _restarts() -> int:
-    """How often the agent has started the ranks again."""
+    """Number of restarts by the agent."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _reason(config: TrainConfig) -> str:
-    """Of the last failure. A killed rank says nothing, and the others then fail because of it."""
-    error = _taken_error()
-    ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text()) if ERROR_FILE_VARIABLE in os.environ else []
+def _reason(config: TrainConfig, files: _Files | None) -> str:
+    """Reason of the last failure, whose file is removed for the next one.
+
+    A killed rank records none, and then the others fail because of it.
+    """
+    if files is None:
+        return "a rank failed; torchrun's log has the reason"
+    error = Failure.recorded(files.error) if files.error.is_file() else None
+    files.error.unlink(missing_ok=True)
+    ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text())
     if ends and int(ends[-1][0]) < 0:
         return f"rank {ends[-1][1]} was ended by {signal.Signals(-int(ends[-1][0])).name}"
     return "a rank failed; torchrun's log has the reason" if error is None else error.sentence
 
 
-def _taken_error() -> Failure | None:
-    """The error that the last failure was recorded with, whose place is free for the next one's now."""
-    path = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
-    if not path.is_file():
-        return None
-    error = Failure.recorded(path)
-    path.unlink()
-    return error
-
-
 @contextmanager
 def _on_its_own(config: TrainConfig) -> Iterator[None]:
+    """Locks and guards of a rank under a torchrun that the user started."""
     with ExitStack() as held:
         if os.environ["RANK"] == "0":
             held.enter_context(only_run(config))
@@ -214,38 +236,37 @@ def _on_its_own(config: TrainConfig) -> Iterator[None]:
 def leave(code: int = 0) -> NoReturn:
     """End the process without the interpreter's teardown.
 
-    Gloo's threads outlive ``destroy_process_group`` where a framework keeps a reference to a group, as DeepSpeed does.
-    One that drops its last tensor while Python shuts down aborts the process ("terminate called without an active
-    exception", seen once in ten runs on a loaded machine), and a run that was done would be reported as failed.
+    Gloo's threads outlive ``destroy_process_group`` if a framework keeps a reference to a group, as DeepSpeed does. One
+    that drops its last tensor during the shutdown aborts the process ("terminate called without an active exception",
+    seen once in ten runs on a loaded machine), and a finished run would be reported as failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _work(config: TrainConfig, request: Request) -> int:
-    """The exit code of this rank. An agent takes any other than 0 for a failure: only the user's own is told that the
-    run was stopped."""
-    if ERROR_FILE_VARIABLE not in os.environ or _restarts():
+def _work(config: TrainConfig, request: Request, files: _Files | None) -> int:
+    """Exit code of this rank. An agent treats any but 0 as a failure, so only without it does a stopped run have 75."""
+    if files is None or _restarts():
         _check_settings(config)
     interrupted = run_rank(config, join_process_group(), request)
     rank = torch.distributed.get_rank()
     torch.distributed.destroy_process_group()
     if interrupted is None:
-        if rank == 0 and ERROR_FILE_VARIABLE not in os.environ:
+        if rank == 0 and files is None:
             export(config, RunResult.read(config.out / RESULT_NAME).checkpoint)
         return 0
-    if STOPPED_FILE_VARIABLE not in os.environ:
+    if files is None:
         if rank == 0:
             print(RunStoppedError.at(interrupted.checkpoint), file=sys.stderr, flush=True)
         return EXIT_CODE
     if rank == 0:
-        Path(os.environ[STOPPED_FILE_VARIABLE]).write_text(json.dumps(interrupted.checkpoint))
+        files.stopped.write_text(json.dumps(interrupted.checkpoint))
     return 0
 
 
 def _check_settings(config: TrainConfig) -> None:
-    """As the launcher does before it starts torchrun, for a torchrun that the user has started."""
+    """The launcher's checks, for a torchrun that the user has started."""
     checkpoint = resume_folder(config)
     check_export(config)
     lines = lines_before_start(config, checkpoint)
@@ -254,7 +275,7 @@ def _check_settings(config: TrainConfig) -> None:
 
 
 def run_rank(config: TrainConfig, device: torch.device, request: Request | None = None) -> Interrupted | None:
-    """Run on this rank of an existing process group; rank 0 writes ``result.json``, if the run is not stopped."""
+    """Run one rank of an existing process group; rank 0 writes ``result.json``, unless the run is stopped."""
     started = time.perf_counter()
     outlet = FolderOutlet(config.out, tensorboard=config.tensorboard)
     trained = train(config, device, resume_folder(config), outlet, request or Request(None))
@@ -266,25 +287,25 @@ def run_rank(config: TrainConfig, device: torch.device, request: Request | None 
 
 
 def join_process_group() -> torch.device:
-    """Join the process group that torchrun's environment describes; nccl and one GPU a rank where CUDA is there."""
+    """Join the process group of torchrun's environment; with CUDA, nccl and one GPU per rank."""
     if not torch.cuda.is_available():
-        torch.distributed.init_process_group("gloo", **_meeting())
+        torch.distributed.init_process_group("gloo", **_rendezvous())
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", device_id=device, **_meeting())
+    torch.distributed.init_process_group("nccl", device_id=device, **_rendezvous())
     return device
 
 
-def _meeting() -> dict[str, Any]:
-    """Where the ranks find each other. The agent's store outlives a restart, and would give the addresses of ranks that
-    are gone."""
+def _rendezvous() -> dict[str, Any]:
+    """Rendezvous arguments for ``init_process_group``. A new store for each restart, because the agent's store keeps
+    addresses of dead ranks."""
     store, rank, world_size = next(rendezvous("env://"))
     return {"store": PrefixStore(f"start_{_restarts()}", store), "rank": rank, "world_size": world_size}
 
 
 def _command(config: TrainConfig) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.num_workers)]
-    # SIGTERM is the launcher's to hear; see ignore_saving_signals.
+    # The launcher handles SIGTERM; see ignore_saving_signals.
     torchrun += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", "--max-restarts", str(config.max_restarts)]
     return [sys.executable, *torchrun, "-m", PACKAGE, *config.to_args()]

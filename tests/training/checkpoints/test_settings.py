@@ -1,0 +1,206 @@
+"""A resumed run keeps to the settings of its checkpoint, or says what is different."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.errors import UnsupportedError, UsageError
+from tests.training.conftest import SmallRun, in_process
+from tests.training.jobs import default_config
+from training.__main__ import main
+from training.checkpoints.errors import reading, reworded
+from training.checkpoints.settings import check_settings, recorded_settings
+from training.config.options import SETTINGS, spelt
+from training.config.train_config import Settings, TrainConfig
+from training.launchers import check_before_start
+
+OTHER: Settings = {
+    "model": "cnn",
+    "dataset": "fashion-mnist",
+    "num_samples": 128,
+    "batch_size": 32,
+    "epochs": 9,
+    "schedule": "linear",
+    "warmup_fraction": 0.5,
+    "learning_rate": 5.0,
+    "weight_decay": 0.5,
+    "clip_grad_norm": 1.0,
+    "precision": "bf16",
+    "seed": 7,
+}
+"""Of each setting, a value that is not the default."""
+
+
+def config(**values: Any) -> TrainConfig:
+    return TrainConfig(**({"out": Path("/run"), "engine": "fsdp2", "resume": "latest"} | values))
+
+
+def saved(folder: Path, **entries: Any) -> Path:
+    """A small checkpoint with these entries beside its model."""
+    path = folder / "checkpoint.pt"
+    torch.save({"model": {"w": torch.zeros(2)}, **entries}, path)
+    return path
+
+
+def test_every_option_is_a_setting_or_may_differ_freely() -> None:
+    free = {"out", "engine", "launcher", "num_workers", "until", "max_steps", "data_root", "storage", "max_restarts"}
+    free |= {"strategy", "shard_size", "tp", "cpu_offload", "reshard_after_forward", "forward_prefetch"}
+    free |= {"backward_prefetch", "activation_checkpointing", "gradient_accumulation", "deepspeed_config"}
+    free |= {"save_every", "save_every_steps", "save_every_minutes", "async_save", "keep_last", "keep_best"}
+    free |= {"pp", "pp_schedule", "ep", "compile", "init_from", "rename", "export", "log_every", "tensorboard"}
+    free |= {"profile", "min_workers"}
+    fields = set(TrainConfig.__dataclass_fields__)
+    assert fields == {*SETTINGS} | free | {"resume", "override"}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_differs_is_refused_unless_overridden(name: str, tmp_path: Path) -> None:
+    data = {"data_root": Path("/data")} if name == "dataset" else {}
+    ours = config(**{name: OTHER[name]}, **data)
+    checkpoint = saved(tmp_path, settings=config().settings)
+    theirs = config().settings[name]
+    change = f"--{spelt(name)} is {OTHER[name]} here and {'not given' if theirs is None else theirs} in the checkpoint"
+    with pytest.raises(UsageError, match=f"^{re.escape(change)}; .* --override {spelt(name)}$"):
+        check_settings(ours, checkpoint)
+    allowed = config(**{name: OTHER[name]}, **data, override=(spelt(name),))
+    assert check_settings(allowed, checkpoint) == f"resuming {checkpoint} with other settings: {change}"
+
+
+def test_all_differences_are_named_at_once(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, settings=config().settings)
+    with pytest.raises(UsageError) as caught:
+        check_settings(config(learning_rate=5.0, seed=7, batch_size=16, override=("seed",)), checkpoint)
+    assert str(caught.value) == (
+        "--batch-size is 16 here and 64 in the checkpoint; --learning-rate is 5.0 here and 0.001 in the checkpoint; "
+        "give the checkpoint's values, or change them with --override batch-size --override learning-rate"
+    )
+
+
+def test_equal_settings_need_no_word(tmp_path: Path) -> None:
+    assert check_settings(config(num_workers=4, until=1), saved(tmp_path, settings=config().settings)) is None
+
+
+def test_an_override_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--override seed changes nothing: --seed is 0 here and in the checkpoint"):
+        check_settings(config(override=("seed",)), saved(tmp_path, settings=config().settings))
+
+
+@pytest.mark.parametrize("entries", [{"epoch": 3}, {"settings": "mine"}, {"client_state": {"settings": [1]}}])
+def test_a_checkpoint_without_settings_is_said_to_have_none(entries: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, **entries)
+    line = check_settings(config(override=("seed",)), checkpoint)
+    assert line is not None and line.startswith(
+        f"{checkpoint} does not record its run's --model, --dataset, --num-samples, "
+    )
+    assert line.endswith("--seed: not compared, this run uses its own")
+    assert line.count("\n") == 0
+
+
+def test_a_setting_that_is_missing_is_named_beside_one_that_is_changed(tmp_path: Path) -> None:
+    known = {name: value for name, value in config().settings.items() if name != "weight_decay"}
+    checkpoint = saved(tmp_path, settings=known)
+    line = check_settings(config(seed=7, override=("seed",)), checkpoint)
+    assert line == (
+        f"resuming {checkpoint} with other settings: --seed is 7 here and 0 in the checkpoint; "
+        f"{checkpoint} does not record its run's --weight-decay: not compared, this run uses its own"
+    )
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
+def test_every_engine_saves_its_settings(engine: str, small_run: SmallRun) -> None:
+    result = small_run(engine)
+    assert recorded_settings(result.checkpoint) == result.settings == default_config(Path(), engine=engine).settings
+
+
+@pytest.mark.parametrize(("engine", "frameworks"), [("fsdp2", {"torch"}), ("zero1", {"torch", "deepspeed"})])
+def test_a_result_names_the_versions_that_made_it(engine: str, frameworks: set[str], small_run: SmallRun) -> None:
+    versions = small_run(engine).versions
+    assert versions.keys() == {"python", "ckpt_tools"} | frameworks
+    assert versions["ckpt_tools"] == ckpt_tools.__version__
+    assert versions["torch"].startswith(torch.__version__.partition("+")[0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "way"), [("fsdp2", ("zero2", "dcp")), ("zero3", ("dcp", "zero1")), ("zero1", ("universal", "torch"))]
+)
+def test_settings_go_along_from_format_to_format(
+    engine: str, way: tuple[str, ...], small_run: SmallRun, tmp_path: Path
+) -> None:
+    source = small_run(engine).checkpoint
+    for number, name in enumerate(way):
+        size = {"world_size": 2} if name.startswith("zero") else {}
+        ckpt_tools.convert(source, target := tmp_path / f"{number}", to=name, state="all", **size)
+        source = str(target)
+    assert recorded_settings(source) == small_run(engine).settings
+
+
+def test_a_setting_that_is_not_given_goes_along_too(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, settings=config().settings)
+    ckpt_tools.convert(checkpoint, tmp_path / "dcp", to="dcp", state="all")
+    assert recorded_settings(tmp_path / "dcp") == config().settings
+
+
+def test_the_line_is_printed_before_the_run_starts(
+    small_run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = str(Path(small_run("zero3").checkpoint).with_name("epoch_0001"))
+    changed = {"seed": 7, "override": ("seed",)}
+    check_before_start(default_config(tmp_path / "run", engine="fsdp2", resume=resume, **changed))
+    sentence = "--seed is 7 here and 0 in the checkpoint"
+    assert capsys.readouterr().out == f"resuming {resume} with other settings: {sentence}\n"
+
+
+def test_the_command_refuses_before_it_makes_anything(small_run: SmallRun, tmp_path: Path) -> None:
+    resume = f"--resume={small_run('fsdp2').checkpoint}"
+    out = tmp_path / "run"
+    done = CliRunner().invoke(main, ["--engine=zero1", "--launcher=torchrun", f"--out={out}", resume, "--seed=7"])
+    assert done.exit_code == 2
+    assert "--seed is 7 here and 0 in the checkpoint" in done.stderr
+    assert not out.exists()
+
+
+def test_a_torchrun_of_the_users_own_compares_too(small_run: SmallRun, tmp_path: Path) -> None:
+    given = default_config(tmp_path, engine="fsdp2", num_workers=1, resume=small_run("fsdp2").checkpoint, seed=7)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+    done = in_process(*torchrun, "-m", "training", *given.to_args())
+    assert done.returncode != 0
+    assert "error: --seed is 7 here and 0 in the checkpoint" in done.stderr
+
+
+def test_several_tags_are_not_answered_with_an_option_of_the_converter(small_run: SmallRun, tmp_path: Path) -> None:
+    checkpoint = Path(small_run("zero2").checkpoint)
+    tag = (checkpoint / "latest").read_text()
+    for name in ("global_step4", "global_step8"):
+        shutil.copytree(checkpoint / tag, tmp_path / name, copy_function=os.link)
+    with pytest.raises(UnsupportedError) as caught:
+        recorded_settings(tmp_path)
+    assert "--" not in str(caught.value)
+    assert "resume the folder of one of them" in str(caught.value)
+    assert recorded_settings(tmp_path / "global_step8") == small_run("zero2").settings
+
+
+def test_something_else_is_not_answered_with_an_option_of_the_converter(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(UnsupportedError, match=r"is not in a known format \([a-z0-9, ]+\)$"):
+        recorded_settings(tmp_path)
+
+
+def test_other_options_of_the_converter_are_said_to_be_its_own() -> None:
+    message = reworded("there are several optimizers (a, b); choose one with --optim-key", "x")
+    assert message == (
+        "there are several optimizers (a, b); choose one with --optim-key "
+        "(--optim-key: of `ckpt-tools convert x`; then resume the copy)"
+    )
+    error = UnsupportedError("no option in it", path="x", key="w")
+    with pytest.raises(UnsupportedError) as caught, reading("x"):
+        raise error
+    assert caught.value is error

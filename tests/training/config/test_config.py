@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tools.errors import UsageError
+from training.__main__ import main
+from training.config.train_config import TrainConfig
+
+
+def config(**values: Any) -> TrainConfig:
+    return TrainConfig(**({"out": Path("/run"), "engine": "fsdp2"} | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"engine": "ddp"}, "--engine is one of fsdp2, deepspeed, zero1, zero2, zero3, not 'ddp'"),
+        ({"precision": "fp8"}, "--precision is one of fp32, bf16, fp16, not"),
+        ({"num_workers": 0}, "^--num-workers is at least 1, not 0$"),
+        ({"save_every": -1}, "^--save-every is at least 1, not -1$"),
+        ({"save_every_steps": 0}, "^--save-every-steps is at least 1, not 0$"),
+        ({"save_every_minutes": math.nan}, "^--save-every-minutes is a number above 0, not nan$"),
+        ({"max_steps": 0}, "^--max-steps is at least 1, not 0$"),
+        ({"max_restarts": -1}, "^--max-restarts is at least 0, not -1$"),
+        ({"async_save": True, "engine": "zero2"}, "^--async-save needs --engine fsdp2: DeepSpeed saves"),
+        ({"keep_best": "loss"}, "^--keep-best is for --keep-last"),
+        ({"keep_best": "wer", "keep_last": 1}, "^--keep-best is one of accuracy, loss, not 'wer'$"),
+        ({"keep_last": 1, "storage": "s3://bucket/run"}, "^--keep-last removes checkpoints in --out alone"),
+        ({"init_from": "model.safetensors", "resume": "latest"}, "^--init-from starts a new run"),
+        ({"rename": ("a=b",)}, "^--rename is for --init-from$"),
+        ({"num_samples": 0}, "^--num-samples is at least 1, not 0$"),
+        ({"num_workers": 3}, "64 does not divide over 3 workers"),
+        ({"epochs": 2, "until": 3}, "--until 3 lies beyond --epochs 2"),
+        ({"learning_rate": 0.0}, "^--learning-rate is a number above 0, not 0.0$"),
+        ({"learning_rate": math.nan}, "^--learning-rate is a number above 0, not nan$"),
+        ({"learning_rate": math.inf}, "^--learning-rate is a number above 0, not inf$"),
+        ({"weight_decay": math.nan}, "^--weight-decay is a number of at least 0, not nan$"),
+        ({"warmup_fraction": 1.0}, "^--warmup-fraction is at least 0 and below 1, not 1.0$"),
+        ({"seed": -1}, "^--seed is from 0 to 4294967295, not -1$"),
+        ({"dataset": "fashion-mnist"}, "^--dataset fashion-mnist needs --data-root"),
+        ({"data_root": Path("/data")}, "^--data-root is for the other datasets"),
+        (
+            {"override": ("lr",), "resume": "latest"},
+            "^--override lr names no setting of a run; it is one of model, dataset, num-s",
+        ),
+        ({"override": ("seed",)}, "^--override is for --resume"),
+        ({"strategy": "fsdp"}, "^--strategy is one of ddp, no_shard, .*, zero3_hpz, not 'fsdp'$"),
+        ({"schedule": "step"}, "^--schedule is one of cosine, linear, constant, not 'step'$"),
+        ({"clip_grad_norm": 0.0}, "^--clip-grad-norm is a number above 0, not 0.0$"),
+        ({"forward_prefetch": -1}, "^--forward-prefetch and --backward-prefetch are numbers of blocks"),
+        ({"dataset": "image-folder"}, "^--dataset image-folder needs --data-root, a folder with train/CLASS"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        config(**values)
+
+
+def test_an_epoch_holds_whole_batches_only() -> None:
+    assert config(batch_size=64).steps_per_epoch(130) == 2
+    with pytest.raises(UsageError, match="63 training samples do not fill one batch; --batch-size is 64"):
+        config(batch_size=64).steps_per_epoch(63)
+
+
+def test_arguments_give_the_configuration_back() -> None:
+    run = {"until": 2, "num_samples": 100, "launcher": "torchrun", "seed": 3}
+    data = {"dataset": "fashion-mnist", "data_root": Path("/data")}
+    more = {"cpu_offload": True, "clip_grad_norm": 1.0, "activation_checkpointing": True, "reshard_after_forward": 2}
+    asked = config(**run, **data, **more, resume="latest", override=("seed", "learning-rate"))
+    parsed = main.make_context("training", asked.to_args()).params
+    assert TrainConfig(**parsed) == asked
+    saving = {"async_save": True, "save_every_steps": 5, "save_every_minutes": 1.5, "keep_last": 2, "keep_best": "loss"}
+    asked = config(**saving, max_restarts=2, init_from="a.pt", rename=("a=b", "c=d"), export="b.pt")
+    assert TrainConfig(**main.make_context("training", asked.to_args()).params) == asked

@@ -1,0 +1,137 @@
+"""``--compile``: the same losses and names as without, and a machine that cannot compile is told at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import UsageError
+from fixtures.launch import pool
+from tests.training.strategy_jobs import tiny_config, train_each
+from training.engines import frameworks
+from training.engines.blocks import build, prepare
+from training.engines.frameworks import check_frameworks
+from training.loop.result import RunResult
+from training.models.zoo import logits_of, spec_of
+
+SECONDS = 1800
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it, and hides the warning
+def test_names_stay_and_evaluation_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler that leaves the graphs as they are, and counts them."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    plain, compiled = (tiny_config(tmp_path, model="lm", strategy="ddp", compile=each) for each in (False, True))
+    models = [build(one, spec_of("lm"), partial(prepare, one)) for one in (plain, compiled)]
+    assert list(models[0].state_dict()) == list(models[1].state_dict())
+    words = torch.zeros(1, 8, dtype=torch.int64)
+    assert torch.equal(models[0].eval()(words), models[1].eval()(words))
+    assert graphs == []
+    assert torch.equal(models[0].train()(words), models[1].train()(words))
+    assert len(graphs) > 0
+
+
+def test_a_machine_that_cannot_compile_is_told_before_any_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tiny_config(tmp_path, strategy="ddp", compile=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UsageError, match=r"^--compile needs a C\+\+ compiler, and no-such-compiler is not here"):
+        check_frameworks(asked)
+    monkeypatch.setenv("CXX", "sh")
+    monkeypatch.setattr(frameworks.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UsageError, match=r"^--compile needs Python's headers, and .*Python\.h is not here"):
+        check_frameworks(asked)
+    (tmp_path / "Python.h").touch()
+    check_frameworks(asked)
+
+
+def strategies(request: pytest.FixtureRequest) -> list[str]:
+    return ["full_shard", "zero2", "ddp"] if request.config.getoption("--soak") else ["full_shard"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+def test_a_compiled_run_learns_the_same_and_saves_the_same_names(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    same = {"model": "lm", "activation_checkpointing": True, "until": 1}
+    for strategy in strategies(request):
+        plain, compiled = (
+            tiny_config(tmp_path / f"{strategy}-{each}", strategy=strategy, compile=each, **same)
+            for each in (False, True)
+        )
+        pool(2).run(train_each, plain, compiled, seconds=SECONDS)
+        expected, found = (RunResult.read(one.out / "result.json") for one in (plain, compiled))
+        assert found.history[0].losses == pytest.approx(expected.history[0].losses, rel=1e-5), strategy
+        assert list(ckpt_tools.open(found.checkpoint)) == list(ckpt_tools.open(expected.checkpoint)), strategy
+
+
+SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": {"intermediate_size": 64, "num_key_value_heads": 2},
+    "mixtral": {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+"""Layers that are all alike: dense ones of two kinds, and a mixture of experts."""
+
+
+def named(model: str, folder: Path) -> str:
+    """As ``--model`` names it."""
+    if model not in HUGGING_FACE:
+        return model
+    from transformers import AutoConfig
+
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    AutoConfig.for_model(model, **SMALL, **HUGGING_FACE[model], **ends).save_pretrained(folder / model)
+    return f"hf:{folder / model}"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it, and hides the warning
+@pytest.mark.parametrize("model", ["cnn", *HUGGING_FACE])
+def test_a_block_is_one_graph_that_is_compiled_once(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in it is left to Python, and no step compiles it again."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    asked = tiny_config(tmp_path, model=named(model, tmp_path), strategy="ddp", compile=True)
+    spec = spec_of(asked.model)
+    network = build(asked, spec, partial(prepare, asked)).train()
+    kinds = 2 if model == "cnn" else 1  # of blocks: those of one kind share a graph
+    assert len(spec.blocks_of(network)) == 2
+    for _ in range(2):
+        inputs = torch.randn(4, 1, 28, 28) if model == "cnn" else torch.randint(256, (4, 64))
+        logits_of(network(inputs)).square().mean().backward()
+        counted = torch._dynamo.utils.counters
+        assert (dict(counted["frames"]), dict(counted["graph_break"])) == ({"total": kinds, "ok": kinds}, {})
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
+@pytest.mark.parametrize("model", ["cnn", *HUGGING_FACE])
+def test_compiled_blocks_of_other_models_learn_the_same(
+    model: str, strategy: str, precision: str, tmp_path: Path
+) -> None:
+    same = {"model": named(model, tmp_path), "strategy": strategy, "precision": precision, "until": 1}
+    plain, compiled = (tiny_config(tmp_path / f"compile-{each}", compile=each, **same) for each in (False, True))
+    pool(2).run(train_each, plain, compiled, seconds=SECONDS)
+    expected, found = (RunResult.read(one.out / "result.json") for one in (plain, compiled))
+    tolerance = 1e-5 if precision == "fp32" else 0.01
+    assert found.history[0].losses == pytest.approx(expected.history[0].losses, rel=tolerance)
+    assert list(ckpt_tools.open(found.checkpoint)) == list(ckpt_tools.open(expected.checkpoint))

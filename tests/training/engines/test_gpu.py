@@ -1,0 +1,84 @@
+"""Training on GPUs: nccl, bf16, FusedAdam and offload, each by torchrun on all GPUs of the machine.
+
+Where torch finds no GPU, the summary of the tests names each of these as not run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from tests.training.conftest import in_process
+from training.config.train_config import TrainConfig
+from training.loop.result import RunResult
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+
+STEPS_PER_EPOCH = 4
+
+
+def run(out: Path, **values: object) -> RunResult:
+    """Two epochs of four steps, on every GPU."""
+    workers = torch.cuda.device_count()
+    size = {"num_workers": workers, "batch_size": 32 * workers, "num_samples": 32 * workers * STEPS_PER_EPOCH}
+    config = TrainConfig(out=out, launcher="torchrun", **({"epochs": 2, "log_every": 1} | size | values))  # type: ignore[arg-type]
+    done = in_process("-m", "training", *config.to_args())
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return RunResult.read(out / "result.json")
+
+
+def losses(result: RunResult) -> list[float]:
+    return [loss for epoch in result.history for loss in epoch.losses]
+
+
+def check_learns(result: RunResult) -> None:
+    found = losses(result)
+    assert len(found) == 2 * STEPS_PER_EPOCH
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard", "shard_grad_op", "zero1", "zero2", "zero3"])
+def test_a_strategy_trains_with_nccl_in_bf16(strategy: str, tmp_path: Path) -> None:
+    result = run(tmp_path / "run", strategy=strategy, precision="bf16")
+    check_learns(result)
+    assert ckpt_tools.ls(tmp_path / "run").checkpoints[-1].is_complete
+    measured = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    peaks = [line["cuda_peak"] for line in measured if "cuda_peak" in line]
+    assert peaks and min(peaks[-1]) > 0
+
+
+@pytest.mark.parametrize(("strategy", "other"), [("full_shard", "zero3"), ("zero2", "full_shard")])
+def test_a_checkpoint_of_a_gpu_goes_on_in_the_other_framework(strategy: str, other: str, tmp_path: Path) -> None:
+    """In fp32, with the losses of the whole run up to what another order of sums on a GPU makes of them."""
+    whole = run(tmp_path / "whole", strategy=strategy)
+    first = Path(whole.checkpoint).with_name("epoch_0001")
+    rest = run(tmp_path / "rest", strategy=other, resume=str(first))
+    assert losses(rest) == pytest.approx(losses(whole)[STEPS_PER_EPOCH:], rel=1e-3)
+
+
+def test_full_shard_offloads_to_the_host(tmp_path: Path) -> None:
+    check_learns(run(tmp_path / "run", strategy="full_shard", cpu_offload=True))
+
+
+@pytest.mark.parametrize("strategy", ["zero1_offload", "zero2_offload", "zero3_offload"])
+def test_deepspeed_offloads_to_the_host(strategy: str, tmp_path: Path) -> None:
+    check_learns(run(tmp_path / "run", strategy=strategy, precision="bf16"))
+
+
+def test_deepspeed_trains_with_its_fused_adam(tmp_path: Path) -> None:
+    """Which it compiles for the GPU when it is first used; ours is torch's."""
+    file = tmp_path / "fused.json"
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    file.write_text(json.dumps({"train_batch_size": "auto", "optimizer": optimizer, "zero_optimization": {"stage": 2}}))
+    fused = run(tmp_path / "fused", strategy="zero2", deepspeed_config=file)
+    ours = run(tmp_path / "ours", strategy="zero2")
+    assert losses(fused) == pytest.approx(losses(ours), rel=1e-2)
+
+
+def test_a_profile_has_a_snapshot_of_the_gpus_memory(tmp_path: Path) -> None:
+    run(tmp_path / "run", strategy="full_shard", profile=True)
+    assert (tmp_path / "run/profile/memory_rank_0.pickle").stat().st_size > 0

@@ -1,0 +1,82 @@
+"""Ray Train against torchrun: the same loop, so the same losses; and its own record of the latest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.training.conftest import SmallRun
+from tests.training.jobs import EPOCHS, NUM_SAMPLES
+from training.loop.result import RunResult
+
+pytestmark = pytest.mark.soak  # tests/training/test_s3.py and test_kills.py train under Ray in `make test`
+
+# One process and one local Ray for all: starting Ray and its workers is most of the time.
+SCRIPT = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+from ckpt_tools.errors import CkptError
+from training.config.train_config import TrainConfig
+from training.launchers import launch
+from training.launchers.ray_train import cluster
+
+out, num_samples, epochs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+first = TrainConfig(out=out / "run", engine="zero3", num_samples=num_samples, epochs=epochs, until=1)
+with cluster(2):
+    launch(first)
+    (out / "run/result.json").rename(out / "first.json")
+    launch(replace(first, until=None, resume="latest"))
+    try:
+        launch(replace(first, out=out / "bad", num_workers=1, resume=str(out / "run/checkpoints/epoch_0002")))
+    except CkptError as error:
+        (out / "error.json").write_text(json.dumps([type(error).__name__, str(error)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def ray_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a ZeRO-3 run of one epoch, resumed for the second, and of a run that fails on its workers."""
+    out = tmp_path_factory.mktemp("ray")
+    command = [sys.executable, "-c", SCRIPT, str(out), str(NUM_SAMPLES), str(EPOCHS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (out / "printed.txt").write_text(done.stdout)
+    return out
+
+
+def test_ray_resumes_from_the_latest_and_trains_as_torchrun_does(ray_run: Path, small_run: SmallRun) -> None:
+    first, second = (RunResult.read(ray_run / name) for name in ("first.json", "run/result.json"))
+    whole = small_run("zero3")
+    assert [epoch.losses for epoch in (*first.history, *second.history)] == [epoch.losses for epoch in whole.history]
+    assert second.predicted == whole.predicted
+
+
+def test_every_worker_uploads_its_shards_into_one_checkpoint(ray_run: Path) -> None:
+    checkpoint = Path(RunResult.read(ray_run / "run/result.json").checkpoint)
+    assert checkpoint.name == "epoch_0002"
+    shards = sorted(path.name for path in (checkpoint / (checkpoint / "latest").read_text()).iterdir())
+    assert shards == [
+        f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")
+    ]
+
+
+def test_ray_records_the_metrics_of_each_checkpoint(ray_run: Path) -> None:
+    record = json.loads((ray_run / "run/checkpoints/checkpoint_manager_snapshot.json").read_text())
+    assert [entry["metrics"]["epoch"] for entry in record["checkpoint_results"]] == [1, 2]
+
+
+def test_a_person_sees_one_line_an_epoch(ray_run: Path) -> None:
+    printed = (ray_run / "printed.txt").read_text().splitlines()
+    assert [line.split("  ")[0] for line in printed] == ["epoch", "epoch"]
+    assert len(printed) == EPOCHS
+
+
+def test_a_failing_worker_is_heard_as_its_own_error(ray_run: Path) -> None:
+    kind, message = json.loads((ray_run / "error.json").read_text())
+    assert kind == "UsageError"
+    assert message.endswith("nothing is left to train")

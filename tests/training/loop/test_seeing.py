@@ -1,0 +1,249 @@
+"""What a run shows while it trains, what it records, and what it can be asked to trace."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rich.live import Live
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
+
+from tests.training.conftest import SmallRun, in_process
+from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH
+from tests.training.strategy_jobs import tiny_config
+from training.__main__ import main as command
+from training.checkpoints.progress import Progress
+from training.config.train_config import TrainConfig
+from training.launchers.torchrun import run_rank
+from training.loop.loop import last_step
+from training.loop.measuring import Meter, peak_rss
+from training.loop.metrics import TENSORBOARD_NAME, Journal, scalars
+from training.loop.profiling import PROFILED, SKIPPED, WARMUP, profiled
+from training.loop.screen import (
+    PLAIN_SECONDS,
+    RECORD,
+    SCREEN_VARIABLE,
+    LiveScreen,
+    PlainScreen,
+    SentScreen,
+    Status,
+    _show_each,
+    command_screen,
+    rank_screen,
+)
+
+STATUS = Status(
+    step=120,
+    last_step=600,
+    loss=1.25,
+    accuracy=0.875,
+    learning_rate=9.5e-4,
+    samples_per_second=1234.4,
+    rss=412_000_000,
+    cuda=0,
+    seconds_left=42.3,
+    checkpoint="epoch_0001",
+    stall_seconds=0.12,
+)
+
+
+def lines_of(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def events_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Scalars of event files by tag, oldest file first, each record checked by its sums."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted(folder.iterdir()):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            body = data[at + 12 : at + 12 + size]
+            assert int.from_bytes(data[at + 12 + size : at + 16 + size], "little") == masked_crc32c(body)
+            event = Event.FromString(body)
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+            at += 16 + size
+    return found
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_every_measured_step_is_recorded_with_the_loss_of_all_ranks(engine: str, small_run: SmallRun) -> None:
+    result = small_run(engine)
+    measured = [line for line in lines_of(Path(result.checkpoint).parents[1]) if "learning_rate" in line]
+    assert [line["step"] for line in measured] == [2, 4, 6, 8]
+    losses = [loss for epoch in result.history for loss in epoch.losses]
+    assert [line["loss"] for line in measured] == pytest.approx(losses[1::2], rel=1e-12)
+    for line in measured:
+        assert set(line) == {"step", "loss", "learning_rate", "samples_per_second", "peak_rss"}
+        assert isinstance(line["peak_rss"], list) and len(line["peak_rss"]) == 2
+        assert min(line["peak_rss"]) > 10**8
+        assert BATCH_SIZE / 60 < float(str(line["samples_per_second"])) < 10**6
+    rates = [float(str(line["learning_rate"])) for line in measured]
+    assert rates == sorted(rates, reverse=True) and rates[0] <= 1e-3
+
+
+def test_lines_about_steps_are_not_taken_for_an_epochs(small_run: SmallRun) -> None:
+    """``prune --keep-best loss`` looks for an epoch's loss by the key ``epoch``."""
+    lines = lines_of(Path(small_run("fsdp2").checkpoint).parents[1])
+    assert [line["epoch"] for line in lines if "epoch" in line] == list(range(1, EPOCHS + 1))
+
+
+def test_event_files_hold_what_the_record_holds(small_run: SmallRun) -> None:
+    run = Path(small_run("fsdp2").checkpoint).parents[1]
+    events = events_of(run / "tensorboard")
+    assert {
+        "train/loss",
+        "train/learning_rate",
+        "train/samples_per_second",
+        "memory/peak_rss_rank_0",
+        "memory/peak_rss_rank_1",
+        "epoch/loss",
+        "epoch/accuracy",
+        "checkpoint/stall_seconds",
+    } <= events.keys()
+    losses = [(line["step"], line["loss"]) for line in lines_of(run) if "learning_rate" in line]
+    assert [step for step, _ in events["train/loss"]] == [step for step, _ in losses]
+    assert [value for _, value in events["train/loss"]] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    assert [step for step, _ in events["epoch/accuracy"]] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
+
+
+def test_the_documented_tensorboard_looks_where_the_documented_run_writes() -> None:
+    """TensorBoard itself is not installed here: its option is of its own command line."""
+    page = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    [shown] = re.findall(r"(?m)^\$ tensorboard --logdir (\S+)$", page)
+    [run] = re.findall(r"(?m)^\$ ckpt-tools train (.* --tensorboard)$", page)
+    config = TrainConfig(**command.make_context("training", run.split()).params)
+    assert config.tensorboard and Path(shown) == config.out / TENSORBOARD_NAME
+
+
+def test_a_resumed_run_records_how_long_that_took(small_run: SmallRun) -> None:
+    run = Path(small_run("zero3-resumed").checkpoint).parents[1]
+    first = lines_of(run)[0]
+    assert (first["resumed"], first["step"]) == ("epoch_0001", STEPS_PER_EPOCH)
+    assert float(str(first["resume_seconds"])) > 0
+    assert events_of(run / "tensorboard")["checkpoint/resume_seconds"][0][0] == STEPS_PER_EPOCH
+
+
+def test_without_the_option_there_are_no_event_files(tmp_path: Path) -> None:
+    Journal(tmp_path, tensorboard=False).record({"step": 1, "loss": 2.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_names_of_scalars_say_their_group() -> None:
+    assert dict(scalars({"checkpoint": "epoch_0001", "step": 4, "seconds": 2.0})) == {"checkpoint/seconds": 2.0}
+    assert dict(scalars({"step": 4, "loss": 1.0, "cuda_peak": [5, 6]})) == {
+        "train/loss": 1.0,
+        "memory/cuda_peak_rank_0": 5,
+        "memory/cuda_peak_rank_1": 6,
+    }
+
+
+def test_a_plain_line_comes_every_few_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("training.loop.screen.time.monotonic", lambda: now)
+    screen = PlainScreen()
+    for _ in range(11):
+        screen.show(STATUS)
+        now += PLAIN_SECONDS / 5
+    line = "step 120/600  loss 1.2500  accuracy 0.8750  lr 9.50e-04  1,234 samples/s  memory 412 MB  0:00:42 left\n"
+    assert capsys.readouterr().out == 2 * line
+
+
+def test_a_terminal_shows_the_status_below_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a rank sends it and the command draws it."""
+    sender, terminal = SentScreen(), io.StringIO()
+    sender.say("epoch  1/2 [bold]")
+    sender.show(STATUS)
+    console = Console(file=terminal, force_terminal=True, width=100)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        _show_each(io.StringIO(capsys.readouterr().out), LiveScreen(console, live))
+    text = terminal.getvalue()
+    for part in ("epoch  1/2 [bold]\n", "step 120/600", "loss 1.2500", "accuracy 0.8750", "lr 9.50e-04"):
+        assert part in text
+    for part in ("1,234 samples/s", "0:00:42 left", "memory 412 MB a rank", "last checkpoint epoch_0001, stall 0.12 s"):
+        assert part in text
+    assert text.endswith("\x1b[2K"), "the status goes when the run ends"
+
+
+def test_who_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    with command_screen() as screen:
+        assert isinstance(screen, PlainScreen), "standard output of these tests is not a terminal"
+    assert isinstance(rank_screen(), PlainScreen)
+    monkeypatch.setenv("TRAINING_SCREEN", "1")
+    assert isinstance(rank_screen(), SentScreen)
+
+
+def test_evaluating_and_saving_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("training.loop.measuring.time.perf_counter", lambda: now)
+    meter = Meter()
+    for _ in range(4):
+        now += 0.5
+        meter.count()
+        with meter.paused():
+            now += 100
+    assert meter.steps_per_second() == pytest.approx(2)
+    now += 1
+    meter.count()
+    assert meter.steps_per_second() == pytest.approx(1)
+
+
+def test_the_peak_of_a_process_is_not_its_parents() -> None:
+    ballast = bytearray(300_000_000)
+    done = in_process("-c", "from training.loop.measuring import peak_rss; print(peak_rss())")
+    assert 10**7 < int(done.stdout) < peak_rss(), done.stderr
+    assert len(ballast) < peak_rss()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_resumed_run_counts_the_steps_of_epochs_of_its_own_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of the first epoch lie behind it, and there is one batch an epoch now."""
+    monkeypatch.setenv(SCREEN_VARIABLE, "1")
+    whole = tiny_config(tmp_path, strategy="full_shard", model="cnn", num_workers=1, log_every=1, until=1)
+    run_rank(whole, torch.device("cpu"))
+    fewer = replace(whole, until=2, num_samples=whole.batch_size, override=("num-samples",), resume="latest")
+    run_rank(fewer, torch.device("cpu"))
+    *_, last = [Status.of_line(line) for line in capsys.readouterr().out.split("\n") if line.startswith(RECORD)]
+    assert (last.step, last.last_step, last.seconds_left) == (3, 3, 0)
+
+
+def test_the_last_step_follows_from_where_a_run_begins() -> None:
+    config = TrainConfig(out=Path("/run"), strategy="ddp", epochs=5, until=3)
+    assert last_step(config, Progress(), 4) == 12
+    assert last_step(config, Progress(epoch=1, step=6, batch=2), 4) == 12
+    assert last_step(config, Progress(epoch=2, step=16), 1) == 17
+    assert last_step(replace(config, max_steps=7), Progress(epoch=1, step=6, batch=2), 4) == 7
+    assert last_step(replace(config, max_steps=13), Progress(), 4) == 12
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_profile_is_a_trace_of_some_steps(tmp_path: Path) -> None:
+    config = TrainConfig(out=tmp_path / "run", strategy="ddp", profile=True)
+    with profiled(config) as end_step:
+        for _ in range(SKIPPED + WARMUP + PROFILED + 2):
+            torch.ones(32, 32) @ torch.ones(32, 32)
+            end_step()
+    trace = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
+    names = [event["name"] for event in trace["traceEvents"]]
+    assert names.count("aten::matmul") == PROFILED
+    summary = (tmp_path / "run/profile/rank_0.txt").read_text()
+    assert summary.startswith(f"{PROFILED * 2 * 32**3:,} FLOPs of matrix products in {PROFILED} steps\n")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["profile"]
+
+
+def test_without_the_option_nothing_is_traced(tmp_path: Path) -> None:
+    with profiled(TrainConfig(out=tmp_path / "run", strategy="ddp")) as end_step:
+        end_step()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,176 @@
+"""The same work by several strategies: real runs, a case that fails, a command that is repeated, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import training
+from tests.training.jobs import BATCH_SIZE
+from training.checkpoints.settings import check_settings
+from training.loop.metrics import recorded
+from training.studies.compare import CASE_NAME, main
+from training.studies.comparison import DEFAULT_CASES, Figures, Row, cases_of, sentence_on_losses
+from training.studies.report import COLUMNS, markdown, picture_of
+
+ROOT = Path(training.__file__).parent.parent
+SMALL = ["--model=cnn", "--num-samples=64", "--batch-size=16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Most of a small run's time is the start of its processes."""
+
+    num_workers: int
+    cases: tuple[str, ...]
+
+
+@pytest.fixture
+def size(pytestconfig: pytest.Config) -> Size:
+    is_soak = pytestconfig.getoption("--soak")
+    return Size(2, ("ddp", "full_shard --async-save")) if is_soak else Size(1, ("ddp",))
+
+
+def compare(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "training.studies.compare", f"--out={out}", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(size: Size, tmp_path: Path) -> None:
+    broken = f"zero2 --deepspeed-config {tmp_path / 'none.json'}"
+    first, *others = size.cases
+    cases = [first, broken, *others]
+    words = [*(f"--case={case}" for case in cases), "--", *SMALL, f"--num-workers={size.num_workers}"]
+    out = tmp_path / "out"
+    done = compare(out, *words)
+    assert done.returncode == 1, done.stderr
+    found = json.loads((out / "comparison.json").read_text())
+    rows = {row["case"]: row for row in found["cases"]}
+    assert list(rows) == cases
+    assert rows[broken]["figures"] is None and "none.json cannot be read" in rows[broken]["error"]
+    assert ("All final losses are equal to a relative 1e-05" in found["losses"]) == (len(size.cases) > 1)
+    for case in size.cases:
+        figures = rows[case]["figures"]
+        assert all(value > 0 for name, value in figures.items() if name != "cuda_peak"), figures
+    assert rows[first]["figures"]["stall_seconds"] == rows[first]["figures"]["save_seconds"]
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    table = (out / "comparison.md").read_text()
+    assert f"| {broken} | failed |" in table and "cannot be read" in table and "| ddp | " in table
+    check_not_run_again(out, size.cases, words)
+
+
+def check_not_run_again(out: Path, cases: tuple[str, ...], words: list[str]) -> None:
+    """In this process, which has imported everything. The case that failed is tried again."""
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/run/result.json")}
+    found = json.loads((out / "comparison.json").read_text())
+    again = CliRunner().invoke(main, [f"--out={out}", *words])
+    assert (again.exit_code, again.output.count("done before")) == (1, len(cases))
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/run/result.json")} == before
+    assert json.loads((out / "comparison.json").read_text()) == found
+    other = CliRunner().invoke(main, [f"--out={out}", *words, "--seed=1"])
+    assert other.exit_code == 8 and "this case with other options (--seed=0, --seed=1)" in other.stderr
+
+
+def test_figures_are_those_that_the_runs_recorded(small_runs: Path) -> None:
+    run = small_runs / "fsdp2"
+    figures = Figures.of(run, small_runs / "fsdp2-resumed")
+    steps = [line for line in recorded(run) if "peak_rss" in line]
+    rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :]]
+    assert figures.samples_per_second == pytest.approx(len(rates) / sum(1 / rate for rate in rates))
+    assert figures.peak_rss == max(steps[-1]["peak_rss"])
+    result = json.loads((run / "result.json").read_text())
+    assert figures.final_loss == result["history"][-1]["losses"][-1]
+    shards = list(Path(result["checkpoint"]).glob("*"))
+    assert figures.checkpoint_bytes == sum(path.stat().st_size for path in shards) > 10_000_000
+    assert figures.resume_seconds == next(recorded(small_runs / "fsdp2-resumed"))["resume_seconds"]
+
+
+def test_the_run_that_resumes_takes_one_step_and_its_settings_are_allowed(small_runs: Path, tmp_path: Path) -> None:
+    options = ["--num-samples=256", "--epochs=2"]
+    [case] = cases_of(["full_shard --async-save"], options, tmp_path)
+    checkpoint = small_runs / "fsdp2/checkpoints/epoch_0002"
+    again = case.resuming(str(checkpoint))
+    assert (again.num_samples, again.epochs, again.batch_size) == (BATCH_SIZE, 3, BATCH_SIZE)
+    assert "--num-samples is 64 here and 256" in str(check_settings(again, checkpoint))
+    [same] = cases_of(["full_shard"], ["--num-samples=64"], tmp_path)
+    assert same.resuming("there").override == ("epochs",)
+
+
+def test_default_cases_fit_and_have_folders_of_their_own(tmp_path: Path) -> None:
+    cases = cases_of(DEFAULT_CASES, [], tmp_path)
+    assert len({case.folder for case in cases}) == len(DEFAULT_CASES)
+    assert {case.config.sharding.framework for case in cases} == {"fsdp2", "deepspeed"}
+    assert cases[3].folder == tmp_path / "full_shard+forward-prefetch=1+backward-prefetch=1"
+    assert all(case.config.launcher == "torchrun" and case.config.log_every == 1 for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["--case=--cpu-offload"], 2, '--case "--cpu-offload" does not begin with a strategy'),
+        (["--case=fsdp"], 2, '--case "fsdp": Invalid value for'),
+        (["--case=zero2 --cpu-offload"], 2, '--case "zero2 --cpu-offload": --cpu-offload is for strategies of FSDP2'),
+        (["--case=ddp", "--case=zero2 --seed 1"], 2, '--case "zero2 --seed 1": --seed is the same for all cases'),
+        (["--case=ddp", "--case=ddp"], 2, '--case "ddp" is given twice'),
+        (["--case=ddp", "--", "--resume=latest"], 2, "--resume is not for a comparison"),
+        (["--case=ddp", "--", "--max-steps=3"], 2, "--max-steps is not for a comparison"),
+        (["--case=ddp", "--", "--launcher=ray"], 2, "--launcher is torchrun in a comparison"),
+        (["--case=ddp", "--", "--out=elsewhere"], 2, "--out is the comparison's own"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_any_run(
+    words: list[str], code: int, sentence: str, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(main, [f"--out={tmp_path / 'out'}", *words])
+    assert (done.exit_code, done.stderr.count("\n")) == (code, 1), done.output
+    assert sentence in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_somebody_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "ddp").mkdir()
+    (tmp_path / "ddp" / "thesis").write_text("mine")
+    done = CliRunner().invoke(main, [f"--out={tmp_path}", "--case=ddp"])
+    assert done.exit_code == 8 and "holds files that no comparison wrote" in done.stderr
+    assert (tmp_path / "ddp" / "thesis").exists() and not (tmp_path / "ddp" / CASE_NAME).exists()
+
+
+FIGURES = Figures(
+    samples_per_second=1234.5,
+    peak_rss=960_000_000,
+    cuda_peak=0,
+    checkpoint_bytes=12_000_000,
+    save_seconds=0.25,
+    stall_seconds=0.05,
+    resume_seconds=1.5,
+    final_loss=2.0,
+)
+
+
+def test_a_different_loss_is_said() -> None:
+    rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", replace(FIGURES, final_loss=2.001))]
+    assert sentence_on_losses(rows) == "Final losses differ by up to a relative 5.0e-04: zero2 against ddp."
+    same = replace(FIGURES, final_loss=2.00001)
+    assert sentence_on_losses([rows[0], Row("zero2", "deepspeed", same)]) == (
+        "All final losses are equal to a relative 1e-05; the largest difference is 5.0e-06."
+    )
+    assert sentence_on_losses(rows[:1]) == "There are no two final losses to compare."
+
+
+def test_the_table_and_the_picture_show_what_is_there() -> None:
+    rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", None, "a sentence " * 100)]
+    columns = [column for column in COLUMNS if column.is_drawn(rows)]
+    assert [column.title for column in columns] == ["samples/s", "memory", "checkpoint", "save", "stall", "resume"]
+    line = "| ddp | 1,234.5 | 960.0 MB | 12.0 MB | 0.250 s | 0.050 s | 1.50 s | 2.000000 |"
+    assert line in markdown("title", rows, columns).splitlines()
+    assert picture_of(rows, "title").startswith(b"\x89PNG")
+    assert picture_of([rows[1]], "title").startswith(b"\x89PNG")

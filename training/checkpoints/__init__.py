@@ -1,0 +1,1 @@
+"""Run folders and storage, and what a checkpoint holds beside model and optimizer."""

@@ -1,0 +1,139 @@
+"""Locks of a run on its folder and its storage.
+
+``OUT/.lock`` is locked with flock and names the process. The file stays; the lock ends with the last process that holds
+it. ``STORAGE`` is claimed by :func:`ckpt_tools.claim`, with an object that is rewritten every few seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ckpt_tools
+from ckpt_tools.errors import DestinationExistsError, StoreError
+
+from ..config.options import RESUME_AUTO
+from ..config.train_config import TrainConfig
+from .run_folder import CHECKPOINTS, empty_partial, make_out, set_aside_incomplete
+
+LOCK_NAME = ".lock"
+PATIENCE_SECONDS = 3.0
+"""Time to wait for the lock: the processes of a killed run take a moment to end."""
+
+_UNFINISHED = re.compile(r"\.epoch_\d{4,}(_step_\d{6,})?\.partial")
+
+
+class LostStorageError(StoreError):
+    """Another run has taken over the storage; this one must end at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLock:
+    """Locks that a run holds; ``check`` raises LostStorageError if another process has taken over its storage."""
+
+    descriptor: int
+    check: Callable[[], None]
+
+
+@contextmanager
+def only_run(config: TrainConfig) -> Iterator[RunLock]:
+    """Lock the run's ``out``, which is made, and its ``storage``; unfinished checkpoints of a killed run are removed.
+
+    Raises DestinationExistsError if another run holds a lock, or an unfinished checkpoint holds a file that no run
+    wrote; StoreError if it cannot be locked.
+    """
+    with ExitStack() as held:
+        descriptor = held.enter_context(locked(config.out))
+        check = _nothing
+        if config.storage is not None:
+            check = partial(_check, held.enter_context(ckpt_tools.claim(config.storage)))
+        _remove_unfinished(config.out / CHECKPOINTS)
+        if config.resume == RESUME_AUTO and config.storage is None:
+            for line in set_aside_incomplete(config):
+                print(line, flush=True)
+        yield RunLock(descriptor, check)
+
+
+def check_no_other_run(out: Path) -> None:
+    """Raises DestinationExistsError if a run has locked ``out``, StoreError if it cannot be read. Makes nothing."""
+    try:
+        is_there = (out / LOCK_NAME).exists()
+    except OSError as error:
+        raise StoreError(f"--out {out} cannot be read: {error.strerror}") from error
+    if is_there:
+        with locked(out):
+            pass
+
+
+def _check(claim: ckpt_tools.UrlClaim) -> None:
+    try:
+        claim.check()
+    except StoreError as error:
+        raise LostStorageError(error.message) from error
+
+
+def _nothing() -> None:
+    """The lock of a folder cannot be taken over."""
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[int]:
+    """Lock ``out``, which is made; the descriptor of the lock. Raises as :func:`only_run`."""
+    path = out / LOCK_NAME
+    make_out(out)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise StoreError(f"{out} cannot be written to: {error.strerror}") from error
+    try:
+        _lock(descriptor, path)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not _try_lock(descriptor, path):
+        if time.monotonic() > deadline:
+            raise DestinationExistsError(
+                f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or choose "
+                f"another --out"
+            )
+        time.sleep(0.1)
+
+
+def _try_lock(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise StoreError(f"{path} cannot be locked: {error.strerror}") from error
+    return True
+
+
+def _holder(path: Path) -> str:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    return "its process is not known"
+
+
+def _remove_unfinished(checkpoints: Path) -> None:
+    """Remove folders with the names of unfinished checkpoints; the run that wrote them has ended."""
+    for path in checkpoints.glob(".epoch_*.partial"):
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            empty_partial(path)
+            path.rmdir()

@@ -1,0 +1,256 @@
+"""Checkpoints in the folder of a run or in its storage, and the one that ``--resume`` selects.
+
+``OUT/checkpoints/epoch_0003`` or ``STORAGE/checkpoints/epoch_0003`` holds the shards after three finished epochs,
+``epoch_0003_step_000070`` those within the fourth, after 70 steps of the run. A checkpoint is a path or a URL.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError, UsageError
+
+from ..config.options import RESUME_AUTO, RESUME_LATEST, is_url
+from ..config.train_config import TrainConfig
+from .storage import asked, check_bucket, file_system, names_below, recorded_latest
+
+CHECKPOINTS = "checkpoints"
+MAX_NAMED = 5
+"""Number of names that an error lists, newest first."""
+
+_EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
+
+_SHARD = re.compile(
+    r"config\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
+    r"|[^/]+/[^/]*(model|optim)_states\.pt"
+)
+"""Files in a checkpoint of PyTorch, DeepSpeed and :mod:`training.models.config_json`."""
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether it is a name that a run gives to a checkpoint."""
+    return _EPOCH_FOLDER.fullmatch(name) is not None
+
+
+def partial_folder(folder: Path, name: str) -> Path:
+    """Folder of an incomplete checkpoint."""
+    return folder / f".{name}.partial"
+
+
+def make_partial(folder: Path, name: str) -> Path:
+    """Make an empty folder for a checkpoint; a killed run's files are removed. Raises as :func:`empty_partial`."""
+    partial = partial_folder(folder, name)
+    empty_partial(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def empty_partial(partial: Path) -> None:
+    """Remove the files of an unfinished checkpoint.
+
+    Raises:
+        DestinationExistsError: it holds a file that no run wrote; nothing is removed.
+    """
+    strangers = strangers_in(partial)
+    if strangers or partial.is_symlink():
+        raise DestinationExistsError(
+            f"{partial} is where a checkpoint is written, and holds {strangers[0] if strangers else 'a link'}, which "
+            "no run wrote; move it away"
+        )
+    for path in sorted(partial.rglob("*"), key=lambda path: -len(path.parts)):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def remove_shards(config: TrainConfig, name: str) -> None:
+    """Remove what a killed run has uploaded of this checkpoint: with fewer ranks, the new files would not replace all
+    of them. Raises StoreError."""
+    fs, folder = file_system(str(checkpoint_of(config, name)))
+    for path in asked(config.storage or "", lambda: fs.find(folder)):
+        if _SHARD.fullmatch(path.removeprefix(f"{folder}/")):
+            asked(path, partial(fs.rm_file, path))
+
+
+def strangers_in(folder: Path) -> list[Path]:
+    """Paths in the folder of a checkpoint that no run writes there."""
+    found = sorted(folder.rglob("*"))
+    return [path for path in found if path.is_symlink() or not (path.is_dir() or _is_shard(path, folder))]
+
+
+def _is_shard(path: Path, partial: Path) -> bool:
+    return _SHARD.fullmatch(path.relative_to(partial).as_posix()) is not None
+
+
+def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
+    """Path or URL of the run's checkpoint of that name."""
+    return config.out / CHECKPOINTS / name if config.storage is None else f"{_stored(config.storage)}/{name}"
+
+
+def make_out(out: Path) -> None:
+    """Make the folder of the run, and check that it is writable.
+
+    Raises:
+        DestinationExistsError: the path or one above is a file. StoreError: it cannot be made or written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except (FileExistsError, NotADirectoryError) as error:
+        blocking = next(path for path in (out, *out.parents) if path.exists())
+        raise DestinationExistsError(f"--out {out} is to be a folder, and {blocking} is a file") from error
+    except OSError as error:
+        raise StoreError(f"--out {out} cannot be written to: {error.strerror}; choose another folder") from error
+
+
+def saved_checkpoints(out: Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first. Raises ``StoreError``."""
+    return _epochs_in(out / CHECKPOINTS)
+
+
+def _epochs_in(folder: Path) -> list[Path]:
+    try:
+        found = [path for path in folder.glob("epoch_*") if is_checkpoint_name(path.name)]
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be listed: {error.strerror}") from error
+    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+
+
+def resume_folder(config: TrainConfig) -> Path | str | None:
+    """The checkpoint to resume, None for a new run. A URL in ``--resume`` is not looked up.
+
+    Raises ``SourceNotFoundError`` if there is none, ``UsageError`` for a folder of several, ``DestinationExistsError``
+    if a new run would mix its checkpoints with those of another, ``StoreError`` if the storage cannot be reached.
+    """
+    if config.storage is not None:
+        check_bucket(config.storage)
+    if config.resume == RESUME_LATEST:
+        return _needed_latest(config)
+    if config.resume == RESUME_AUTO:
+        newest = newest_complete(config)
+        return None if newest is None else checkpoint_of(config, newest.name)
+    _check_unused(config)
+    if config.resume is None or is_url(config.resume):
+        return config.resume
+    return _existing(Path(config.resume.removeprefix("file://")).expanduser())
+
+
+def latest_checkpoint(config: TrainConfig) -> Path | str | None:
+    """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read.
+
+    In a store it is the last in Ray's record, which lacks partly uploaded ones. In ``out`` only complete checkpoints
+    have their final names.
+    """
+    if config.storage is not None:
+        name = recorded_latest(_stored(config.storage))
+        return None if name is None else checkpoint_of(config, name)
+    saved = saved_checkpoints(config.out)
+    return saved[-1] if saved else None
+
+
+def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
+    """The run's newest checkpoint with complete files. Raises ``StoreError``."""
+    place = config.out / CHECKPOINTS if config.storage is None else _stored(config.storage)
+    try:
+        found = ckpt_tools.ls(place).checkpoints
+    except SourceNotFoundError:
+        return None
+    return next((each for each in found if each.is_complete and is_checkpoint_name(each.name)), None)
+
+
+def line_of_auto(config: TrainConfig) -> str | None:
+    """Message about the choice of ``--resume auto``."""
+    if config.resume != RESUME_AUTO:
+        return None
+    newest = newest_complete(config)
+    if newest is None:
+        return f"{config.storage or config.out} holds no complete checkpoint: a new run begins"
+    return f"resuming {newest.name} ({newest.format}, {newest.world_size or 'unknown'} ranks)"
+
+
+def set_aside_incomplete(config: TrainConfig) -> list[str]:
+    """Rename the incomplete checkpoints in ``out`` after the one of ``--resume auto``, because the run may need their
+    names; the messages to print. Raises DestinationExistsError if a new name exists."""
+    newest = newest_complete(config)
+    saved = saved_checkpoints(config.out)
+    names = [path.name for path in saved]
+    passed = saved if newest is None else saved[names.index(newest.name) + 1 :]
+    return [_set_aside(path) for path in passed]
+
+
+def _set_aside(checkpoint: Path) -> str:
+    aside = checkpoint.with_name(f"{checkpoint.name}.incomplete")
+    if os.path.lexists(aside):
+        raise DestinationExistsError(f"{checkpoint} is not complete, and {aside.name} exists already; move one away")
+    checkpoint.rename(aside)
+    return f"{checkpoint.name} is not complete: renamed to {aside.name}"
+
+
+def resume_hint(config: TrainConfig) -> str:
+    """End of a message, about how to resume a failed run; empty if it has saved nothing."""
+    with suppress(CkptError):
+        if latest_checkpoint(config) is not None:
+            return f"; continue with --resume {RESUME_LATEST}"
+    return ""
+
+
+def _stored(storage: str) -> str:
+    return f"{storage.rstrip('/')}/{CHECKPOINTS}"
+
+
+def _check_unused(config: TrainConfig) -> None:
+    if _holds_checkpoints(config):
+        place, option = (config.out, "--out") if config.storage is None else (config.storage, "--storage")
+        raise DestinationExistsError(
+            f"{place} already holds checkpoints of a run; continue it with --resume {RESUME_LATEST} "
+            f"or choose another {option}"
+        )
+
+
+def _holds_checkpoints(config: TrainConfig) -> bool:
+    if config.storage is None:
+        return bool(saved_checkpoints(config.out))
+    return any(is_checkpoint_name(name) for name in names_below(_stored(config.storage)))
+
+
+def _existing(checkpoint: Path) -> Path:
+    if not _is_there(checkpoint):
+        raise SourceNotFoundError(f"there is no checkpoint {checkpoint} to resume from")
+    _check_single(checkpoint)
+    return checkpoint.absolute()
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise StoreError(f"--resume {path} cannot be looked up: {error.strerror}") from error
+
+
+def _check_single(folder: Path) -> None:
+    """Raises ``UsageError`` for the folder of a run or of its checkpoints."""
+    if epochs := saved_checkpoints(folder) or _epochs_in(folder):
+        names = listed([path.name for path in reversed(epochs)])
+        raise UsageError(f"--resume {folder} is a run, not a checkpoint; resume one in {epochs[-1].parent}: {names}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and the number of others."""
+    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _needed_latest(config: TrainConfig) -> Path | str:
+    latest = latest_checkpoint(config)
+    if latest is None:
+        place = config.out if config.storage is None else config.storage
+        raise SourceNotFoundError(
+            f"{place} holds no checkpoint to resume from; leave out --resume for a fresh run, or give the path of one"
+        )
+    return latest

@@ -1,0 +1,116 @@
+"""Compares the settings of a resumed run with those in its checkpoint, once and before any worker starts.
+
+The settings are in the checkpoint under ``SETTINGS_ENTRY``. Reading them imports no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ckpt_tools
+from ckpt_tools.errors import UsageError
+
+from ..config.options import SETTINGS, spelt
+from ..config.train_config import Settings, TrainConfig
+from .errors import reading
+from .progress import Progress
+from .run_folder import line_of_auto
+
+SETTINGS_ENTRY = "settings"
+
+ORDERING = frozenset({"dataset", "num_samples", "batch_size", "seed"})
+"""Settings that determine the samples of each batch."""
+
+
+def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> list[str]:
+    """Messages about the checkpoint to resume. Raises as :func:`check_settings`."""
+    lines = [line_of_auto(config), None if checkpoint is None else check_settings(config, checkpoint)]
+    return [line for line in lines if line is not None]
+
+
+def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
+    """Compare the run's settings with those of the checkpoint; the message to print, if any.
+
+    Raises:
+        UsageError: ``--override`` lacks a setting that differs, or names one that does not.
+        CkptError: the checkpoint cannot be read.
+    """
+    extra = _extra(checkpoint)
+    recorded = _recorded(extra)
+    differing = [name for name, value in recorded.items() if value != getattr(config, name)]
+    _check_differing(config, recorded, differing)
+    _check_overrides(config, recorded, differing)
+    _check_position(config, extra, recorded, differing)
+    changes = [_change(config, recorded, name) for name in differing]
+    changed = [f"resuming {checkpoint} with other settings: {'; '.join(changes)}"] if changes else []
+    missing = [name for name in SETTINGS if name not in recorded]
+    return "; ".join([*changed, *_not_compared(checkpoint, missing)]) or None
+
+
+def recorded_settings(checkpoint: Path | str) -> Settings:
+    """Settings that are saved in the checkpoint; it may lack some. Raises ``CkptError``."""
+    return _recorded(_extra(checkpoint))
+
+
+def _extra(checkpoint: Path | str) -> Mapping[Any, Any]:
+    """Entries beside model, optimizer and scheduler."""
+    with reading(checkpoint):
+        return ckpt_tools.open(checkpoint).manifest.extra
+
+
+def _recorded(extra: Mapping[Any, Any]) -> Settings:
+    found = _entry(extra, SETTINGS_ENTRY) or _entry(_entry(extra, "client_state"), SETTINGS_ENTRY)
+    return {name: found[name] for name in SETTINGS if name in found}
+
+
+def _entry(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    """The dict of that name; empty if there is none."""
+    value = entries.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
+    refused = [name for name in differing if spelt(name) not in config.override]
+    if refused:
+        changes = "; ".join(_change(config, recorded, name) for name in refused)
+        overrides = " ".join(f"--override {spelt(name)}" for name in refused)
+        these = "value, or change it" if len(refused) == 1 else "values, or change them"
+        raise UsageError(f"{changes}; give the checkpoint's {these} with {overrides}")
+
+
+def _check_overrides(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
+    same = [name for name in recorded if name not in differing and spelt(name) in config.override]
+    if same:
+        value = _shown(getattr(config, same[0]))
+        raise UsageError(
+            f"--override {spelt(same[0])} changes nothing: --{spelt(same[0])} is {value} here and in the checkpoint; "
+            f"leave it out"
+        )
+
+
+def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Settings, differing: list[str]) -> None:
+    """Raises UsageError if the checkpoint is within an epoch and the rest of it would have other samples."""
+    progress = Progress.of(extra) or Progress.of(_entry(extra, "client_state")) or Progress()
+    moved = [name for name in differing if name in ORDERING]
+    if progress.is_within_epoch and moved:
+        raise UsageError(
+            f"the checkpoint was saved within an epoch, and {_change(config, recorded, moved[0])}, which would change "
+            "the rest of the epoch's samples; resume a checkpoint of the end of an epoch"
+        )
+
+
+def _change(config: TrainConfig, recorded: Settings, name: str) -> str:
+    return f"--{spelt(name)} is {_shown(getattr(config, name))} here and {_shown(recorded[name])} in the checkpoint"
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)
+
+
+def _not_compared(checkpoint: Path | str, missing: list[str]) -> list[str]:
+    if not missing:
+        return []
+    names = ", ".join(f"--{spelt(name)}" for name in missing)
+    return [f"{checkpoint} does not record its run's {names}: not compared, this run uses its own"]

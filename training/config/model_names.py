@@ -1,0 +1,49 @@
+"""Models of ``--model``, and the facts that are needed before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Task = Literal["images", "text"]
+IMAGE_SIZE, NUM_CLASSES = 28, 10
+"""Height and width of each image, and outputs of each model of images."""
+
+CONTEXT, VOCABULARY = 64, 256
+"""Bytes of each piece of text, and values of a byte."""
+
+HUGGING_FACE = "hf:"
+"""Prefix of the folder of a transformers configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Task of a model, and numbers of attention heads that tensor parallelism can split, of layers that a pipeline can
+    split, and of experts of a layer; 0 if the model cannot be split so."""
+
+    task: Task = "images"
+    heads: int = 0
+    layers: int = 0
+    experts: int = 0
+
+
+MODELS: Mapping[str, ModelFacts] = {
+    "vit": ModelFacts(),
+    "cnn": ModelFacts(),
+    "cnn-lstm": ModelFacts(),
+    "ensemble": ModelFacts(),
+    "resnet18": ModelFacts(),
+    "mobilenet_v3": ModelFacts(),
+    "efficientnet_b0": ModelFacts(),
+    "vgg11_bn": ModelFacts(),
+    "lm": ModelFacts("text", heads=4, layers=4),
+    "lm-moe": ModelFacts("text", experts=4),
+}
+
+
+def facts_of(model: str) -> ModelFacts | None:
+    """Facts of a model; None for an unknown name."""
+    if model.startswith(HUGGING_FACE):
+        return ModelFacts("text") if model != HUGGING_FACE else None
+    return MODELS.get(model)

@@ -1,0 +1,172 @@
+"""The options of a run: name, type, default and help of each, said once.
+
+``command_line`` makes the options of ``ckpt-tools train`` from them, ``train_config`` checks their values. Imports no
+framework, so a mistake on the command line is answered at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from .strategies import EngineName, Strategy, StrategyName, chosen_strategy
+
+LauncherName = Literal["ray", "torchrun"]
+Precision = Literal["fp32", "bf16", "fp16"]
+DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
+PipelineScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["cosine", "linear", "constant"]
+MetricName = Literal["accuracy", "loss"]
+"""Measured at the end of each epoch."""
+
+DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
+
+RESUME_LATEST = "latest"
+RESUME_AUTO = "auto"
+
+SETTINGS = (
+    "model",
+    "dataset",
+    "num_samples",
+    "batch_size",
+    "epochs",
+    "schedule",
+    "warmup_fraction",
+    "learning_rate",
+    "weight_decay",
+    "clip_grad_norm",
+    "precision",
+    "seed",
+)
+"""Options that change what is learnt. They are saved in each checkpoint, and a resumed run must have the same."""
+
+
+def spelt(name: str) -> str:
+    """The spelling of a field as an option, without leading dashes."""
+    return name.replace("_", "-")
+
+
+OVERRIDES = tuple(map(spelt, SETTINGS))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Help of an option, and what its type does not say. ``choices`` are those of a repeatable option."""
+
+    help: str
+    metavar: str | None = None
+    least: int | None = None
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options with their defaults, in the order of ``--help``; :class:`.train_config.TrainConfig` checks them."""
+
+    strategy: Annotated[StrategyName | None, Option("Sharding strategy.")] = None
+    engine: Annotated[EngineName | None, Option("Framework; without --strategy it shards fully.")] = None
+    model: Annotated[str, Option("Model: vit, lm, cnn, resnet18, ...", "NAME|hf:FOLDER")] = "vit"
+    launcher: Annotated[LauncherName, Option("Launcher of the worker processes.")] = "ray"
+    num_workers: Annotated[int, Option("World size; with CUDA, one GPU per worker.", least=1)] = 2
+    epochs: Annotated[int, Option("Epochs of training, and length of the learning rate schedule.", least=1)] = 12
+    until: Annotated[int | None, Option("Stop after this epoch; --epochs still sets the schedule.", least=1)] = None
+    max_steps: Annotated[int | None, Option("Stop after N optimizer steps, even within an epoch.", "N", least=1)] = None
+    out: Annotated[Path, Option("Run folder: result, metrics and checkpoints.")]
+    dataset: Annotated[DatasetName, Option("Dataset.")] = "digits"
+    data_root: Annotated[Path | None, Option("Dataset folder; fashion-mnist is downloaded here.")] = None
+    num_samples: Annotated[int | None, Option("Train on the first N samples only.", "N", least=1)] = None
+    batch_size: Annotated[int, Option("Global batch size: samples per step over all workers.", least=1)] = 64
+    learning_rate: Annotated[float, Option("Peak learning rate, reached after the warm-up.")] = 1e-3
+    weight_decay: Annotated[float, Option("Weight decay of AdamW.")] = 0.05
+    schedule: Annotated[ScheduleName, Option("Learning rate schedule after the warm-up.")] = "cosine"
+    warmup_fraction: Annotated[float, Option("Fraction of all steps used for a linear warm-up.")] = 0.1
+    precision: Annotated[Precision, Option("Precision of computation; master weights are fp32.")] = "fp32"
+    clip_grad_norm: Annotated[float | None, Option("Clip gradients to this global norm.")] = None
+    gradient_accumulation: Annotated[int, Option("Micro-batches per step; --batch-size stays the same.", least=1)] = 1
+    shard_size: Annotated[int | None, Option("hybrid_shard, zero3_hpz: workers per copy of the weights.", least=1)] = (
+        None
+    )
+    tp: Annotated[int, Option("Tensor parallelism: workers that share each layer; with FSDP2.", least=1)] = 1
+    pp: Annotated[int, Option("Pipeline parallelism: number of stages; with FSDP2, zero0 or zero1.", least=1)] = 1
+    pp_schedule: Annotated[PipelineScheduleName | None, Option("Pipeline schedule.  [default: 1f1b]")] = None
+    ep: Annotated[int, Option("Expert parallelism: workers that share the experts; with FSDP2.", least=1)] = 1
+    cpu_offload: Annotated[bool, Option("FSDP2: keep weights, gradients and optimizer state in CPU memory.")] = False
+    reshard_after_forward: Annotated[
+        int | None, Option("full_shard: keep weights sharded over N workers until backward.", "N", least=1)
+    ] = None
+    forward_prefetch: Annotated[int, Option("FSDP2: blocks to prefetch in forward.")] = 0
+    backward_prefetch: Annotated[int, Option("FSDP2: blocks to prefetch in backward.")] = 0
+    activation_checkpointing: Annotated[bool, Option("Recompute each block's activations in backward.")] = False
+    compile: Annotated[bool, Option("torch.compile each block for training; evaluation is not compiled.")] = False
+    deepspeed_config: Annotated[Path | None, Option("DeepSpeed JSON file instead of the built-in one.")] = None
+    seed: Annotated[int, Option("Seed of the initial weights and the sample order.")] = 0
+    save_every: Annotated[int, Option("Epochs between checkpoints; the last epoch is always saved.", least=1)] = 1
+    save_every_steps: Annotated[int | None, Option("Optimizer steps between checkpoints.", least=1)] = None
+    save_every_minutes: Annotated[float | None, Option("Minutes between checkpoints.")] = None
+    async_save: Annotated[bool, Option("Copy the state to CPU memory and write it while training continues.")] = False
+    keep_last: Annotated[int | None, Option("Keep the newest K checkpoints.  [default: all]", "K", least=1)] = None
+    keep_best: Annotated[MetricName | None, Option("With --keep-last: also keep the best by this metric.")] = None
+    log_every: Annotated[int, Option("Log metrics every N steps.", "N", least=1)] = 10
+    tensorboard: Annotated[bool, Option("Also write TensorBoard event files to OUT/tensorboard.")] = False
+    profile: Annotated[bool, Option("Write a trace of a few steps per rank to OUT/profile.")] = False
+    max_restarts: Annotated[int, Option("Restarts of the run after failures.", least=0)] = 0
+    min_workers: Annotated[
+        int | None, Option("Ray: restart with at least M workers if machines are lost.  [default: all]", "M", least=1)
+    ] = None
+    storage: Annotated[
+        str | None, Option("Object store for checkpoints: s3://bucket/run, ...  [default: --out]", "URL")
+    ] = None
+    resume: Annotated[
+        str | None,
+        Option(
+            f"Checkpoint to resume; {RESUME_LATEST}: this run's last, {RESUME_AUTO}: its newest complete one, if any.",
+            f"PATH|URL|{RESUME_LATEST}|{RESUME_AUTO}",
+        ),
+    ] = None
+    init_from: Annotated[str | None, Option("Checkpoint of any format with the initial weights.", "PATH|URL")] = None
+    rename: Annotated[tuple[str, ...], Option("With --init-from: rename tensors; repeatable.", "REGEX=REPL")] = ()
+    export: Annotated[str | None, Option("Write the final weights as one model file or folder.", "PATH|URL")] = None
+    override: Annotated[
+        tuple[str, ...],
+        Option(
+            "With --resume: setting that may differ from the checkpoint's, such as learning-rate; repeatable.",
+            "NAME",
+            choices=OVERRIDES,
+        ),
+    ] = ()
+
+    @property
+    def sharding(self) -> Strategy:
+        """The strategy that ``strategy`` and ``engine`` select together."""
+        return chosen_strategy(self.strategy, self.engine)
+
+    @property
+    def data_workers(self) -> int:
+        """Number of workers with different samples; the workers of a ``tp`` or ``pp`` group share theirs."""
+        return self.num_workers // (self.tp * self.pp)
+
+    @property
+    def last_epoch(self) -> int:
+        """Number of finished epochs at which this run ends."""
+        return self.epochs if self.until is None else self.until
+
+
+@cache
+def described() -> tuple[tuple[Field[Any], Any, Option], ...]:
+    """Each option: its field, its type without ``None``, and its :class:`Option`."""
+    hints = get_type_hints(Options, include_extras=True)
+    found = []
+    for field in fields(Options):
+        kind, option = get_args(hints[field.name])
+        if get_origin(kind) in (Union, UnionType):
+            [kind] = [each for each in get_args(kind) if each is not NoneType]
+        found.append((field, kind, option))
+    return tuple(found)
+
+
+def is_url(text: str) -> bool:
+    """Whether ``text`` is the URL of a store that is not local."""
+    return "://" in text and not text.startswith("file://")

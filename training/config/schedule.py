@@ -1,0 +1,46 @@
+"""Learning rate schedule: linear warm-up, then half a cosine or a line down to zero, or a constant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from .options import ScheduleName
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Factor of the peak learning rate by the number of finished optimizer steps."""
+
+    warmup_steps: int
+    total_steps: int
+    shape: ScheduleName = "cosine"
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.warmup_steps < self.total_steps
+
+    def factor(self, step: int) -> float:
+        """In (0, 1] while training; 0 after the last step, unless it is constant."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return {
+            "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0))),
+            "linear": 1 - min(done, 1.0),
+            "constant": 1.0,
+        }[self.shape]
+
+    def attach(self, optimizer: Optimizer) -> LambdaLR:
+        """Scheduler of the optimizer, to be stepped after each optimizer step.
+
+        The lambda must be a plain function: LambdaLR would save the attributes of a callable object in the checkpoint.
+        """
+        return LambdaLR(optimizer, lambda step: self.factor(step))
+
+
+def schedule_for(total_steps: int, warmup_fraction: float, shape: ScheduleName = "cosine") -> Schedule:
+    """Schedule that warms up over this fraction of the run, at most all steps but one."""
+    return Schedule(min(round(total_steps * warmup_fraction), total_steps - 1), total_steps, shape)

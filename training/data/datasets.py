@@ -1,0 +1,206 @@
+"""Datasets: images as 8-bit grey 28x28, and text as bytes.
+
+``digits`` is scikit-learn's bundled set of 1,797 handwritten digits (8x8, 17 grey levels), upscaled; it needs no
+network. ``fashion-mnist`` is torchvision's FashionMNIST, 60,000 + 10,000 images; ``image-folder`` is the user's own.
+``text`` is the beginning of Shakespeare's Coriolanus, or the user's own. Images are uint8 until :func:`to_input`, so a
+held-out image that is saved as a PNG and posted to the HTTP service gives the model the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Literal, Self, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ckpt_tools.errors import StoreError, UsageError
+
+from ..config import PACKAGE
+from ..config.model_names import CONTEXT, IMAGE_SIZE, NUM_CLASSES
+from ..config.options import DatasetName as DatasetName
+from ..config.train_config import check_data_root
+
+TEXTS = "texts"
+TEXT_HELD_OUT_EVERY = 10
+
+Part = Literal["train", "held-out"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+DIGITS_MAX_LEVEL = 16  # brightest pixel of scikit-learn's digits
+DIGITS_HELD_OUT = 360  # one fifth of 1,797, rounded up
+# NumPy guarantees RandomState's stream but not default_rng's; the split must never change.
+DIGITS_SPLIT_SEED = 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """Inputs and labels of a dataset, [n, ...] each."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def first(self, count: int | None) -> Self:
+        """The first ``count`` samples, or all if it is None."""
+        return replace(self, pixels=self.pixels[:count], labels=self.labels[:count])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelledImages(Samples):
+    """``pixels`` uint8 [n, 28, 28] and ``labels`` int64 [n]."""
+
+    def __post_init__(self) -> None:
+        assert self.pixels.dtype == torch.uint8
+        assert self.pixels.shape == (len(self.labels), IMAGE_SIZE, IMAGE_SIZE), self.pixels.shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextWindows(Samples):
+    """Pieces of a text: bytes in ``pixels``, uint8 [n, t], and the byte after each in ``labels``, int64 [n, t]."""
+
+
+def load_dataset(name: DatasetName, part: Part, root: Path | None) -> Samples:
+    """One part of a dataset.
+
+    Raises:
+        UsageError: ``root`` is needed and missing, or holds something else. StoreError: a download fails.
+    """
+    if name == "digits":
+        return _load_digits(part)
+    if name == "text":
+        return _load_text(part, root)
+    check_data_root(name, root)
+    assert root is not None
+    return _load_image_folder(part, root) if name == "image-folder" else _load_fashion_mnist(part, root)
+
+
+def to_input(pixels: Tensor) -> Tensor:
+    """uint8 [n, 28, 28] to the model's input, float32 [n, 1, 28, 28] in [-1, 1]; bytes uint8 [n, t] to int64."""
+    if pixels.ndim == 2:
+        return pixels.to(torch.int64)
+    # In place: each new tensor of a batch costs as much as the arithmetic.
+    return pixels.unsqueeze(1).to(torch.float32, copy=True).div_(127.5).sub_(1.0)
+
+
+def epoch_order(num_samples: int, epoch: int, seed: int) -> Tensor:
+    """Order of the samples in an epoch, int64 [num_samples]. It depends on epoch and seed only."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_samples, generator=generator)
+
+
+def rank_batches(order: Tensor, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
+    """This rank's slice of each full global batch of ``order``, int64 [batch_size / world_size].
+
+    Global batches hold the same samples at every world size, so mean losses are comparable. The last, partial batch is
+    left out.
+    """
+    for batch in order.split(batch_size):
+        if len(batch) == batch_size:
+            yield batch.tensor_split(world_size)[rank]
+
+
+def _load_digits(part: Part) -> LabelledImages:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(len(digits.target))
+    chosen = order[:DIGITS_HELD_OUT] if part == "held-out" else order[DIGITS_HELD_OUT:]
+    levels = torch.from_numpy(digits.images[chosen])
+    return LabelledImages(_upscale(levels), torch.from_numpy(digits.target[chosen]).to(torch.int64))
+
+
+def _upscale(levels: Tensor) -> Tensor:
+    """Grey levels 0..16, float64 [n, 8, 8], to uint8 [n, 28, 28], bilinear."""
+    bright = levels.unsqueeze(1) * (255 / DIGITS_MAX_LEVEL)
+    large = functional.interpolate(bright, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
+    return large.squeeze(1).round().to(torch.uint8)
+
+
+def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
+    from torchvision.datasets import FashionMNIST
+
+    try:
+        dataset = FashionMNIST(root, train=part == "train", download=True)
+    except (OSError, RuntimeError) as error:
+        raise StoreError(
+            f"FashionMNIST is not in {root} and could not be downloaded ({_first_line(error)}); "
+            f"copy its four .gz files into {root / 'FashionMNIST' / 'raw'} or use --dataset digits"
+        ) from error
+    return LabelledImages(dataset.data, dataset.targets)
+
+
+def _load_image_folder(part: Part, root: Path) -> LabelledImages:
+    """Images in ``root/train/CLASS`` or ``root/held-out/CLASS``, grey and 28x28. The folders in ``train`` number the
+    classes of both parts."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    classes, found = _classes(root, "train"), _classes(root, part)
+    if unknown := sorted({*found} - {*classes}):
+        raise UsageError(f"--data-root {root}: {part}/{unknown[0]} is a class that {root / 'train'} does not have")
+    if len(classes) > NUM_CLASSES:
+        raise UsageError(f"--data-root {root} has {len(classes)} classes, and models tell {NUM_CLASSES} apart")
+    numbers = {name: classes.index(name) for name in found}
+    try:
+        files = make_dataset(str(root / part), numbers, extensions=IMG_EXTENSIONS)
+    except OSError as error:
+        raise UsageError(f"--data-root {root}: {part}: {_first_line(error)}") from error
+    pixels = torch.stack([_grey(Path(path)) for path, _ in files])
+    return LabelledImages(pixels, torch.tensor([number for _, number in files]))
+
+
+def _classes(root: Path, part: Part) -> list[str]:
+    try:
+        found = sorted(path.name for path in (root / part).iterdir() if path.is_dir())
+    except OSError as error:
+        raise UsageError(f"--data-root {root}: {part} is not a folder of classes: {_first_line(error)}") from error
+    if not found:
+        raise UsageError(f"--data-root {root}: {part} has no folder of a class")
+    return found
+
+
+def _grey(path: Path) -> Tensor:
+    """Image as uint8 [28, 28], with the preprocessing of inference."""
+    from PIL import Image
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    try:
+        with Image.open(path) as image:
+            small = image.convert("L").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+            return pil_to_tensor(small)[0]
+    except Exception as error:
+        # Pillow's decoders raise OSError, SyntaxError, struct.error, IndexError, ...
+        raise UsageError(f"{path} cannot be read as an image: {_first_line(error)}") from error
+
+
+def _load_text(part: Part, root: Path | None) -> TextWindows:
+    """Pieces of the bundled text, or of the ``.txt`` files of a folder in order; every tenth is held out."""
+    content = torch.frombuffer(bytearray(_text(root)), dtype=torch.uint8)
+    count = (len(content) - 1) // CONTEXT
+    if count < TEXT_HELD_OUT_EVERY:
+        raise UsageError(f"--data-root {root} has {len(content)} bytes of text, too few to learn from")
+    pieces = content[: count * CONTEXT].view(count, CONTEXT)
+    following = content[1 : count * CONTEXT + 1].view(count, CONTEXT).to(torch.int64)
+    held_out = torch.arange(count) % TEXT_HELD_OUT_EVERY == 0
+    chosen = held_out if part == "held-out" else ~held_out
+    return TextWindows(pieces[chosen], following[chosen])
+
+
+def _text(root: Path | None) -> bytes:
+    if root is None:
+        return resources.files(PACKAGE).joinpath(TEXTS, "coriolanus.txt").read_bytes()
+    try:
+        return b"\n".join(path.read_bytes() for path in sorted(root.glob("*.txt")))
+    except OSError as error:
+        raise UsageError(f"--data-root {root} cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,313 @@
+"""The training loop, for every engine and launcher.
+
+It runs on each rank of an existing process group. The launcher provides the checkpoint to resume, the destination of
+checkpoints (:class:`.outlets.Outlet`) and the request to stop. After each step all ranks agree whether to save, stop or
+continue, so every rank saves between the same two steps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import islice
+from operator import add
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpt_tools.errors import UsageError
+
+from ..checkpoints import randomness
+from ..config.options import RESUME_AUTO
+from ..config.schedule import Schedule, schedule_for
+from ..config.train_config import TrainConfig
+from ..data.datasets import Samples, epoch_order, load_dataset, rank_batches, to_input
+from ..engines import Engine, Progress, create_engine
+from .evaluation import Evaluation, evaluate
+from .measuring import StepLog
+from .outlets import Outlet
+from .profiling import profiled
+from .retention import remove_old
+from .saving import Agreement, Saver, SaveRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EpochMetrics:
+    """Metrics of an epoch, or of its part up to ``--max-steps``: mean loss over all ranks at each step, and correct
+    predictions of the held-out samples.
+
+    If the run was resumed within the epoch, ``losses`` has only its own steps; ``earlier_loss`` is the sum of those of
+    the ``earlier_steps``.
+    """
+
+    epoch: int
+    losses: tuple[float, ...]
+    correct: int
+    total: int
+    seconds: float
+    earlier_steps: int = 0
+    earlier_loss: float = 0.0
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over the whole epoch, added in the order of steps, so resuming does not change the last bit."""
+        return added(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
+
+    def line(self, last_epoch: int) -> str:
+        """Line for the user."""
+        return (
+            f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}  "
+            f"held-out {self.correct}/{self.total}  {self.seconds:.1f} s"
+        )
+
+    def values(self) -> dict[str, float]:
+        """Values for ``metrics.jsonl``."""
+        return {"epoch": self.epoch, "loss": self.mean_loss, "accuracy": self.correct / self.total}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Result of a run: its end position, the epochs it trained, the final evaluation, and times of its saves."""
+
+    end: Progress
+    history: tuple[EpochMetrics, ...]
+    evaluation: Evaluation
+    saves: tuple[SaveRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A run that stopped on request. ``checkpoint`` is the name of the one at that position, None before the first
+    step."""
+
+    checkpoint: str | None
+
+
+Asked = Callable[[], bool]
+"""Whether this rank knows of a request to save and stop."""
+
+
+def train(
+    config: TrainConfig, device: torch.device, resume_from: Path | str | None, outlet: Outlet, is_asked_to_stop: Asked
+) -> Trained | Interrupted:
+    """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a checkpoint."""
+    samples, held_out = load_parts(config)
+    total_steps = config.epochs * config.steps_per_epoch(len(samples))
+    schedule = schedule_for(total_steps, config.warmup_fraction, config.schedule)
+    with closing(create_engine(config, schedule, device)) as engine:
+        progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
+        _check_something_left(config, progress)
+        randomness.restore(progress.rng, seed=config.seed, step=progress.step, stream=engine.data_rank)
+        saver = Saver(config, engine, outlet, partial(remove_old, config))
+        with profiled(config) as end_step:
+            parts = (config, engine, device, samples, held_out, outlet, saver, is_asked_to_stop, progress, schedule)
+            return _Run(*parts, end_step).to_the_end()
+
+
+def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress:
+    started = time.perf_counter()
+    progress = engine.resume(checkpoint)
+    if torch.distributed.get_rank() == 0:
+        seconds = time.perf_counter() - started
+        outlet.record({"resumed": progress.name, "step": progress.step, "resume_seconds": seconds})
+    return progress
+
+
+def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
+    """Training and held-out samples; the first rank of each machine loads first, so only one downloads."""
+    leads = int(os.environ["LOCAL_RANK"]) == 0
+    if not leads:
+        torch.distributed.barrier()
+    samples = load_dataset(config.dataset, "train", config.data_root).first(config.num_samples)
+    held_out = load_dataset(config.dataset, "held-out", config.data_root)
+    if leads:
+        torch.distributed.barrier()
+    return samples, held_out
+
+
+def _check_something_left(config: TrainConfig, progress: Progress) -> None:
+    """With ``--resume auto`` nothing may be left: a run that was ended after its last checkpoint only evaluates."""
+    if config.resume == RESUME_AUTO:
+        return
+    if config.max_steps is not None and progress.step >= config.max_steps:
+        raise UsageError(
+            f"the checkpoint has finished {progress.step} steps and --max-steps is {config.max_steps}: nothing is left "
+            f"to train"
+        )
+    if progress.epoch >= config.last_epoch:
+        raise UsageError(
+            f"the checkpoint has finished {progress.epoch} epochs and the run ends after {config.last_epoch}: "
+            f"nothing is left to train"
+        )
+
+
+def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> int:
+    """Last step of a run that begins at ``progress``. Only its remaining epochs have ``steps_per_epoch``: the epochs
+    before differ with ``--override num-samples`` or ``batch-size``."""
+    found = progress.step - progress.batch + (config.last_epoch - progress.epoch) * steps_per_epoch
+    return found if config.max_steps is None else min(found, config.max_steps)
+
+
+class _StopAskedError(Exception):
+    """The ranks have agreed to stop, and have saved."""
+
+
+@dataclass
+class _Run:
+    """A run on this rank, from one position to its end."""
+
+    config: TrainConfig
+    engine: Engine
+    device: torch.device
+    samples: Samples
+    held_out: Samples
+    outlet: Outlet
+    saver: Saver
+    is_asked_to_stop: Asked
+    progress: Progress
+    schedule: Schedule
+    end_step: Callable[[], None]
+    accuracy: float | None = None
+    """Accuracy of the last evaluation."""
+    is_due: bool = False
+    """Whether a checkpoint was due at the last step of an epoch, whose end is saved instead."""
+
+    def __post_init__(self) -> None:
+        self.agreement, self.rank = Agreement(), torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+        self.data_world_size = self.world_size // (self.config.tp * self.config.pp)
+        """Number of ranks, or groups of ranks under tensor and pipeline parallelism, with different samples."""
+        self.steps = self.config.steps_per_epoch(len(self.samples))
+        end = last_step(self.config, self.progress, self.steps)
+        self.log = StepLog(self.config, self.schedule, self.outlet, self.agreement, end)
+        self.saved = self.progress
+        """Position of the last checkpoint, resumed or saved."""
+
+    def to_the_end(self) -> Trained | Interrupted:
+        history = []
+        try:
+            self.agree_between_epochs()
+            while not self.is_at_end:
+                history.append(self.epoch())
+                self.agree_between_epochs()
+        except _StopAskedError:
+            self.saver.collect()
+            return Interrupted(self.saved.name if self.saved.step else None)
+        self.saver.collect()
+        return Trained(self.progress, tuple(history), self.evaluation(), tuple(self.saver.records))
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all is trained. A complete epoch is still evaluated and saved, also after resuming."""
+        ends_within = self.has_last_step and self.progress.batch < self.steps
+        return self.progress.epoch >= self.config.last_epoch or ends_within
+
+    @property
+    def has_last_step(self) -> bool:
+        return self.config.max_steps is not None and self.progress.step >= self.config.max_steps
+
+    def epoch(self) -> EpochMetrics:
+        """Train the rest of an epoch, evaluate, and save if due. With ``--max-steps`` the run may end within it."""
+        started, before = time.perf_counter(), self.progress
+        losses = self.means(self.train(before))
+        with self.log.meter.paused():
+            evaluation = self.evaluation()
+        self.accuracy = evaluation.accuracy
+        seconds = time.perf_counter() - started
+        epoch = before.epoch + 1
+        metrics = EpochMetrics(
+            epoch, losses, evaluation.correct, evaluation.total, seconds, before.batch, before.loss_sum
+        )
+        if self.progress.batch == self.steps:
+            self.progress = Progress(epoch, self.progress.step)
+            self.report(metrics)
+        elif self.rank == 0:
+            self.outlet.say(f"{metrics.line(self.config.last_epoch)}  ended within it, after step {self.progress.step}")
+        return metrics
+
+    def report(self, metrics: EpochMetrics) -> None:
+        """Record the metrics before the checkpoint, because ``--keep-best`` reads them."""
+        if self.rank == 0:
+            self.outlet.record({**metrics.values(), "step": self.progress.step, "seconds": metrics.seconds})
+        if self.config.saves_after_epoch(metrics.epoch) or self.is_due:
+            self.save(self.progress, metrics.values())
+        else:
+            self.outlet.report(metrics.values())
+        if self.rank == 0:
+            self.outlet.say(metrics.line(self.config.last_epoch))
+
+    def train(self, before: Progress) -> list[Tensor]:
+        """Train the rest of an epoch after ``before``; this rank's loss at each step."""
+        order = epoch_order(len(self.samples), before.epoch + 1, self.config.seed)
+        batches = rank_batches(order, self.config.batch_size, self.engine.data_rank, self.data_world_size)
+        losses: list[Tensor] = []
+        for batch in islice(batches, before.batch, None):
+            inputs, labels = to_input(self.samples.pixels[batch]), self.samples.labels[batch]
+            losses.append(self.engine.step(inputs.to(self.device), labels.to(self.device)))
+            self.progress = replace(self.progress, step=self.progress.step + 1, batch=self.progress.batch + 1, rng=None)
+            self.log.after(self.progress, losses[-1], self.saver.records, self.accuracy)
+            with self.log.meter.paused():
+                self.end_step()
+            self.agree(before, losses)
+            if self.has_last_step:
+                break
+        return losses
+
+    def agree(self, before: Progress, losses: list[Tensor]) -> None:
+        """After a step, save or stop if due. At the last step of an epoch, its end is saved instead."""
+        is_asked, is_time = self.agreed()
+        is_due = is_time or self.config.saves_after_step(self.progress.step)
+        ends = self.progress.batch == self.steps
+        if is_asked or (is_due and not ends):
+            loss_sum = added(before.loss_sum, self.means(losses))
+            self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
+        self.is_due = is_due and ends
+        if is_asked:
+            raise _StopAskedError
+
+    def agree_between_epochs(self) -> None:
+        """Stop if requested, before the first step and after an evaluation."""
+        is_asked, _ = self.agreed()
+        if is_asked:
+            if self.progress != self.saved:
+                self.save(self.progress, {"epoch": self.progress.epoch})
+            raise _StopAskedError
+
+    def agreed(self) -> tuple[bool, bool]:
+        """Whether any rank has a request to stop, and whether ``--save-every-minutes`` is over."""
+        leads = self.rank == 0
+        is_asked, is_time, is_busy, has_failed = self.agreement.any(
+            self.is_asked_to_stop(),
+            leads and self.config.saves_after_seconds(self.saver.seconds_since),
+            self.saver.is_busy,
+            self.saver.has_failed,
+        )
+        if has_failed or not is_busy:
+            self.saver.collect(has_failed=has_failed)
+        return is_asked, is_time
+
+    def save(self, progress: Progress, values: dict[str, float]) -> None:
+        with self.log.meter.paused():
+            self.saver.save(replace(progress, rng=randomness.gathered()), {"step": progress.step, **values})
+        self.saved = self.progress
+
+    def evaluation(self) -> Evaluation:
+        """Evaluate the held-out samples, divided among the ranks with different samples."""
+        data_rank, data_world_size = self.engine.data_rank, self.data_world_size
+        return evaluate(self.engine.logits, self.held_out, self.device, rank=data_rank, world_size=data_world_size)
+
+    def means(self, losses: list[Tensor]) -> tuple[float, ...]:
+        """Mean loss over ranks of each step, with one collective for all steps."""
+        total = torch.stack(losses).double() if losses else torch.zeros(0, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return tuple((total / self.world_size).tolist())
+
+
+def added(start: float, losses: tuple[float, ...]) -> float:
+    """Sum in order; ``sum`` compensates rounding in newer Pythons."""
+    return reduce(add, losses, start)

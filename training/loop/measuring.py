@@ -1,0 +1,144 @@
+"""Metrics of training steps: loss, speed and memory, every ``--log-every`` steps."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.progress import Progress
+from ..config.schedule import Schedule
+from ..config.train_config import TrainConfig
+from .outlets import Outlet
+from .saving import Agreement, SaveRecord
+from .screen import Status
+
+SHOWN_SECONDS = 0.5
+"""Minimum time between two statuses on the screen; every measured step is recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One measured step. ``loss`` is the mean over ranks, ``samples_per_second`` the rate since the last measurement;
+    ``peak_rss`` and ``cuda_peak`` (empty without CUDA) are peak bytes of each rank."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    samples_per_second: float
+    peak_rss: tuple[int, ...]
+    cuda_peak: tuple[int, ...] = ()
+
+    def entries(self) -> Mapping[str, Any]:
+        """Line of ``metrics.jsonl``, without the epoch, which only lines about whole epochs have."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+            if value != ()
+        }
+
+
+class Meter:
+    """Speed of steps, without evaluation and saving."""
+
+    def __init__(self) -> None:
+        self._steps, self._seconds, self._since = 0, 0.0, time.perf_counter()
+
+    def count(self) -> None:
+        self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of the block."""
+        self._seconds += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+    def steps_per_second(self) -> float:
+        """Rate since the last call."""
+        now = time.perf_counter()
+        rate = self._steps / max(self._seconds + now - self._since, 1e-9)
+        self._steps, self._seconds, self._since = 0, 0.0, now
+        return rate
+
+
+class StepLog:
+    """Measures every ``log_every``-th step on all ranks; the first rank records and shows it."""
+
+    def __init__(
+        self, config: TrainConfig, schedule: Schedule, outlet: Outlet, agreement: Agreement, last_step: int
+    ) -> None:
+        self._config, self._schedule, self._outlet, self._agreement = config, schedule, outlet, agreement
+        self._last_step = last_step
+        self._leads = torch.distributed.get_rank() == 0
+        self._shown_at = 0.0
+        self.meter = Meter()
+
+    def after(self, progress: Progress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
+        """Called after each step with this rank's mean loss; collective."""
+        self.meter.count()
+        if progress.step % self._config.log_every == 0:
+            figures = self._figures(progress.step, loss)
+            if self._leads:
+                self._outlet.record(figures.entries())
+                self._show(figures, saves, accuracy)
+
+    def _figures(self, step: int, loss: Tensor) -> StepFigures:
+        """Reads the loss before the time, because that waits for the device."""
+        rows = self._agreement.gathered(float(loss), peak_rss(), cuda_peak())
+        losses, resident, on_gpu = zip(*rows, strict=True)
+        return StepFigures(
+            step,
+            fmean(losses),
+            self._config.learning_rate * self._schedule.factor(step - 1),
+            self.meter.steps_per_second() * self._config.batch_size,
+            tuple(map(int, resident)),
+            tuple(map(int, on_gpu)) if torch.cuda.is_available() else (),
+        )
+
+    def _show(self, figures: StepFigures, saves: list[SaveRecord], accuracy: float | None) -> None:
+        if (now := time.monotonic()) - self._shown_at < SHOWN_SECONDS:
+            return
+        self._shown_at = now
+        left = (self._last_step - figures.step) * self._config.batch_size / figures.samples_per_second
+        saved = saves[-1] if saves else None
+        self._outlet.show(
+            Status(
+                step=figures.step,
+                last_step=self._last_step,
+                loss=figures.loss,
+                accuracy=accuracy,
+                learning_rate=figures.learning_rate,
+                samples_per_second=figures.samples_per_second,
+                rss=max(figures.peak_rss),
+                cuda=max(figures.cuda_peak, default=0),
+                seconds_left=left,
+                checkpoint=None if saved is None else saved.checkpoint,
+                stall_seconds=None if saved is None else saved.stall_seconds,
+            )
+        )
+
+
+def peak_rss() -> int:
+    """Peak memory of this process in bytes. On Linux ``getrusage`` would include its parent's."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    [peak] = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(peak) * 1024
+
+
+def cuda_peak() -> int:
+    """Peak bytes of tensors on this rank's GPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0

@@ -1,0 +1,108 @@
+"""``result.json``: settings, metrics, checkpoint and library versions of a finished run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ckpt_tools
+from ckpt_tools.errors import DestinationExistsError
+
+from ..checkpoints.run_folder import checkpoint_of
+from ..config.train_config import Settings, TrainConfig
+from .loop import EpochMetrics, Trained
+from .saving import SaveRecord
+
+RESULT_NAME = "result.json"
+
+
+def check_result_file(out: Path) -> None:
+    """Raises DestinationExistsError if ``OUT/result.json`` exists and is not of a run, which would replace it."""
+    path = out / RESULT_NAME
+    if not os.path.lexists(path):
+        return
+    try:
+        is_result = {"engine", "launcher", "history"} <= json.loads(path.read_text()).keys()
+    except (OSError, ValueError, AttributeError):
+        is_result = False
+    if not is_result:
+        raise DestinationExistsError(
+            f"{path} is not the result of a run, and a run would replace it; move it away or choose another --out"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run. ``history`` has the epochs of this run only, without those before ``--resume``. ``epochs`` is the
+    number of finished epochs, ``settings["epochs"]`` the length of the schedule."""
+
+    engine: str
+    strategy: str
+    launcher: str
+    num_workers: int
+    precision: str
+    dataset: str
+    epochs: int
+    settings: Settings
+    versions: dict[str, str]
+    accuracy: float
+    correct: int
+    total: int
+    checkpoint: str
+    seconds: float
+    history: tuple[EpochMetrics, ...]
+    predicted: tuple[int, ...]
+    saves: tuple[SaveRecord, ...] = ()
+
+    @classmethod
+    def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
+        """Result of a run; its checkpoint is the one at the end position."""
+        return cls(
+            engine=config.engine or config.sharding.framework,
+            strategy=config.sharding.name,
+            launcher=config.launcher,
+            num_workers=config.num_workers,
+            precision=config.precision,
+            dataset=config.dataset,
+            epochs=trained.end.epoch,
+            settings=config.settings,
+            versions=versions_of(config),
+            accuracy=trained.evaluation.accuracy,
+            correct=trained.evaluation.correct,
+            total=trained.evaluation.total,
+            checkpoint=str(checkpoint_of(config, trained.end.name)),
+            seconds=seconds,
+            history=trained.history,
+            predicted=trained.evaluation.predicted,
+            saves=trained.saves,
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> RunResult:
+        """Read what :meth:`write` wrote. JSON keeps every digit of a float."""
+        values: dict[str, Any] = json.loads(path.read_text())
+        history = tuple(EpochMetrics(**(epoch | {"losses": tuple(epoch["losses"])})) for epoch in values.pop("history"))
+        saves = tuple(SaveRecord(**save) for save in values.pop("saves", ()))
+        return cls(history=history, predicted=tuple(values.pop("predicted")), saves=saves, **values)
+
+    def write(self, out: Path) -> None:
+        """Write ``OUT/result.json`` atomically."""
+        unfinished = out / f".{RESULT_NAME}.partial"
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        unfinished.replace(out / RESULT_NAME)
+
+
+def versions_of(config: TrainConfig) -> dict[str, str]:
+    """Versions of Python, ``ckpt_tools`` and the frameworks of this run."""
+    frameworks = [
+        "torch",
+        *(["ray"] if config.launcher == "ray" else []),
+        *(["deepspeed"] if config.sharding.framework == "deepspeed" else []),
+    ]
+    found = {name: version(name) for name in frameworks}
+    return {"python": platform.python_version(), "ckpt_tools": ckpt_tools.__version__, **found}

@@ -1,0 +1,213 @@
+"""Saving of checkpoints, synchronously or in the background.
+
+A :class:`Saver` passes each checkpoint to the launcher's :class:`~.outlets.Outlet`; uploads always run in the
+background. A background save is collective, in a separate process group, so its messages do not mix with training.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ckpt_tools.errors import StoreError
+
+from ..checkpoints.progress import Progress
+from ..config.train_config import TrainConfig
+from ..engines.base import Engine, Save, StagingEngine
+from ..models.config_json import write_model_config
+from .outlets import Outlet, Values
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRecord:
+    """Times of a save on the first rank: training stopped for ``stall_seconds``, including ``waited_seconds`` for the
+    previous save; the checkpoint was complete after ``seconds``."""
+
+    checkpoint: str
+    step: int
+    stall_seconds: float
+    waited_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A save in progress, with its start and the time that training has waited."""
+
+    name: str
+    step: int
+    values: Values
+    started: float
+    waited: float
+    stalled: float
+
+
+class Saver:
+    """Saves checkpoints; each rank has one."""
+
+    def __init__(self, config: TrainConfig, engine: Engine, outlet: Outlet, after_save: Callable[[], None]) -> None:
+        """``after_save`` is called on the first rank after each complete checkpoint."""
+        self._config = config
+        self._engine = engine
+        self._outlet = outlet
+        self._after_save = after_save
+        self._group = _new_group() if config.async_save else None
+        self._in_background = config.async_save or outlet.uploads
+        self._pending: tuple[_Begun, Future[float]] | None = None
+        self._saved_at = time.monotonic()
+        self.records: list[SaveRecord] = []
+
+    @property
+    def seconds_since(self) -> float:
+        return time.monotonic() - self._saved_at
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank saves in the background now."""
+        return self._pending is not None and not self._pending[1].done()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._pending is not None and not self.is_busy and self._pending[1].exception() is not None
+
+    def save(self, progress: Progress, values: Values) -> None:
+        """Save a checkpoint, or begin to; collective. Waits for the previous save."""
+        started = time.perf_counter()
+        self.collect()
+        waited = time.perf_counter() - started
+        folder = self._outlet.begin(progress.name)
+        done = self._write_now(progress, folder) if self._group is None else self._write_later(progress, folder)
+        stalled = time.perf_counter() - started
+        self._pending = _Begun(progress.name, progress.step, values, started, waited, stalled), done
+        self._saved_at = time.monotonic()
+        if not self._in_background:
+            self.collect()
+
+    def _write_now(self, progress: Progress, folder: Path) -> Future[float]:
+        self._engine.save(folder, progress)
+        self._describe(folder)
+        torch.distributed.barrier()
+        return (in_background if self._in_background else _at_once)(partial(self._finish, progress.name))
+
+    def _write_later(self, progress: Progress, folder: Path) -> Future[float]:
+        assert self._group is not None and isinstance(self._engine, StagingEngine)
+        write = self._engine.staged(progress, self._group)
+        return in_background(lambda: self._write(write, folder, progress.name))
+
+    def collect(self, *, has_failed: bool = False) -> None:
+        """Wait for the background save and announce its checkpoint; collective. With ``has_failed``, some rank's save
+        has failed, and the others are not awaited. Raises StoreError if it failed on any rank.
+        """
+        if self._pending is None:
+            return
+        (begun, done), self._pending = self._pending, None
+        if self._in_background:
+            if not has_failed:
+                wait([done])
+            _check_all(begun.name, done)
+        self._announce(begun, done.result())
+
+    def _write(self, write: Save, folder: Path, name: str) -> float:
+        """DCP's collectives ensure that the first rank returns only when all have written."""
+        self._describe(folder)
+        write(folder)
+        return self._finish(name)
+
+    def _describe(self, folder: Path) -> None:
+        """Write ``config.json`` on the first rank."""
+        if _leads():
+            write_model_config(folder, self._config)
+
+    def _finish(self, name: str) -> float:
+        self._outlet.finish(name)
+        return time.perf_counter()
+
+    def _announce(self, begun: _Begun, ended: float) -> None:
+        before = time.perf_counter()
+        self._outlet.announce(begun.name, begun.values)
+        took = time.perf_counter() - before
+        record = SaveRecord(
+            begun.name, begun.step, begun.stalled + took, begun.waited, max(ended - begun.started, begun.stalled) + took
+        )
+        self.records.append(record)
+        if _leads():
+            self._outlet.record(asdict(record))
+            self._after_save()
+
+
+def in_background(call: Callable[[], Result]) -> Future[Result]:
+    """Call in a daemon thread: a failing process does not wait for it, because its peers may be gone."""
+    done: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return done
+
+
+def _at_once(call: Callable[[], float]) -> Future[float]:
+    done: Future[float] = Future()
+    done.set_result(call())
+    return done
+
+
+def _check_all(name: str, done: Future[float]) -> None:
+    """Raise StoreError on every rank with the reason of the first one that failed; collective."""
+    error = done.exception() if done.done() else None
+    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    torch.distributed.all_gather_object(reasons, mine)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error
+
+
+def _new_group() -> ProcessGroup:
+    """A group of all ranks on the CPU, separate from that of the training."""
+    group = torch.distributed.new_group(backend="gloo")
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def _leads() -> bool:
+    return torch.distributed.get_rank() == 0
+
+
+class Agreement:
+    """Agreement of all ranks on what to do after a step; collective, on the CPU."""
+
+    def __init__(self) -> None:
+        is_gloo = torch.distributed.get_backend() == "gloo"
+        self._group = None if is_gloo else _new_group()
+
+    def any(self, *reasons: bool) -> tuple[bool, ...]:
+        """For each of at most eight reasons, whether any rank has it.
+
+        They are bits of one element: for a tensor of several elements Gloo sends twice as many messages.
+        """
+        known = torch.tensor(sum(reason << at for at, reason in enumerate(reasons)), dtype=torch.uint8)
+        torch.distributed.all_reduce(known, torch.distributed.ReduceOp.BOR, group=self._group)
+        found = int(known)
+        return tuple(bool(found >> at & 1) for at in range(len(reasons)))
+
+    def gathered(self, *values: float) -> list[list[float]]:
+        """Values of every rank."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(found, mine, group=self._group)
+        return [each.tolist() for each in found]

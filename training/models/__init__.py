@@ -1,0 +1,1 @@
+"""Models: their architectures, and the ``config.json`` that describes one in a checkpoint."""

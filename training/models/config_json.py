@@ -1,0 +1,70 @@
+"""``config.json`` in each checkpoint's folder, which describes the model to inference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..config.model_names import HUGGING_FACE, IMAGE_SIZE, MODELS, NUM_CLASSES
+from ..config.options import DatasetName
+from ..config.train_config import TrainConfig
+
+NAME = "config.json"
+
+LABELS: dict[DatasetName, tuple[str, ...]] = {
+    "digits": tuple(map(str, range(10))),
+    "fashion-mnist": (
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    ),
+}
+
+
+def model_config(config: TrainConfig) -> dict[str, Any] | None:
+    """Architecture by its name in inference; for images also class labels and preprocessing. None for a transformers
+    model, which has its own ``config.json``."""
+    if config.model not in MODELS:
+        return None
+    architecture = "ours" if config.model == "vit" else f"ours:{config.model}"
+    if MODELS[config.model].task == "text":
+        return {"architecture": architecture, "dataset": config.dataset}
+    return {
+        "architecture": architecture,
+        "labels": list(labels_of(config)),
+        "image": preparation(),
+        "dataset": config.dataset,
+    }
+
+
+def preparation() -> dict[str, Any]:
+    """Preprocessing of an image of any size and colours."""
+    return {"mode": "L", "height": IMAGE_SIZE, "width": IMAGE_SIZE, "resample": "bilinear", "mean": 0.5, "std": 0.5}
+
+
+def labels_of(config: TrainConfig) -> tuple[str, ...]:
+    """Labels of the model's outputs in order; an output without a class in the user's folder has its number."""
+    if config.dataset in LABELS:
+        return LABELS[config.dataset]
+    assert config.data_root is not None, "a dataset without labels of its own is a folder of classes"
+    classes = sorted(path.name for path in (config.data_root / "train").iterdir() if path.is_dir())
+    return (*classes, *map(str, range(len(classes), NUM_CLASSES)))
+
+
+def write_model_config(folder: Path, config: TrainConfig) -> None:
+    """Write the file; for a transformers model, copy the one of its folder, which ``from_pretrained`` reads."""
+    if config.model.startswith(HUGGING_FACE):
+        shutil.copyfile(Path(config.model.removeprefix(HUGGING_FACE)) / NAME, folder / NAME)
+        return
+    found = model_config(config)
+    if found is not None:
+        (folder / NAME).write_text(json.dumps(found, indent=1) + "\n")

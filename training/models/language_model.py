@@ -1,0 +1,94 @@
+"""Decoder-only language model over bytes, as Llama: RMSNorm, rotary positions, SwiGLU, tied embeddings.
+
+Queries, keys and values have separate matrices, and no shape depends on the number of heads on a worker, so tensor
+parallelism can split the heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..config.model_names import CONTEXT as CONTEXT
+from ..config.model_names import VOCABULARY as VOCABULARY
+
+WIDTH = 128
+HEADS = 4
+LAYERS = 4
+HIDDEN = 256
+_ROTARY_BASE = 10_000.0
+
+
+class Attention(nn.Module):
+    """Causal attention, float [n, t, WIDTH] to [n, t, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = rotated(q), rotated(k)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary position embedding of [n, heads, t, size]."""
+    half = x.shape[-1] // 2
+    frequencies = _ROTARY_BASE ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = torch.outer(torch.arange(x.shape[-2], device=x.device, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    left, right = x[..., :half], x[..., half:]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: the unit that is sharded and checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(WIDTH)
+        self.attention = Attention()
+        self.feed_forward_norm = nn.RMSNorm(WIDTH)
+        self.feed_forward = FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class LanguageModel(nn.Module):
+    """Bytes int64 [n, t] to logits of the next byte, float [n, t, VOCABULARY]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        nn.init.normal_(self.embed.weight, std=WIDTH**-0.5)
+        self.layers = nn.ModuleList(self.new_layer(at) for at in range(LAYERS))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def new_layer(self, at: int) -> nn.Module:
+        """Layer number ``at``."""
+        return Block()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
