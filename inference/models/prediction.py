@@ -1,0 +1,73 @@
+"""One way from images to answers, used by the batch script and the HTTP service alike.
+
+Both go through :mod:`training.evaluation`, whose forward passes have a fixed shape, so an image gets the same answer
+alone as in a crowd, and the same as the run gave it that made the model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import IO
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from ckpt_tools.errors import FormatError
+
+from ..common.training_package import models
+from .results import Prediction
+
+# Far above any sensible picture of one digit; keeps a small file that unpacks to gigabytes from being decoded.
+MAX_PIXELS = 64_000_000
+# Pillow warns of images that it would still decode; here they are refused.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def predictions_of(logits: Tensor) -> list[Prediction]:
+    """The most probable class and the probabilities of each row of float32 [n, classes]."""
+    rows = torch.softmax(logits, dim=1).tolist()
+    return [Prediction(label, tuple(row)) for label, row in zip(logits.argmax(1).tolist(), rows, strict=True)]
+
+
+def decode_image(file: IO[bytes], name: str) -> Tensor:
+    """The pixels of an image file in any format Pillow reads: grey, scaled to 28x28; uint8 [28, 28].
+
+    Raises as :func:`decoded`.
+    """
+    return decoded(file, name, _canonical)
+
+
+def decoded(file: IO[bytes], name: str, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
+    """What ``prepare`` makes of an image file in any format Pillow reads.
+
+    Raises ``FormatError``, naming the image, if the bytes are not an image, are cut short, or unpack to too much.
+    """
+    try:
+        with Image.open(file) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise FormatError(f"{name} has {image.width}x{image.height} pixels, more than {MAX_PIXELS} in all")
+            return prepare(image)
+    except FormatError:
+        raise
+    except UnidentifiedImageError as error:
+        raise FormatError(f"{name} is not an image file that can be read") from error
+    except Image.DecompressionBombError as error:
+        raise FormatError(f"{name} unpacks to too many pixels") from error
+    except Exception as error:
+        # The decoders of Pillow raise whatever they stumble over: OSError, SyntaxError, struct.error, IndexError, ...
+        raise FormatError(f"{name} is a damaged image file ({error})") from error
+
+
+def _canonical(image: Image.Image) -> Tensor:
+    grey = image.convert("L")
+    if grey.size != (models.IMAGE_SIZE, models.IMAGE_SIZE):
+        grey = grey.resize((models.IMAGE_SIZE, models.IMAGE_SIZE), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(grey, dtype=np.uint8))
+
+
+def embeddings_of(features: Tensor) -> list[Prediction]:
+    """Of float32 [n, features]."""
+    return [Prediction(embedding=tuple(row)) for row in features.tolist()]

@@ -1,0 +1,263 @@
+"""A model that answers: the noun between a checkpoint and whoever asks, which are the batch command and the service.
+
+A :class:`Predictor` says which inputs it takes, which outputs it gives and which weights it has. What happens between
+the two is its :class:`Task`: one for images that get a label, one for texts that get a label, one for texts that are
+continued.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ckpt_tools
+from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.errors import FormatError, UsageError
+
+from ..common.garbage import libraries_left_alone
+from ..common.name_options import Reading
+from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
+from .config_folder import CONFIG, folder_beside, read_config
+from .loading import filled
+from .results import Prediction as Prediction
+from .task import Task as Task
+from .tensor_specs import TensorSpec as TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which weights answer.
+
+    ``digest`` is of the names, dtypes, shapes and bytes of the loaded model: the same for every format that the weights
+    came from. ``step`` and ``world_size`` are None if the checkpoint does not say them.
+    """
+
+    digest: str
+    source: str
+    format: str
+    step: int | None
+    world_size: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictor:
+    """A loaded model under the name that it is served by.
+
+    If it ``is_elsewhere``, in another process, it takes inputs while it works on others.
+    """
+
+    name: str
+    identity: Identity
+    task: Task
+    is_elsewhere: bool = False
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.task.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.task.outputs
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the classes in order, if they are known."""
+        return self.task.labels
+
+    @property
+    def max_batch(self) -> int:
+        """The number of inputs in a forward pass; fewer are filled up, more are cut into several passes."""
+        return self.task.max_batch
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether an input gets the same bits in any company."""
+        return self.task.is_exact
+
+    def decode(self, data: bytes, name: str) -> Tensor:
+        """One input of the model: of the bytes of an image file, or of a text in UTF-8.
+
+        Raises:
+            FormatError: the bytes are not such a thing. One sentence, which begins with ``name``.
+        """
+        return self.task.decode(data, name)
+
+    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
+        """An answer for each input, in order. An input is what ``decode`` gives, or a row of a tensor of ``inputs``.
+
+        Raises:
+            FormatError: an input has another shape or dtype than the model takes.
+        """
+        return self.task.predict(inputs)
+
+
+@refusing_empty
+@libraries_left_alone()
+def load_predictor(
+    url: str | Path,
+    *,
+    name: str | None = None,
+    architecture: str | None = None,
+    labels: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    fast: bool = False,
+    embeddings: bool = False,
+    max_new_tokens: int | None = None,
+    model_key: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Predictor:
+    """The model of the checkpoint at ``url``, ready to answer.
+
+    Args:
+        url: A path, or a URL of a store: as for :func:`inference.load_model`.
+        name: What the model is called. Default: the last part of ``url``, without its suffix.
+        architecture: As for ``load_model``. Default: what lies beside the weights says it.
+        labels: The names of the classes in order. Default: those that come with the model, if there are any.
+        dtype: Of the parameters. Default: the architecture's own.
+        device: Where the model is to be.
+        fast: Forward passes have as many inputs as there are. Answers may then differ in the last bits with the
+            company that an input is predicted in.
+        embeddings: Of a model that tells classes apart, answer with what its last layer gets; of an encoder of
+            transformers without a head, with what it pools, or with the mean over its tokens.
+        max_new_tokens: That a model which continues texts writes at most. Default: what ``generation_config.json``
+            says, else 64.
+        model_key, include, exclude, rename, key_map: As for ``load_model``.
+        storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
+
+    Raises:
+        UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
+        CkptError: as ``ckpt_tools.load_into`` says.
+    """
+    from .embeddings import as_embeddings
+
+    if architecture is not None:
+        Architecture.parse(architecture)
+    reading = Reading(model_key, include, exclude, rename, key_map).given()
+    summary = ckpt_tools.inspect(url, storage_options=storage_options)
+    with folder_beside(summary.source, storage_options) as folder:
+        chosen = architecture_of(architecture, folder)
+        model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
+        asked = Asked(chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens, embeddings)
+        digest, task = digest_of(model), task_of(model, asked)
+        task = as_embeddings(task) if embeddings else task
+    identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
+    return Predictor(name or name_of(url), identity, task)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user asked for, and where the files lie that say the rest."""
+
+    architecture: Architecture
+    folder: Path | None
+    labels: tuple[str, ...] | None
+    is_exact: bool
+    max_new_tokens: int | None
+    embeddings: bool = False
+
+
+def task_of(model: nn.Module, asked: Asked) -> Task:
+    """What the model is for.
+
+    Raises:
+        UsageError: it is for something else than can be predicted here. FormatError: what lies beside the weights does
+        not say how an input is prepared.
+    """
+    from . import image_labels
+
+    library, labels = asked.architecture.library, asked.labels
+    if library == OURS:
+        return _task_of_training(model, asked)
+    if library == HUGGING_FACE:
+        return _task_of_transformers(model, asked)
+    if library == "torchvision":
+        return image_labels.of_torchvision(model, asked.architecture.name, labels, is_exact=asked.is_exact)
+    if library == "timm":
+        return image_labels.of_timm(model, labels, is_exact=asked.is_exact)
+    raise UsageError(
+        f"{library}:{asked.architecture.name} builds a model, but does not say how an input is prepared for it; "
+        "load it with inference.load_model"
+    )
+
+
+def _task_of_training(model: nn.Module, asked: Asked) -> Task:
+    from ..common.training_package import model_names
+
+    facts = model_names.MODELS[asked.architecture.our_name]
+    if facts.task == "text":
+        from .our_texts import OurTexts
+        from .texts import NEW_TOKENS
+
+        return OurTexts(model, facts.experts > 0, asked.max_new_tokens or NEW_TOKENS, asked.is_exact)
+    from .our_images import OurImages
+
+    _check_our_preparation(asked.folder)
+    return OurImages(model, asked.labels or _our_labels(asked.folder), asked.is_exact)
+
+
+def _task_of_transformers(model: nn.Module, asked: Asked) -> Task:
+    from . import encoders, image_labels, texts
+
+    kind, folder = type(model).__name__, asked.folder
+    assert folder is not None
+    if kind.endswith("ForImageClassification"):
+        return image_labels.of_transformers(model, folder, asked.labels, is_exact=asked.is_exact)
+    if kind.endswith("ForSequenceClassification"):
+        return texts.TextLabels.beside(model, folder, asked.labels, is_exact=asked.is_exact)
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        return texts.TextWriter.beside(model, folder, max_new_tokens=asked.max_new_tokens, is_exact=asked.is_exact)
+    if not kind.endswith("Model"):
+        raise UsageError(
+            f"a {kind} does not label images or texts, and does not continue texts; load it with inference.load_model"
+        )
+    if not asked.embeddings:
+        raise UsageError(f"a {kind} has no head, so it gives embeddings alone: ckpt-tools predict --embeddings")
+    return encoders.encoder_of(model, folder, is_exact=asked.is_exact)
+
+
+def _our_labels(folder: Path | None) -> tuple[str, ...] | None:
+    found = read_config(folder).get("labels")
+    return tuple(map(str, found)) if isinstance(found, list) else None
+
+
+def _check_our_preparation(folder: Path | None) -> None:
+    """Raises FormatError if ``config.json`` says another preparation of images than the one that is done here."""
+    from ..common.training_package import model_config
+
+    stated, ours = read_config(folder).get("image"), model_config.preparation()
+    if stated is not None and stated != ours:
+        raise FormatError(
+            f"{folder}/{CONFIG} says that images are prepared by {json.dumps(stated)}; this version prepares them by "
+            f"{json.dumps(ours)}"
+        )
+
+
+def digest_of(model: nn.Module) -> str:
+    """The BLAKE3 of all that the model saves, by name: each name, dtype and shape, and the elements' bytes."""
+    import torch
+    from blake3 import blake3
+
+    found = blake3(max_threads=blake3.AUTO)
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return f"blake3:{found.hexdigest()}"
+
+
+def name_of(url: str | Path) -> str:
+    """The last part of a path or URL, without the suffix of a file of weights."""
+    last = str(url).rstrip("/").rpartition("/")[2]
+    stem, _, suffix = last.rpartition(".")
+    return stem if stem and suffix in {"safetensors", "pt", "pth", "bin", "ckpt"} else last or "model"

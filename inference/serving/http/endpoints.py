@@ -1,0 +1,164 @@
+"""The paths of the Open Inference Protocol v2, and Triton's for the repository, statistics and configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ...models.predictor import Prediction
+from ..protocol import InferRequest, infer_response, parse_infer
+from ..refusals import CLOSE, Refused
+from ..repository import Version
+from ..service import Service
+from ..settings import MAX_BODY_BYTES
+from .middleware import too_large
+
+JSON_LENGTH = "Inference-Header-Content-Length"
+
+Json = dict[str, Any]
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Endpoints:
+    """The handlers, over what the service answers."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def routes(self) -> list[Route]:
+        model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+        gets: dict[str, Handler] = {
+            **dict.fromkeys(("/v2", "/v2/"), self.server),
+            "/v2/health/live": self.live,
+            "/v2/health/ready": self.ready,
+            "/v2/models/stats": self.statistics,
+            **dict.fromkeys((model, version), self.metadata),
+            **{f"{base}/ready": self.model_ready for base in (model, version)},
+            **{f"{base}/stats": self.statistics for base in (model, version)},
+            **{f"{base}/config": self.configuration for base in (model, version)},
+        }
+        posts: dict[str, Handler] = {
+            **{f"{base}/infer": self.infer for base in (model, version)},
+            "/v2/repository/index": self.index,
+            "/v2/repository/models/{name}/load": self.load,
+            "/v2/repository/models/{name}/unload": self.unload,
+        }
+        return [
+            *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
+            *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
+        ]
+
+    async def server(self, _: Request) -> Response:
+        return JSONResponse(self.service.server())
+
+    async def live(self, _: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def ready(self, _: Request) -> Response:
+        self.service.check_ready()
+        return JSONResponse({"ready": True})
+
+    async def metadata(self, request: Request) -> Response:
+        return JSONResponse(self.service.metadata(*_asked_of(request)))
+
+    async def model_ready(self, request: Request) -> Response:
+        return JSONResponse({"name": self.service.version(*_asked_of(request)).name, "ready": True})
+
+    async def configuration(self, request: Request) -> Response:
+        return JSONResponse(self.service.configuration(*_asked_of(request)))
+
+    async def statistics(self, request: Request) -> Response:
+        found = request.path_params
+        return JSONResponse(await self.service.statistics(found.get("name"), found.get("version")))
+
+    async def infer(self, request: Request) -> Response:
+        """The body first: a client that is slow holds no version."""
+        name, number = _asked_of(request)
+        body, length = await read_body(request), request.headers.get(JSON_LENGTH)
+
+        def parse(version: Version) -> InferRequest:
+            return parse_infer(body, length, version.predictor, version.batcher.max_waiting)
+
+        state = request.scope["state"]
+        return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), noted=state)
+
+    # --- the repository
+
+    async def index(self, request: Request) -> Response:
+        only_ready = (await _json_object(request)).get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise Refused(400, "ready has to be true or false")
+        return JSONResponse(self.service.index(only_ready=only_ready))
+
+    async def load(self, request: Request) -> Response:
+        parameters = (await _json_object(request)).get("parameters") or {}
+        await self.service.load(request.path_params["name"], parameters)
+        return JSONResponse({})
+
+    async def unload(self, request: Request) -> Response:
+        await _json_object(request)
+        await self.service.unload(request.path_params["name"])
+        return JSONResponse({})
+
+
+def _asked_of(request: Request) -> tuple[str, str | None]:
+    """The model and the version in the path."""
+    return request.path_params["name"], request.path_params.get("version")
+
+
+def _inferred(asked: InferRequest, answers: Sequence[Prediction], version: Version) -> Response:
+    answer = infer_response(asked, answers, version.name, str(version.number))
+    if answer.json_bytes is None:
+        return Response(answer.content, media_type="application/json")
+    length = {JSON_LENGTH: str(answer.json_bytes)}
+    return Response(answer.content, media_type="application/octet-stream", headers=length)
+
+
+# --- bodies
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body, decompressed. Raises ``Refused``."""
+    try:
+        body = await request.body()
+    except ClientDisconnect as error:
+        raise Refused(400, "the connection was closed before the whole request was there", CLOSE) from error
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding == "identity":
+        return body
+    if encoding not in {"gzip", "deflate"}:
+        raise Refused(415, f"the content encoding {encoding[:40]!r} is not known; gzip and deflate are")
+    return await asyncio.to_thread(_inflated, body, request.url.path)
+
+
+def _inflated(body: bytes, path: str) -> bytes:
+    """Of gzip or zlib. It stops as soon as there is more than a body may have."""
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    try:
+        found = unpacker.decompress(body, MAX_BODY_BYTES + 1)
+    except zlib.error as error:
+        raise Refused(400, "the compressed request is damaged") from error
+    if len(found) > MAX_BODY_BYTES:
+        raise too_large(path)
+    if not unpacker.eof or unpacker.unused_data:
+        raise Refused(400, "the compressed request is damaged")
+    return found
+
+
+async def _json_object(request: Request) -> Json:
+    """The body, a JSON object, or none."""
+    body = await read_body(request)
+    try:
+        found = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "the request is not JSON") from error
+    if not isinstance(found, dict):
+        raise Refused(400, "the request has to be a JSON object")
+    return found

@@ -1,0 +1,1 @@
+"""The processes of a service, and the messages between them."""

@@ -1,0 +1,119 @@
+"""The process that the models of a service are in: ``python -m inference.serving.processes.model_process DESCRIPTOR``.
+
+Reading requests and writing answers keeps Python's interpreter busy, and a forward pass needs the interpreter for each
+of its operators. In one process they wait for each other: under 64 clients a pass took twice its time. So the service
+has its models here, and asks for predictions over pairs of sockets that only these two processes have.
+
+Each connection has a thread here. One that a model was loaded over keeps it until the connection is closed. The process
+ends with the service, at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.signals import STOPPING
+
+from ...common.garbage import settle
+from .model_messages import Broken, Decode, Load, Loaded, Predict
+
+if TYPE_CHECKING:
+    from ...models.predictor import Predictor
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """All its batches are predicted by one thread, whose memory is warm. One may be asked for while another is at work:
+    it begins as soon as that has ended."""
+
+    predictor: Predictor
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "model"))
+
+
+class Models:
+    """The models of this process by number."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Model] = {}
+
+    def answer(self, connection: Connection) -> None:
+        """Do what is asked over a connection, until it is closed; the model that it has loaded goes with it."""
+        number = None
+        try:
+            while True:
+                asked = connection.recv()
+                if isinstance(asked, Load):
+                    number = asked.number
+                connection.send(self._try(asked))
+        except (EOFError, OSError):
+            if number is not None:
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        if model := self._found.pop(number, None):
+            model.thread.shutdown(wait=False)
+            del model
+            settle()
+
+    def _try(self, asked: Load | Predict | Decode) -> Any:
+        try:
+            return self._do(asked)
+        except (CkptError, ImportError) as error:
+            return error
+        except Exception:
+            return Broken(traceback.format_exc())
+
+    def _do(self, asked: Load | Predict | Decode) -> Any:
+        import torch
+
+        match asked:
+            case Load():
+                return self._load(asked)
+            case Predict(number, inputs):
+                model, given = self._found[number], [torch.from_numpy(each) for each in inputs]
+                return model.thread.submit(model.predictor.predict, given).result()
+            case Decode(number, data, name):
+                return self._found[number].predictor.decode(data, name).numpy()
+
+    def _load(self, asked: Load) -> Loaded:
+        import torch
+
+        from ...models.predictor import load_predictor
+
+        torch.set_num_threads(asked.threads)
+        names = asked.reading.given()
+        found = load_predictor(
+            asked.url, name=asked.name, architecture=asked.architecture, device=asked.device, **names
+        )
+        self._found[asked.number] = Model(found)
+        settle()
+        return Loaded.of(found)
+
+
+def main(descriptor: int) -> None:
+    """Signals are for the service, which ends this process by closing the connection."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    models, service = Models(), Connection(descriptor)
+    try:
+        while service.recv():
+            connection = Connection(recv_handle(service))
+            threading.Thread(target=models.answer, args=(connection,), daemon=True).start()
+    except (EOFError, OSError):
+        pass
+    # A thread may be in the middle of a forward pass, which nobody waits for any more.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

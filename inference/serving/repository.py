@@ -1,0 +1,243 @@
+"""The models of a service: names, their versions, and the batcher in front of each. They change while it serves.
+
+A request holds the version that it began with. A new one is loaded beside the old, then takes its place in one step;
+the old one ends when nobody holds it any more. So no request fails and none gets the answers of two models.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ckpt_tools.errors import CkptError, UsageError
+
+from ..models.predictor import Prediction, Predictor
+from .batching import Batcher
+from .statistics import Statistics
+
+MAX_WAITING = 256
+"""Rows that may wait for one model: about nine forward passes. A client that meets a full queue gets 503 at once."""
+
+READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
+UNLOADED = "unloaded"
+"""The reason why a model does not answer if somebody wanted that."""
+
+Load = Callable[[str, str], Predictor]
+"""A URL and a name: the model that is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the user named: ``NAME=URL``. The same name several times is several versions of one model."""
+
+    name: str
+    url: str
+
+
+class UnknownModelError(Exception):
+    """There is no such model or version."""
+
+
+class NotReadyError(Exception):
+    """The model is known and not loaded."""
+
+
+@dataclass(eq=False, slots=True)
+class Version:
+    """A loaded model. It is ``retired`` once another has taken its place, and closes when its last user is gone."""
+
+    name: str
+    number: int
+    predictor: Predictor
+    batcher: Batcher[Tensor, Prediction]
+    statistics: Statistics
+    loaded_at: float = field(default_factory=time.time)
+    num_users: int = 0
+    is_retired: bool = False
+
+    @classmethod
+    def of(cls, name: str, number: int, predictor: Predictor, max_waiting: int) -> Version:
+        counts = Statistics()
+        threads = 2 if predictor.is_elsewhere else 1
+        batcher = Batcher(predictor.predict, predictor.max_batch, max_waiting, counts.executed, threads)
+        return cls(name, number, predictor, batcher.__enter__(), counts)
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """The place of one source: the version that answers now, if any, and why there is none or no newer one."""
+
+    source: Source
+    version: Version | None = None
+    state: str = UNAVAILABLE
+    reason: str = ""
+    is_changing: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the repository's index."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+class Repository:
+    """All models that the service knows. Methods may be called from any thread; :meth:`load` blocks while it reads."""
+
+    def __init__(self, sources: Sequence[Source], load: Load, *, max_waiting: int = MAX_WAITING) -> None:
+        if not sources:
+            raise UsageError("there is no model to serve; name one")
+        self.slots = tuple(Slot(source) for source in sources)
+        self._load = load
+        self._max_waiting = max_waiting
+        self._numbers: dict[str, int] = {}
+        self._batchers: list[Batcher[Tensor, Prediction]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(slot.source.name for slot in self.slots))
+
+    def load_all(self) -> None:
+        """Raises ``CkptError`` for the first that cannot be loaded."""
+        for slot in self.slots:
+            self.renew(slot)
+
+    def load(self, name: str) -> None:
+        """Load or reload every version of a model. Raises ``UnknownModelError`` or ``CkptError``; what answered still
+        does then."""
+        for slot in self._slots_of(name):
+            self.renew(slot)
+
+    def renew(self, slot: Slot) -> None:
+        """Load what is at the source now, beside what answers, and let it answer. As :meth:`load`."""
+        with slot.is_changing:
+            self.put(slot, self.read(slot), self.next_number(slot.source.name))
+
+    def read(self, slot: Slot) -> Predictor:
+        """What is at the source now. It does not answer yet. Raises ``CkptError``."""
+        slot.state = READY if slot.version else LOADING
+        try:
+            return self._load(slot.source.url, slot.source.name)
+        except CkptError as error:
+            self.fail(slot, error)
+            raise
+
+    def fail(self, slot: Slot, error: CkptError) -> None:
+        """What answered goes on; the index says that there is nothing newer."""
+        slot.state = READY if slot.version else UNAVAILABLE
+        slot.reason = f"the last load failed ({type(error).__name__}); the log of the service says why"
+
+    def put(self, slot: Slot, predictor: Predictor, number: int) -> None:
+        """Let it answer from now on, as the version of that number."""
+        self._put(slot, Version.of(slot.source.name, number, predictor, self._max_waiting))
+
+    def unload(self, name: str) -> None:
+        """Requests that have begun are answered. Raises ``UnknownModelError``."""
+        for slot in self._slots_of(name):
+            self.remove(slot)
+
+    def remove(self, slot: Slot) -> None:
+        """As :meth:`unload`."""
+        with slot.is_changing:
+            self.empty(slot)
+
+    def empty(self, slot: Slot) -> None:
+        """Nothing answers there from now on."""
+        self._put(slot, None)
+        slot.reason = UNLOADED
+
+    def close(self) -> None:
+        """Unload everything, and wait for what has begun: a thread that still runs in torch when Python ends would
+        abort the process."""
+        for slot in self.slots:
+            self._put(slot, None)
+        for batcher in self._batchers:
+            batcher.close()
+            batcher.join()
+
+    def version(self, name: str, number: str | None = None) -> Version:
+        """The version of that number, else the newest. Raises ``UnknownModelError``, or ``NotReadyError``."""
+        with self._lock:
+            return self._version(name, number)
+
+    @contextmanager
+    def hold(self, name: str, number: str | None = None) -> Iterator[Version]:
+        """As :meth:`version`; within the block it answers, whatever is loaded or unloaded beside it."""
+        with self._lock:
+            version = self._version(name, number)
+            version.num_users += 1
+        try:
+            yield version
+        finally:
+            with self._lock:
+                version.num_users -= 1
+                self._close_unused(version)
+
+    def versions(self) -> list[Version]:
+        """All that answer."""
+        with self._lock:
+            return [slot.version for slot in self.slots if slot.version is not None]
+
+    def versions_of(self, name: str) -> list[Version]:
+        """The oldest first. Raises ``UnknownModelError``."""
+        self._slots_of(name)
+        return sorted((each for each in self.versions() if each.name == name), key=lambda each: each.number)
+
+    @property
+    def is_ready(self) -> bool:
+        """Every model answers, but for those that somebody unloaded."""
+        return all(slot.version or slot.reason == UNLOADED for slot in self.slots)
+
+    def index(self) -> list[Entry]:
+        with self._lock:
+            return [
+                Entry(slot.source.name, str(slot.version.number) if slot.version else "", slot.state, slot.reason)
+                for slot in self.slots
+            ]
+
+    def _slots_of(self, name: str) -> list[Slot]:
+        found = [slot for slot in self.slots if slot.source.name == name]
+        if not found:
+            raise UnknownModelError(f"there is no model {name[:100]!r}; the models are {', '.join(self.names)}")
+        return found
+
+    def _version(self, name: str, number: str | None) -> Version:
+        loaded = [slot.version for slot in self._slots_of(name) if slot.version is not None]
+        if not loaded:
+            raise NotReadyError(f"the model {name} is not loaded")
+        if number is None:
+            return max(loaded, key=lambda each: each.number)
+        for version in loaded:
+            if str(version.number) == number:
+                return version
+        numbers = ", ".join(str(version.number) for version in loaded)
+        raise UnknownModelError(f"the model {name} has no version {number[:100]!r}; it has {numbers}")
+
+    def next_number(self, name: str) -> int:
+        with self._lock:
+            number = self._numbers.get(name, 0) + 1
+            self._numbers[name] = number
+            return number
+
+    def _put(self, slot: Slot, version: Version | None) -> None:
+        with self._lock:
+            before, slot.version = slot.version, version
+            opened = [] if version is None else [version.batcher]
+            self._batchers = [batcher for batcher in self._batchers if batcher.is_running] + opened
+            slot.state, slot.reason = (READY if version else UNAVAILABLE), ""
+            if before is not None:
+                before.is_retired = True
+                self._close_unused(before)
+
+    def _close_unused(self, version: Version) -> None:
+        if version.is_retired and not version.num_users:
+            version.batcher.close()

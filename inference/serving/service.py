@@ -1,0 +1,221 @@
+"""What can be asked of the service, whichever way it is asked: over HTTP and over gRPC the same functions answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError
+
+from ..models.predictor import Prediction, Predictor, TensorSpec
+from .asking import held, predictions
+from .http.middleware import Traffic
+from .protocol import BadRequestError, InferRequest, tensor_metadata
+from .refusals import RETRY_AFTER, Refused
+from .repository import NotReadyError, Repository, UnknownModelError, Version
+from .settings import Settings
+from .snapshot import Snapshot
+from .statistics import Counts
+
+LOG = logging.getLogger(__name__)
+
+EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
+PLATFORM = "pytorch"
+
+LARGE_REQUEST = 64 * 2**10
+"""A larger one is parsed beside the event loop, so that it holds nobody up."""
+
+COUNTING_SECONDS = 5.0
+"""In which each process says what it has counted."""
+
+Json = dict[str, Any]
+Answer = TypeVar("Answer")
+
+Snapshots = Callable[[], Awaitable[Sequence[Snapshot]]]
+"""Of all processes of the service, if there are several."""
+
+Parse = Callable[[Version], InferRequest]
+Render = Callable[[InferRequest, Sequence[Prediction], Version], Answer]
+
+
+class Service:
+    """The models of a repository, as they are asked. Everything raises ``Refused``."""
+
+    def __init__(
+        self, repository: Repository, settings: Settings, traffic: Traffic, everywhere: Snapshots | None = None
+    ) -> None:
+        self.repository, self.settings, self.traffic = repository, settings, traffic
+        self._everywhere = everywhere
+        # Loads take turns in a thread of their own: they leave the others to requests.
+        self.loader = ThreadPoolExecutor(1, "loader")
+
+    def server(self) -> Json:
+        return {"name": "ckpt-tools", "version": ckpt_tools.__version__, "extensions": EXTENSIONS}
+
+    def check_ready(self) -> None:
+        """For a load balancer: not while the service ends, and not while a model is missing that should answer."""
+        if self.traffic.is_draining:
+            raise Refused(503, "the service is stopping")
+        if not self.repository.is_ready:
+            raise Refused(503, "a model is not loaded")
+
+    # --- a model
+
+    def version(self, name: str, number: str | None) -> Version:
+        try:
+            return self.repository.version(name, number)
+        except (UnknownModelError, NotReadyError) as error:
+            raise Refused(404, str(error)) from error
+
+    def metadata(self, name: str, number: str | None) -> Json:
+        version = self.version(name, number)
+        predictor = version.predictor
+        return {
+            "name": version.name,
+            "versions": [str(each.number) for each in self.repository.versions_of(version.name)],
+            "platform": PLATFORM,
+            "inputs": [tensor_metadata(spec) for spec in predictor.inputs],
+            "outputs": [tensor_metadata(spec) for spec in predictor.outputs],
+            "parameters": {**identity(version), "labels": predictor.labels},
+        }
+
+    def configuration(self, name: str, number: str | None) -> Json:
+        """As much of Triton's ModelConfig as is true here."""
+        version = self.version(name, number)
+        predictor = version.predictor
+        return {
+            "name": version.name,
+            "platform": PLATFORM,
+            "backend": PLATFORM,
+            "max_batch_size": predictor.max_batch,
+            "input": [_configured(spec) for spec in predictor.inputs],
+            "output": [_configured(spec) for spec in predictor.outputs],
+            "dynamic_batching": {},
+            "parameters": {key: {"string_value": str(value)} for key, value in identity(version).items()},
+        }
+
+    async def statistics(self, name: str | None, number: str | None) -> Json:
+        """Of one version, of all of a model, or of all models."""
+        if name is None:
+            found = self.repository.versions()
+        elif number is not None:
+            found = [self.version(name, number)]
+        else:
+            self.version(name, None)
+            found = self.repository.versions_of(name)
+        snapshots = await self.snapshots()
+        return {"model_stats": [_statistics(version, snapshots) for version in found]}
+
+    async def snapshots(self) -> Sequence[Snapshot]:
+        """What each process of the service has counted. Raises ``Refused`` 503 if one of them does not say it: half of
+        the figures are wrong figures."""
+        if self._everywhere is None:
+            return [Snapshot.of(self.repository, self.traffic)]
+        try:
+            async with asyncio.timeout(COUNTING_SECONDS):
+                return await self._everywhere()
+        except TimeoutError as error:
+            raise Refused(503, "a worker does not say what it has counted; try again", RETRY_AFTER) from error
+
+    async def infer(
+        self,
+        name: str,
+        number: str | None,
+        parse: Parse,
+        render: Render[Answer],
+        *,
+        num_bytes: int,
+        noted: MutableMapping[str, str],
+        seconds: float | None = None,
+    ) -> Answer:
+        """The answer of a model. ``parse`` reads the request of ``num_bytes`` for the version that answers; ``seconds``
+        is how long its client waits."""
+        with held(self.repository, noted, name, number) as version:
+            asked = await _parsed(parse, version, num_bytes)
+            limits = (self.settings.timeout, asked.timeout, seconds)
+            answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
+            return render(asked, answers, version)
+
+    # --- the repository
+
+    def index(self, *, only_ready: bool) -> list[Json]:
+        return [
+            {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
+            for entry in self.repository.index()
+            if entry.state == "READY" or not only_ready
+        ]
+
+    async def load(self, name: str, parameters: Json) -> None:
+        """What the model's own URL has now. Another one cannot be named: whoever may ask may not choose files."""
+        if parameters:
+            shown = str(parameters)[:60]
+            raise Refused(400, f"a model is loaded as the service was started with it; {shown} is not taken")
+        try:
+            await self._change(self.repository.load, name)
+        except CkptError as error:
+            LOG.error("%s cannot be loaded: %s", name, error)
+            raise Refused(400, f"the model {name} cannot be loaded; the log of the service says why") from error
+
+    async def unload(self, name: str) -> None:
+        await self._change(self.repository.unload, name)
+
+    async def _change(self, change: Callable[[str], None], name: str) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self.loader, change, name)
+        except UnknownModelError as error:
+            raise Refused(404, str(error)) from error
+
+
+async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
+    try:
+        if num_bytes > LARGE_REQUEST or _decodes(version.predictor):
+            return await asyncio.to_thread(parse, version)
+        return parse(version)
+    except BadRequestError as error:
+        raise Refused(400, str(error)) from error
+
+
+def identity(version: Version) -> Json:
+    """Which weights answer. Of the source the last two parts: a place of the server is nobody's business."""
+    known = version.predictor.identity
+    return {
+        "digest": known.digest,
+        "source": "/".join(known.source.rstrip("/").split("/")[-2:]),
+        "format": known.format,
+        "step": known.step,
+        "world_size": known.world_size,
+    }
+
+
+def _decodes(predictor: Predictor) -> bool:
+    return any(spec.datatype == "BYTES" for spec in predictor.inputs)
+
+
+def _configured(spec: TensorSpec) -> Json:
+    datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
+    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:]) or [1]}
+
+
+def _statistics(version: Version, snapshots: Sequence[Snapshot]) -> Json:
+    key = (version.name, version.number)
+    parts = [each for process in snapshots for each in process.versions if (each.name, each.number) == key]
+    counts = Counts.total(each.counts for each in parts)
+    failures = sum(counts.failures.values())
+    return {
+        "name": version.name,
+        "version": str(version.number),
+        "last_inference": counts.last_inference_ms,
+        "inference_count": counts.inferences,
+        "execution_count": counts.executions,
+        "inference_stats": {
+            "success": {"count": counts.successes, "ns": counts.request_ns},
+            "fail": {"count": failures, "ns": counts.failure_ns},
+            "queue": {"count": counts.inferences, "ns": counts.queue_ns},
+            "compute_infer": {"count": counts.inferences, "ns": counts.compute_ns},
+        },
+        "pending_request_count": sum(each.num_waiting for each in parts),
+    }
