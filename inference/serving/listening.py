@@ -49,23 +49,10 @@ class Listening:
 
 
 def reserve(host: str, port: int, option: str = GRPC_PORT) -> socket.socket:
-    """A bound socket that never listens, and keeps its port for those that bind one of their own: gRPC, and each of
-    several workers. Raises as :func:`bind`.
-
-    Nobody else can have the port at the first moment. From then on it can be shared, by this user alone.
-    """
+    """A bound socket that never listens and keeps its port for a server that binds its own: gRPC, or Ray's proxy.
+    The port is exclusive at first, then shared with this user's processes (SO_REUSEPORT). Raises as :func:`bind`."""
     bound = bind(host, port, option)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    return bound
-
-
-def beside(reserved: socket.socket) -> socket.socket:
-    """A socket at the same port, for a worker. It does not listen yet."""
-    bound = socket.socket(reserved.family, reserved.type)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    bound.bind(reserved.getsockname())
     return bound
 
 

@@ -101,7 +101,7 @@ class FixedRepository(Repository):
             predictor = self.read(slot)
             if predictor.identity.digest != digest:
                 raise FormatError(f"{slot.source.url} has other weights on another machine, or was replaced meanwhile")
-            self.put(slot, predictor, self.next_number(slot.source.name))
+            self.put(slot, predictor)
 
     def load(self, name: str) -> None:
         raise Refused(400, FIXED)

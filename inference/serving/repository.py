@@ -118,42 +118,30 @@ class Repository:
             self.renew(slot)
 
     def renew(self, slot: Slot) -> None:
-        """Load what is at the source now, beside what answers, and let it answer. As :meth:`load`."""
+        """Load what is at the source now, then replace the version that answers. As :meth:`load`."""
         with slot.is_changing:
-            self.put(slot, self.read(slot), self.next_number(slot.source.name))
+            self.put(slot, self.read(slot))
 
     def read(self, slot: Slot) -> Predictor:
-        """What is at the source now. It does not answer yet. Raises ``CkptError``."""
+        """Load what is at the source now, without serving it. Raises ``CkptError``; the old version keeps answering."""
         slot.state = READY if slot.version else LOADING
         try:
             return self._load(slot.source.url, slot.source.name)
         except CkptError as error:
-            self.fail(slot, error)
+            slot.state = READY if slot.version else UNAVAILABLE
+            slot.reason = f"the last load failed ({type(error).__name__}); the log of the service says why"
             raise
 
-    def fail(self, slot: Slot, error: CkptError) -> None:
-        """What answered goes on; the index says that there is nothing newer."""
-        slot.state = READY if slot.version else UNAVAILABLE
-        slot.reason = f"the last load failed ({type(error).__name__}); the log of the service says why"
-
-    def put(self, slot: Slot, predictor: Predictor, number: int) -> None:
-        """Let it answer from now on, as the version of that number."""
-        self._put(slot, Version.of(slot.source.name, number, predictor, self._max_waiting))
+    def put(self, slot: Slot, predictor: Predictor) -> None:
+        """Serve ``predictor`` as the next version of the model."""
+        self._put(slot, Version.of(slot.source.name, self._next_number(slot), predictor, self._max_waiting))
 
     def unload(self, name: str) -> None:
-        """Requests that have begun are answered. Raises ``UnknownModelError``."""
+        """Stop serving a model; requests that have begun are answered. Raises ``UnknownModelError``."""
         for slot in self._slots_of(name):
-            self.remove(slot)
-
-    def remove(self, slot: Slot) -> None:
-        """As :meth:`unload`."""
-        with slot.is_changing:
-            self.empty(slot)
-
-    def empty(self, slot: Slot) -> None:
-        """Nothing answers there from now on."""
-        self._put(slot, None)
-        slot.reason = UNLOADED
+            with slot.is_changing:
+                self._put(slot, None)
+                slot.reason = UNLOADED
 
     def close(self) -> None:
         """Unload everything, and wait for what has begun: a thread that still runs in torch when Python ends would
@@ -222,10 +210,10 @@ class Repository:
         numbers = ", ".join(str(version.number) for version in loaded)
         raise UnknownModelError(f"the model {name} has no version {number[:100]!r}; it has {numbers}")
 
-    def next_number(self, name: str) -> int:
+    def _next_number(self, slot: Slot) -> int:
         with self._lock:
-            number = self._numbers.get(name, 0) + 1
-            self._numbers[name] = number
+            number = self._numbers.get(slot.source.name, 0) + 1
+            self._numbers[slot.source.name] = number
             return number
 
     def _put(self, slot: Slot, version: Version | None) -> None:

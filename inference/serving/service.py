@@ -1,18 +1,22 @@
-"""What can be asked of the service, whichever way it is asked: over HTTP and over gRPC the same functions answer."""
+"""The functions of the service, which HTTP and gRPC share: metadata, inference, statistics, repository control."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 import ckpt_tools
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
-from .asking import held, predictions
+from .batching import QueueFullError
 from .http.middleware import Traffic
 from .protocol import BadRequestError, InferRequest, tensor_metadata
 from .refusals import RETRY_AFTER, Refused
@@ -27,37 +31,37 @@ EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_con
 PLATFORM = "pytorch"
 
 LARGE_REQUEST = 64 * 2**10
-"""A larger one is parsed beside the event loop, so that it holds nobody up."""
+"""Larger requests are parsed in a thread, so that they do not block the event loop."""
 
 COUNTING_SECONDS = 5.0
-"""In which each process says what it has counted."""
+"""Timeout for the counts of all replicas."""
 
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
 
 Snapshots = Callable[[], Awaitable[Sequence[Snapshot]]]
-"""Of all processes of the service, if there are several."""
+"""The counts of all replicas of the service, if there are several."""
 
 Parse = Callable[[Version], InferRequest]
 Render = Callable[[InferRequest, Sequence[Prediction], Version], Answer]
 
 
 class Service:
-    """The models of a repository, as they are asked. Everything raises ``Refused``."""
+    """Requests to the models of a repository. Every method may raise ``Refused``."""
 
     def __init__(
         self, repository: Repository, settings: Settings, traffic: Traffic, everywhere: Snapshots | None = None
     ) -> None:
         self.repository, self.settings, self.traffic = repository, settings, traffic
         self._everywhere = everywhere
-        # Loads take turns in a thread of their own: they leave the others to requests.
+        # One thread for loads, which leaves the event loop's threads to requests.
         self.loader = ThreadPoolExecutor(1, "loader")
 
     def server(self) -> Json:
         return {"name": "ckpt-tools", "version": ckpt_tools.__version__, "extensions": EXTENSIONS}
 
     def check_ready(self) -> None:
-        """For a load balancer: not while the service ends, and not while a model is missing that should answer."""
+        """Readiness for load balancers: not while draining, and not while a model that should answer is not loaded."""
         if self.traffic.is_draining:
             raise Refused(503, "the service is stopping")
         if not self.repository.is_ready:
@@ -84,7 +88,7 @@ class Service:
         }
 
     def configuration(self, name: str, number: str | None) -> Json:
-        """As much of Triton's ModelConfig as is true here."""
+        """The fields of Triton's ModelConfig that apply."""
         version = self.version(name, number)
         predictor = version.predictor
         return {
@@ -99,7 +103,7 @@ class Service:
         }
 
     async def statistics(self, name: str | None, number: str | None) -> Json:
-        """Of one version, of all of a model, or of all models."""
+        """Triton's statistics of one version, of all versions of a model, or of all models."""
         if name is None:
             found = self.repository.versions()
         elif number is not None:
@@ -111,15 +115,14 @@ class Service:
         return {"model_stats": [_statistics(version, snapshots) for version in found]}
 
     async def snapshots(self) -> Sequence[Snapshot]:
-        """What each process of the service has counted. Raises ``Refused`` 503 if one of them does not say it: half of
-        the figures are wrong figures."""
+        """The counts of each replica. Raises ``Refused`` 503 if one is missing: partial sums would be wrong."""
         if self._everywhere is None:
             return [Snapshot.of(self.repository, self.traffic)]
         try:
             async with asyncio.timeout(COUNTING_SECONDS):
                 return await self._everywhere()
         except TimeoutError as error:
-            raise Refused(503, "a worker does not say what it has counted; try again", RETRY_AFTER) from error
+            raise Refused(503, "a replica does not report its counts; try again", RETRY_AFTER) from error
 
     async def infer(
         self,
@@ -132,9 +135,9 @@ class Service:
         noted: MutableMapping[str, str],
         seconds: float | None = None,
     ) -> Answer:
-        """The answer of a model. ``parse`` reads the request of ``num_bytes`` for the version that answers; ``seconds``
-        is how long its client waits."""
-        with held(self.repository, noted, name, number) as version:
+        """The rendered answer of a model. ``parse`` reads the request of ``num_bytes`` for the version that answers;
+        ``seconds`` is the client's own deadline; the version is written to ``noted`` for the access log."""
+        with holding(self.repository, noted, name, number) as version:
             asked = await _parsed(parse, version, num_bytes)
             limits = (self.settings.timeout, asked.timeout, seconds)
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
@@ -150,7 +153,7 @@ class Service:
         ]
 
     async def load(self, name: str, parameters: Json) -> None:
-        """What the model's own URL has now. Another one cannot be named: whoever may ask may not choose files."""
+        """Load what is at the model's own URL now. A client cannot choose another URL, which would expose files."""
         if parameters:
             shown = str(parameters)[:60]
             raise Refused(400, f"a model is loaded as the service was started with it; {shown} is not taken")
@@ -170,6 +173,61 @@ class Service:
             raise Refused(404, str(error)) from error
 
 
+@contextmanager
+def holding(
+    repository: Repository, noted: MutableMapping[str, str], name: str, number: str | None
+) -> Iterator[Version]:
+    """The version that answers a request, kept loaded and counting it; its name is written to ``noted`` for the access
+    log. Raises ``Refused`` 404 if there is none."""
+    try:
+        with repository.hold(name, number) as version:
+            noted.update(model=name, version=str(version.number))
+            with _counted(version):
+                yield version
+    except (UnknownModelError, NotReadyError) as error:
+        raise Refused(404, str(error)) from error
+
+
+@contextmanager
+def _counted(version: Version) -> Iterator[None]:
+    begun = time.perf_counter()
+    try:
+        yield
+    except BaseException as error:
+        version.statistics.failed(_reason(error), time.perf_counter() - begun)
+        raise
+    version.statistics.succeeded(time.perf_counter() - begun)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELED"
+    status = error.status if isinstance(error, Refused) else 500
+    return {503: "REJECTED", 504: "REJECTED", 500: "BACKEND"}.get(status, "OTHER")
+
+
+async def predictions(version: Version, items: Sequence[Tensor], seconds: float) -> list[Prediction]:
+    """The answer for each item.
+
+    Raises:
+        Refused: 503 if the queue is full, 504 if the model takes longer than ``seconds``, 400 if it does not take
+            such items, 500 if it fails.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await version.batcher.submit_all(items)
+    except QueueFullError as error:
+        most = version.batcher.max_waiting
+        raise Refused(503, f"{most} inputs wait for the model, which is the limit; try again", RETRY_AFTER) from error
+    except TimeoutError as error:
+        raise Refused(504, f"the model did not answer within {seconds:g} seconds") from error
+    except FormatError as error:
+        raise Refused(400, error.message) from error
+    except Exception as error:
+        LOG.error("the model %s, version %d, failed", version.name, version.number, exc_info=error)
+        raise Refused(500, "the model failed on this request; the log of the service says why") from error
+
+
 async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
     try:
         if num_bytes > LARGE_REQUEST or _decodes(version.predictor):
@@ -180,7 +238,7 @@ async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferReques
 
 
 def identity(version: Version) -> Json:
-    """Which weights answer. Of the source the last two parts: a place of the server is nobody's business."""
+    """The weights that answer. The source is cut to its last two parts: server paths are not exposed."""
     known = version.predictor.identity
     return {
         "digest": known.digest,

@@ -45,9 +45,9 @@ class Snapshot:
     resident_bytes: int
 
     @classmethod
-    def of(cls, repository: Repository, traffic: Traffic, worker: int | None = None) -> Snapshot:
+    def of(cls, repository: Repository, traffic: Traffic) -> Snapshot:
         return cls(
-            worker,
+            None,
             tuple(map(VersionSnapshot.of, repository.versions())),
             traffic.in_flight,
             dict(traffic.by_status),

@@ -27,12 +27,11 @@ from torch import Tensor
 from ckpt_tools.errors import FormatError
 
 from ...models.predictor import Prediction, Predictor
-from ..asking import held, predictions
 from ..listening import Listening
 from ..metrics import CONTENT_TYPE, exposition
 from ..refusals import Refused, answer
 from ..repository import Repository
-from ..service import Service, Snapshots
+from ..service import Service, Snapshots, holding, predictions
 from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
 from .endpoints import Endpoints
 from .fast_path import Shortcut
@@ -101,7 +100,7 @@ def create_app(
     async def predict(request: Request) -> Response:
         form = await read_form(request)
         name = the_model(repository, request.query_params.get("model"))
-        with held(repository, request.scope["state"], name, None) as version:
+        with holding(repository, request.scope["state"], name, None) as version:
             item = await read_item(form, version.predictor)
             (prediction,) = await predictions(version, [item], chosen.timeout)
         headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}

@@ -1,4 +1,4 @@
-"""uvicorn as this service runs it: how it ends, and how long it waits for somebody who does not say what he wants."""
+"""Shutdown and request timeouts of uvicorn."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.signals import Stopped
+from ckpt_tools.signals import STOPPING, Stopped
 
 from ...common.garbage import settle
 from ..settings import HEAD_SECONDS, MAX_HEAD_BYTES
 
-# Requests that are whole are answered well within it; a client that hangs holds the end no longer.
 GRACE_SECONDS = 10
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Time for requests in flight at shutdown; complete ones end well within it."""
 
 
 class PromptProtocol(HttpToolsProtocol):
-    """uvicorn's own, with a limit of time for the head of each request, and one of size for heads and trailers, which
-    httptools keeps until they are whole."""
+    """uvicorn's protocol with a time limit for the head of each request and a size limit for heads and trailers, which
+    httptools buffers until they are complete."""
 
     _head: asyncio.TimerHandle | None = None
     _unread = 0
-    """Bytes that came since the last one that was neither of a head nor of a trailer."""
+    """Bytes of head or trailer received since the last body byte."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -84,8 +82,9 @@ class PromptProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Ends alike by SIGTERM, SIGINT and SIGHUP: says that it is not ready, and goes on for ``drain`` seconds. Then it
-    takes no connection any more, and answers the requests in flight. A second signal ends the drain."""
+    """Shuts down on SIGTERM, SIGINT and SIGHUP: reports not ready and serves for ``drain`` more seconds, then closes the
+    listener and answers the requests in flight. A second signal ends the drain. ``announce`` is called once
+    requests are answered."""
 
     stopped_by: int | None = None
     stops_at: float | None = None
@@ -95,18 +94,22 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.traffic, self.drain, self.announce = app.state.traffic, drain, announce
 
+    def serve_on(self, listening: socket.socket) -> None:
+        """Serve until a signal. Raises :class:`Stopped` then, or the error given to :meth:`fail`."""
+        self.run(sockets=[listening])
+        if self.failed is not None:
+            raise self.failed
+        if self.stopped_by:
+            raise Stopped(self.stopped_by)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         settle()
         if self.started:
             self.announce()
 
-    def stop(self) -> None:
-        """As a signal does, from any thread."""
-        self.handle_exit(signal.SIGTERM, None)
-
     def fail(self, error: CkptError) -> None:
-        """End at once, from any thread: what answers is gone. :func:`serve` raises the error."""
+        """Shut down at once, from any thread, because the models are gone. :meth:`serve_on` raises the error."""
         self.failed, self.traffic.is_draining = error, True
         self.should_exit = True
 
@@ -124,7 +127,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """In the place of uvicorn's own, which leaves SIGHUP out. An ignored signal stays ignored: ``nohup``."""
+        """Replaces uvicorn's, which leaves out SIGHUP. An ignored signal stays ignored (``nohup``)."""
         before = {number: signal.getsignal(number) for number in STOPPING}
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
@@ -137,14 +140,8 @@ class Server(uvicorn.Server):
 
 
 def server_of(
-    app: FastAPI,
-    announce: Callable[[], None],
-    *,
-    drain: float = 0,
-    certificate: Path | None = None,
-    key: Path | None = None,
+    app: FastAPI, announce: Callable[[], None], drain: float, certificate: Path | None, key: Path | None
 ) -> Server:
-    """``announce`` is called when requests are answered."""
     tls: dict[str, Any] = {} if certificate is None else {"ssl_certfile": certificate, "ssl_keyfile": key}
     config = uvicorn.Config(
         app,
@@ -157,12 +154,3 @@ def server_of(
         **tls,
     )
     return Server(config, app, drain, announce)
-
-
-def serve(server: Server, listening: socket.socket) -> None:
-    """Serve until a signal asks for the end; raises it as :class:`Stopped` then. Raises what the server failed by."""
-    server.run(sockets=[listening])
-    if server.failed is not None:
-        raise server.failed
-    if server.stopped_by:
-        raise Stopped(server.stopped_by)

@@ -1,1 +1,1 @@
-"""The processes of a service, and the messages between them."""
+"""The process that holds the models of a service, and the messages between the two."""

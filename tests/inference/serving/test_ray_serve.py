@@ -87,7 +87,6 @@ def test_a_request_that_was_taken_is_answered_at_the_end(service: Service, digit
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--runner=ray", "--workers=2"], "--workers does not go with --runner ray: --replicas says how many"),
         (["--runner=ray", "--grpc-port=0"], "--grpc-port does not go with --runner ray: Ray's proxy speaks HTTP"),
         (["--runner=ray", "--watch=5"], "--watch does not go with --runner ray"),
         (["--runner=ray", "--drain=5"], "--drain does not go with --runner ray"),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import queue
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -139,20 +136,3 @@ def test_a_service_ends_with_the_process_of_its_models(forms: Path, tmp_path: Pa
         models.kill()
         assert service.process.wait(60) == 1
         assert service.log.read_text() == "error: the process of the models was ended by SIGKILL\n"
-
-
-def test_a_worker_is_replaced_with_the_process_of_its_models(forms: Path, tmp_path: Path) -> None:
-    with running_service(tmp_path, forms / "model.pt", "--workers=2", "--threads=1") as service:
-        first, _ = models_of(psutil.Process(service.process.pid))
-        first.kill()
-        said = "the process of the models was ended by SIGKILL; it is started again\n"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (
-            service.log.read_text().endswith(said) and len(models_of(psutil.Process(service.process.pid))) == 2
-        ):
-            with suppress(httpx.TransportError):
-                httpx.get(f"{service.url}/v2/health/ready")
-        assert httpx.get(f"{service.url}/v2/health/ready").status_code == 200
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(60) == 143
-    assert psutil.wait_procs([first], 30)[1] == []
