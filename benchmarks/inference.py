@@ -161,7 +161,7 @@ class _predicting:  # noqa: N801  # called as a function
         from inference.batch.inputs import find_inputs
         from inference.batch.output import Output, Run, open_output
         from inference.batch.pipeline import predicted
-        from inference.batch.totals import Tally
+        from inference.batch.report import Tally
 
         tally = Tally()
         with open_output(Output(out, overwrite=True)) as writer:

@@ -18,10 +18,10 @@ with killed_by_interrupts():
 
     import click
 
+    import ckpt_tools
     from ckpt_tools.errors import UsageError
 
     from ..common.errors import report_errors
-    from ..common.files import check_model, local_path
     from ..common.name_options import AS_IT_IS, Reading, reading_options
     from ..common.training_package import commands
     from ..models.architectures import Architecture
@@ -29,8 +29,7 @@ with killed_by_interrupts():
     from .output import Output, Run, Writer, open_output
     from .progress import show_progress
     from .remote_output import RemoteOutput, open_remote
-    from .report import Report
-    from .totals import Tally
+    from .report import Report, Tally
 
 if TYPE_CHECKING:
     from ..models.predictor import Predictor
@@ -143,9 +142,16 @@ def asked_of(
     )
 
 
+def local_path(text: str, option: str, instead: str) -> Path:
+    """``text`` as a local path. Raises ``UsageError`` for a URL, with what to do ``instead``."""
+    if "://" in text:
+        raise UsageError(f"{option} has to be a local path, {text} is a URL; {instead}")
+    return Path(text)
+
+
 def run(asked: Asked) -> None:
     """Predict, write and say what was done. Raises ``BadInputsError`` at the end."""
-    check_model(asked.model)
+    ckpt_tools.inspect(asked.model)
     if asked.report is not None:
         asked.report.check()
     with _opened(asked.output) as writer:

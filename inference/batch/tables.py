@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from ckpt_tools.errors import FormatError, UsageError
 
+from ..common.errors import one_line
 from ..common.urls import file_system, store_errors
 from .items import MAX_BYTES, Broken, Content, Item, Text
 
@@ -81,7 +82,7 @@ class TablePart:
                     done += 1
                     yield *self._of(record), done / total
         except (ArrowException, OSError) as error:
-            raise FormatError(f"{self.url} cannot be read ({' '.join(str(error).split())})") from error
+            raise FormatError(f"{self.url} cannot be read ({one_line(error)})") from error
 
     def _text(self, line: bytes | Broken) -> Content:
         if isinstance(line, Broken):
@@ -149,7 +150,7 @@ def _json_record(line: bytes) -> dict[str, Any] | Broken:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Broken(f"it is not JSON ({' '.join(str(error).split())})")
+        return Broken(f"it is not JSON ({one_line(error)})")
     return found if isinstance(found, dict) else Broken("it is not a JSON object")
 
 
@@ -249,7 +250,7 @@ def _parquet(url: str, file: BinaryIO) -> Any:
     try:
         return parquet.ParquetFile(file)
     except (ArrowException, OSError) as error:
-        raise FormatError(f"{url} is not a Parquet file ({' '.join(str(error).split())})") from error
+        raise FormatError(f"{url} is not a Parquet file ({one_line(error)})") from error
 
 
 def _content_column(url: str, names: list[str], column: str | None) -> str:

@@ -42,6 +42,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def one_line(error: BaseException) -> str:
+    """The text of a library's error as one line, or its type."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _package(error: ModuleNotFoundError) -> str:
     return (error.name or "").partition(".")[0]
 

@@ -10,6 +10,8 @@ from fsspec.core import url_to_fs
 
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 
+from .errors import one_line
+
 SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
 """Options of S3 that s3fs takes as they are."""
 
@@ -36,8 +38,7 @@ def store_errors(url: str) -> Iterator[None]:
     except (CkptError, FileNotFoundError, IsADirectoryError, PermissionError, FileExistsError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise StoreError(f"{url}: the store failed ({reason})") from error
+        raise StoreError(f"{url}: the store failed ({one_line(error)})") from error
 
 
 def _translated(url: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import FormatError, UsageError
 
+from ..common.errors import one_line
 from .config_folder import CONFIG, read_config
 from .programs import PROGRAMS
 
@@ -100,7 +101,7 @@ class Architecture:
             with _unfilled():
                 return self._made(library)
         except (ValueError, RuntimeError, TypeError) as error:
-            raise UsageError(f"{self.library} cannot build {self.name}: {_one_line(error)}") from error
+            raise UsageError(f"{self.library} cannot build {self.name}: {one_line(error)}") from error
 
     def _made(self, library: Any) -> nn.Module:
         if self.library == "torchvision":
@@ -187,7 +188,7 @@ def _transformers_model(folder: Path | None, dtype: torch.dtype | None) -> nn.Mo
         with _default_dtype(dtype or getattr(config, "dtype", None)), _unfilled():
             return model_class(config)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise FormatError(f"{folder / CONFIG} is not usable: {_one_line(error)}") from error
+        raise FormatError(f"{folder / CONFIG} is not usable: {one_line(error)}") from error
 
 
 def _unfilled() -> AbstractContextManager[Any]:
@@ -215,7 +216,3 @@ def _imported(module: str, package: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise UsageError(f"the architecture needs the package {package}, which is not installed") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from ckpt_tools.errors import FormatError, StoreError
 
+from ..common.errors import one_line
 from ..common.urls import file_system
 
 CONFIG = "config.json"
@@ -82,7 +83,7 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     try:
         found = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise FormatError(f"{folder / CONFIG} cannot be read ({' '.join(str(error).split())})") from error
+        raise FormatError(f"{folder / CONFIG} cannot be read ({one_line(error)})") from error
     if not isinstance(found, dict):
         raise FormatError(f"{folder / CONFIG} is not a JSON object")
     return found

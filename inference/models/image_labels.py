@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from .prediction import decoded, embeddings_of
+from ..common.errors import one_line
+from .prediction import Activation, activation_of, answers, decoded, embeddings_of, labels_of_config
 from .results import Prediction
-from .scores import Activation, activation_of, answers, labels_of_config, one_line
 from .task import LABEL, MAX_BATCH, check_inputs, check_labels, in_passes
 from .tensor_specs import BATCH, TensorSpec, embedding_spec
 

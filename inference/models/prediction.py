@@ -1,14 +1,10 @@
-"""One way from images to answers, used by the batch script and the HTTP service alike.
-
-Both go through :mod:`training.evaluation`, whose forward passes have a fixed shape, so an image gets the same answer
-alone as in a crowd, and the same as the run gave it that made the model.
-"""
+"""From the bytes of an image to its pixels, and from logits to predictions, as transformers' pipelines do it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +20,9 @@ from .results import Prediction
 MAX_PIXELS = 64_000_000
 # Pillow warns of images that it would still decode; here they are refused.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+Activation = Literal["softmax", "sigmoid"]
 
 
 def predictions_of(logits: Tensor) -> list[Prediction]:
@@ -71,3 +70,25 @@ def _canonical(image: Image.Image) -> Tensor:
 def embeddings_of(features: Tensor) -> list[Prediction]:
     """Of float32 [n, features]."""
     return [Prediction(embedding=tuple(row)) for row in features.tolist()]
+
+
+def answers(logits: Tensor, activation: Activation) -> list[Prediction]:
+    """The answer for each row of float32 [n, classes]. A sigmoid gives each class a probability of its own."""
+    if activation == "softmax":
+        return predictions_of(logits)
+    # Row by row: of many elements at once, vector instructions take some and not the rest, which rounds otherwise.
+    rows = [torch.sigmoid(row).tolist() for row in logits]
+    return [Prediction(label, tuple(row)) for label, row in zip(logits.argmax(1).tolist(), rows, strict=True)]
+
+
+def activation_of(config: Any) -> Activation:
+    """What a configuration of transformers asks for. Raises FormatError for a regression, which has no classes."""
+    if config.problem_type == "regression":
+        raise FormatError("the model is a regression, which has no classes to predict")
+    return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
+
+
+def labels_of_config(config: Any) -> tuple[str, ...] | None:
+    """The names of the classes, if ``id2label`` has one for each."""
+    found = {int(number): str(label) for number, label in (config.id2label or {}).items()}
+    return tuple(found[number] for number in range(len(found))) if set(found) == set(range(config.num_labels)) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,6 @@ def load_predictor(
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
         CkptError: as ``ckpt_tools.load_into`` says.
     """
-    from .embeddings import as_embeddings
-
     if architecture is not None:
         Architecture.parse(architecture)
     reading = Reading(model_key, include, exclude, rename, key_map).given()
@@ -242,6 +240,40 @@ def _check_our_preparation(folder: Path | None) -> None:
             f"{folder}/{CONFIG} says that images are prepared by {json.dumps(stated)}; this version prepares them by "
             f"{json.dumps(ours)}"
         )
+
+
+def as_embeddings(task: Task) -> Task:
+    """The task with the last layer of its model taken out. A task that gives embeddings stays the same.
+
+    Raises:
+        UsageError: the model has no linear layer that gives its classes.
+    """
+    from .image_labels import ImageLabels
+    from .our_images import OurImages
+    from .texts import TextLabels
+
+    if not isinstance(task, ImageLabels | OurImages | TextLabels):
+        raise UsageError("--embeddings is for a model that tells classes apart, and for an encoder without a head")
+    if task.num_features is not None:
+        return task
+    num_classes = next(spec.shape[1] for spec in task.outputs if spec.name == "probabilities")
+    return replace(task, num_features=_take_head(task.model, num_classes), labels=None)
+
+
+def _take_head(model: nn.Module, num_classes: int) -> int:
+    """Replace the last linear layer by an identity; returns the number of features that go into it."""
+    from torch import nn
+
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == num_classes
+    ]
+    if not found:
+        raise UsageError("the model does not end in a linear layer, so it is not clear what an embedding is")
+    name, head = found[-1]
+    model.set_submodule(name, nn.Identity())
+    return head.in_features
 
 
 def digest_of(model: nn.Module) -> str:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
-from .prediction import embeddings_of
+from ..common.errors import one_line
+from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
 from .results import Prediction
-from .scores import Activation, activation_of, answers, labels_of_config, one_line
 from .task import LABEL, MAX_BATCH, check_inputs, check_labels, device_of, in_passes, text_of
 from .tensor_specs import BATCH, TensorSpec, embedding_spec
 

@@ -22,11 +22,11 @@ with killed_by_interrupts():
 
     import click
 
+    import ckpt_tools
     from ckpt_tools.arguments import refusing_empty
     from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
 
     from ..common.errors import printable, report_errors
-    from ..common.files import check_model
     from ..common.name_options import AS_IT_IS, Reading, reading_options
     from ..common.training_package import commands
     from .listening import GRPC_PORT, Listening, address_of, bind, check_port, is_loopback, listen, reserve, url_of
@@ -160,7 +160,7 @@ class Options:
         if self.certfile is not None:
             _check_certificate(self.certfile, self.keyfile)
         for _, url in self.named():
-            check_model(url)
+            ckpt_tools.inspect(url)
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -5,11 +5,17 @@ It is written here, since Prometheus' own client adds ``_total`` to the name of 
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-from .snapshot import Snapshot, VersionSnapshot
+from .http.middleware import Traffic
+from .repository import Repository, Version
 from .statistics import BOUNDS, Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,6 +39,75 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
         lambda counts: counts.compute_ns // 1000,
     ),
 }
+
+
+# --- counts of a process
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSnapshot:
+    """Of one version of a model."""
+
+    name: str
+    number: int
+    digest: str
+    step: int | None
+    num_waiting: int
+    counts: Counts
+
+    @classmethod
+    def of(cls, version: Version) -> VersionSnapshot:
+        known = version.predictor.identity
+        waiting, counts = version.batcher.num_waiting, version.statistics.now()
+        return cls(version.name, version.number, known.digest, known.step, waiting, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Of a process, with that of its models; ``worker`` is its number if there are several."""
+
+    worker: int | None
+    versions: tuple[VersionSnapshot, ...]
+    in_flight: int
+    by_status: Mapping[int, int]
+    by_code: Mapping[str, int]
+    cpu_seconds: float
+    resident_bytes: int
+
+    @classmethod
+    def of(cls, repository: Repository, traffic: Traffic) -> Snapshot:
+        return cls(
+            None,
+            tuple(map(VersionSnapshot.of, repository.versions())),
+            traffic.in_flight,
+            dict(traffic.by_status),
+            dict(traffic.by_code),
+            *usage(),
+        )
+
+
+def usage() -> tuple[float, int]:
+    """Seconds of processor time and bytes of resident memory, of this process and of that of its models."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    cpu, memory = own.ru_utime + own.ru_stime, resident_bytes("self")
+    for number in _children():
+        with suppress(OSError):
+            # proc(5): utime and stime are the fields 14 and 15, behind a name in parentheses that may hold anything.
+            numbers = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+            cpu += sum(map(int, numbers[11:13])) / os.sysconf("SC_CLK_TCK")
+            memory += resident_bytes(number)
+    return cpu, memory
+
+
+def _children() -> list[str]:
+    return [number for each in Path("/proc/self/task").glob("*/children") for number in each.read_text().split()]
+
+
+def resident_bytes(process: str) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+# --- text format
 
 
 def exposition(snapshots: Sequence[Snapshot]) -> str:

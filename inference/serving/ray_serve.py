@@ -25,10 +25,10 @@ from ..common.name_options import Reading
 from ..common.training_package import launchers
 from ..models.predictor import Predictor, load_predictor
 from .http.middleware import Traffic
+from .metrics import Snapshot
 from .refusals import Refused
 from .repository import MAX_WAITING, Repository, Source
 from .settings import Settings
-from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -18,11 +18,11 @@ from ckpt_tools.errors import CkptError, FormatError
 from ..models.predictor import Prediction, Predictor, TensorSpec
 from .batching import QueueFullError
 from .http.middleware import Traffic
+from .metrics import Snapshot
 from .protocol import BadRequestError, InferRequest, tensor_metadata
 from .refusals import RETRY_AFTER, Refused
 from .repository import NotReadyError, Repository, UnknownModelError, Version
 from .settings import Settings
-from .snapshot import Snapshot
 from .statistics import Counts
 
 LOG = logging.getLogger(__name__)

@@ -33,8 +33,7 @@ from ..refusals import Refused, answer
 from ..repository import Repository
 from ..service import Service, Snapshots, holding, predictions
 from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
-from .endpoints import Endpoints
-from .fast_path import Shortcut
+from .endpoints import Endpoints, FastPath
 from .middleware import TOO_LARGE, Front, Traffic
 from .openapi import describe
 
@@ -109,7 +108,7 @@ def create_app(
     endpoints = Endpoints(service)
     app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
-    app.answer = Front(Shortcut(app.through_fastapi, endpoints, refuse), chosen, traffic)
+    app.answer = Front(FastPath(app.through_fastapi, endpoints, refuse), chosen, traffic)
     # Not FastAPI's own kind of route: that costs much of the processor time of an answer.
     app.router.routes.append(Route("/predict", predict, methods=["POST"]))
     app.router.routes.extend(endpoints.routes())

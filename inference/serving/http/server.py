@@ -82,8 +82,8 @@ class PromptProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Shuts down on SIGTERM, SIGINT and SIGHUP: reports not ready and serves for ``drain`` more seconds, then closes the
-    listener and answers the requests in flight. A second signal ends the drain. ``announce`` is called once
+    """Shuts down on SIGTERM, SIGINT and SIGHUP: reports not ready and serves for ``drain`` more seconds, then closes
+    the listener and answers the requests in flight. A second signal ends the drain. ``announce`` is called once
     requests are answered."""
 
     stopped_by: int | None = None

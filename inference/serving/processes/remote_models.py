@@ -96,7 +96,8 @@ class RemoteModels:
         number, connection = next(self._numbers), self._connect()
         asked = Load(number, url, name, self.architecture, self.reading, self.device, self.threads)
         found: Loaded = self._ask(connection, asked)
-        return Predictor(name, found.identity, RemoteTask(found, self, number, connection), is_elsewhere=True)
+        facts = found.inputs, found.outputs, found.labels, found.max_batch, found.is_exact
+        return Predictor(name, found.identity, RemoteTask(*facts, self, number, connection), is_elsewhere=True)
 
     def ask(self, asked: Decode | Predict) -> Any:
         """Over a connection that no other thread has, of as many as threads have asked at once."""
@@ -158,32 +159,16 @@ class RemoteModels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteTask:
-    """The task of a model in another process, which is there as long as ``connection`` is."""
+    """The task of a model in the other process, which keeps it until ``connection`` is closed."""
 
-    found: Loaded
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    labels: tuple[str, ...] | None
+    max_batch: int
+    is_exact: bool
     models: RemoteModels
     number: int
     connection: Connection
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self.found.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self.found.outputs
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        return self.found.labels
-
-    @property
-    def max_batch(self) -> int:
-        return self.found.max_batch
-
-    @property
-    def is_exact(self) -> bool:
-        return self.found.is_exact
 
     def decode(self, data: bytes, name: str) -> Tensor:
         return torch.from_numpy(self.models.ask(Decode(self.number, data, name)))

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from sklearn import metrics
 from sklearn.calibration import calibration_curve
 
-from inference.batch.report import figures, names_of
+from inference.batch.report import NUM_BINS, Tally, figures, names_of
 from inference.batch.rows import Row
-from inference.batch.totals import NUM_BINS, Tally
 from inference.models.results import Prediction
 
 NUM_CLASSES = 6

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from inference.batch.inputs import Wanted, find_inputs
 from inference.batch.items import Item, Pixels, content_of
 from inference.batch.pipeline import decode_all
+from inference.batch.report import Tally
 from inference.batch.rows import Columns, Row
-from inference.batch.totals import Tally
 from inference.models.predictor import load_predictor
 from inference.models.results import Prediction
 from training.data import LabelledImages
