@@ -1,4 +1,4 @@
-"""What to predict: parts that give their items one at a time, in order, here or on another machine."""
+"""Inputs of a prediction: parts, which can be sent to other processes and give their items one by one, in order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 DATASETS: tuple[data.DatasetName, ...] = ("digits", "fashion-mnist")
 
 FOLDER = "folder"
-"""As ``--truth``: an image's true label is the name of the folder that it lies in."""
+"""Value of ``--truth``: the true label of an image is the name of its folder."""
 
 PART_IMAGES = 1000
 
 
 class Part(Protocol):
-    """A piece of the input, small enough to be sent to another process. ``num_rows`` is None if it is not known."""
+    """Part of the input, small enough to be sent to another process. ``num_rows`` is None if unknown."""
 
     @property
     def num_rows(self) -> int | None: ...
@@ -38,7 +38,8 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All parts in order. ``digest`` is of the input as it is now. ``kind`` is "image" if all are images."""
+    """All parts in order. ``digest`` identifies names, sizes and times of the files. ``kind`` is "image" if all are
+    images."""
 
     parts: Sequence[Part]
     digest: str
@@ -52,7 +53,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the command line says of the input: ``url`` is the name of a dataset, a path, a URL, or a pattern.
+    """Input options. ``url`` is the name of a dataset, a path, a URL, or a pattern.
 
     Raises:
         UsageError: options do not fit together.
@@ -81,7 +82,7 @@ class Wanted:
 
 
 def find_inputs(wanted: Wanted) -> Inputs:
-    """Raises SourceNotFoundError, UsageError, FormatError or StoreError. No image is opened yet."""
+    """List the input; no image is opened. Raises SourceNotFoundError, UsageError, FormatError or StoreError."""
     if wanted.is_dataset:
         return held_out_inputs(next(name for name in DATASETS if name == wanted.url), wanted.data_root)
     found = listing_of(wanted.url)
@@ -93,7 +94,7 @@ def find_inputs(wanted: Wanted) -> Inputs:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """Some of the images below ``base``."""
+    """Images ``first`` to ``first + len(names)`` of ``total`` below ``base``."""
 
     base: str
     names: tuple[str, ...]
@@ -114,7 +115,7 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class ImageParts(Sequence[Part]):
-    """Made when they are asked for, so that names are held once."""
+    """Parts made on access, so that each name is held once."""
 
     base: str
     names: Sequence[str]
@@ -158,7 +159,7 @@ def _tables(found: Listing, wanted: Wanted) -> Inputs:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPart:
-    """The held-out part of a dataset."""
+    """The held-out samples of a dataset."""
 
     dataset: data.DatasetName
     root: Path | None
@@ -171,14 +172,14 @@ class HeldOutPart:
 
 
 def held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:
-    """The held-out part of a dataset, named by its position in it."""
+    """The held-out samples of a dataset; an item's name is its position."""
     num_rows = len(_held_out(dataset, root))
     return Inputs([HeldOutPart(dataset, root, num_rows)], f"dataset:{dataset}", "image", has_truth=True)
 
 
 @lru_cache(maxsize=1)
 def _held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
-    """Its rows are counted before they are predicted."""
+    """Cached, because rows are counted before they are predicted."""
     from ..common.training_package import data
 
     return data.load_dataset(dataset, "held-out", root)
@@ -203,7 +204,7 @@ class Rest:
 
 
 def after(parts: Sequence[Part], num_done: int) -> Iterator[Part]:
-    """What is left once the first ``num_done`` items are done."""
+    """The parts without the first ``num_done`` items, for a resumed run."""
     left = num_done
     for part in parts:
         if not left:

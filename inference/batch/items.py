@@ -1,4 +1,4 @@
-"""One thing to predict, and how its bytes are come by when its turn comes: beside predicting, or on another machine."""
+"""One input to predict, and its bytes, which are read only when it is decoded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_BYTES = 256 * 2**20
-"""Of one input. It is held in memory while it is decoded."""
+"""Limit of one input, which is held in memory while it is decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The content is a file."""
+    """Content in a file."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The content is a cell or a line. For a model of images it names a file, seen from the folder ``base``."""
+    """Content of a cell or a line. For an image model it names a file relative to the folder ``base``."""
 
     text: str
     base: str
@@ -37,14 +37,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """There is no content, because of ``reason``."""
+    """No content, because of ``reason``."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
-    """The content is a grey image that is decoded already: uint8 [height, width]."""
+    """A decoded grey image: uint8 [height, width]."""
 
     values: np.ndarray
 
@@ -54,8 +54,8 @@ Content = bytes | File | Text | Broken | Pixels
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """``name`` is its key in the output. ``truth`` is its true label as the input writes it, None if unknown.
-    ``fraction`` says how much of the input is read with it, for the progress."""
+    """One input. ``name`` is its key in the output, ``truth`` its true label as in the input (None if unknown),
+    ``fraction`` the share of the input that is read with it, for the progress."""
 
     name: str
     content: Content
@@ -64,7 +64,7 @@ class Item:
 
 
 def content_of(item: Item, *, takes_texts: bool) -> tuple[bytes, str]:
-    """The bytes to decode, and what a sentence calls them. Raises FormatError if there are none."""
+    """The bytes to decode, and their name for error messages. Raises FormatError if there are none."""
     content = item.content
     if isinstance(content, Text) and not takes_texts:
         content = named_file(content)
@@ -81,7 +81,7 @@ def content_of(item: Item, *, takes_texts: bool) -> tuple[bytes, str]:
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """An image file that holds exactly these pixels, for a model that prepares images in its own way."""
+    """PNG of these pixels, for models that prepare images themselves."""
     from PIL import Image
 
     file = BytesIO()
@@ -97,7 +97,7 @@ def _encoded(text: str) -> bytes:
 
 
 def named_file(cell: Text) -> File:
-    """The file that a cell names: relative to the table's folder, or in the same kind of place.
+    """The file that a cell names: relative to the table's folder, or a URL of the same scheme.
 
     Raises:
         FormatError: it is in another kind of place. A table from elsewhere does not choose where we read.

@@ -1,22 +1,25 @@
-"""How to load the model that predicts: the same here and in every worker of a cluster."""
+"""How to load the model, equal on this machine and on the workers of a cluster."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
 
 from ..common.name_options import AS_IT_IS, Reading
 from ..models.config_folder import digest_beside
-from ..models.predictor import Predictor, load_predictor
 from .rows import Columns, Kind
+
+if TYPE_CHECKING:
+    from ..models.predictor import Predictor
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model and all that its answers depend on. ``threads`` are those of a forward pass: with another number of them
-    sums may be taken in another order. None leaves both ``device`` and ``threads`` to torch."""
+    """A model and all options that its answers depend on. ``threads`` are those of a forward pass, because their number
+    may change the order of sums. None leaves ``device`` and ``threads`` to torch."""
 
     model: str
     architecture: str | None = None
@@ -28,15 +31,17 @@ class Job:
     reading: Reading = AS_IT_IS
 
     def settled(self) -> Job:
-        """With the device and the number of threads that torch would take here."""
+        """The job with torch's choice of device and threads filled in."""
         import torch
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         return replace(self, device=device, threads=self.threads or torch.get_num_threads())
 
     def load(self) -> Predictor:
-        """Sets the threads of this process."""
+        """Load the model. Sets the number of torch threads of this process."""
         import torch
+
+        from ..models.predictor import load_predictor
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -55,7 +60,7 @@ class Job:
         )
 
     def digest(self) -> str:
-        """What answers depend on beside the weights and the input."""
+        """All that answers depend on, except the weights and the input."""
         import torch
 
         found = asdict(self) | {"beside": digest_beside(self.model), "torch": torch.__version__}
@@ -63,7 +68,7 @@ class Job:
 
 
 def columns_of(predictor: Predictor, top: int) -> Columns:
-    """What is written of a model's answers."""
+    """The output columns for the answers of this model."""
     outputs = {spec.name for spec in predictor.outputs}
     kinds: dict[str, Kind] = {"probabilities": "label", "text": "text", "embedding": "embedding"}
     kind = next(kind for name, kind in kinds.items() if name in outputs)

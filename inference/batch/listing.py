@@ -1,4 +1,4 @@
-"""The files that ``--input`` names: one, all that fit a pattern, or those of a folder; local, or in a store.
+"""Files named by ``--input``: one file, a pattern, or a folder; local or in a store.
 
 Only names are held, and one digest of all sizes and times, by which a later run knows the same input again.
 """
@@ -25,7 +25,7 @@ IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".
 TABLES = {".parquet": "Parquet", ".jsonl": "JSON Lines", ".ndjson": "JSON Lines", ".csv": "CSV", ".txt": "text"}
 
 Entry = tuple[str, str]
-"""A name below the base, and what changes with the content: size and time."""
+"""A name below the base, and its size and time as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Listing:
 
 
 def listing_of(url: str) -> Listing:
-    """What is at ``url``.
+    """List ``url``.
 
     Raises:
         SourceNotFoundError: nothing fits. UsageError: files of several kinds. StoreError: the store cannot be read.
@@ -53,13 +53,13 @@ def listing_of(url: str) -> Listing:
 
 
 def _digest(entries: Iterable[Entry]) -> str:
-    """The sum of the digests of all entries, which has no order."""
+    """Order-independent digest: the sum of the digests of all entries."""
     digests = (blake3(repr(entry).encode("utf-8", "surrogateescape")).digest() for entry in entries)
     return f"blake3:{sum(map(int.from_bytes, digests)) % 2**256:064x}"
 
 
 def _of_one_kind(url: str, entries: Iterable[Entry]) -> tuple[list[Entry], str]:
-    """A folder with images is a folder of images, whatever else lies there."""
+    """Keep the files of one kind. If there are images, other files are ignored."""
     by_kind: dict[str, list[Entry]] = {}
     for entry in entries:
         suffix = Path(entry[0]).suffix.lower()
@@ -93,14 +93,14 @@ def _local(url: str) -> tuple[str, Iterator[Entry]]:
 
 
 def _fixed_part(pattern: str) -> str:
-    """The folder in front of the first part with a wildcard."""
+    """The folder before the first part with a wildcard."""
     parts = pattern.split("/")
     first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     return "/".join(parts[:first]) or ("/" if pattern.startswith("/") else ".")
 
 
 def _files_below(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """At any depth, through links to folders too; a link to a folder that it lies in leads nowhere new."""
+    """Files at any depth, following links to folders but not into a folder that contains the link."""
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
     if here in above:

@@ -1,4 +1,4 @@
-"""The file of predictions: written as they are made, shown under its name when it is whole.
+"""Local output file: rows are written as they are made, and published under the final name when complete.
 
 Rows go, as JSON Lines, into ``OUT.unfinished``, which is locked while a run writes to it. At the end it is renamed to
 OUT, or, for Parquet, rewritten as OUT and removed: a Parquet file cannot be read before its last byte is written, so
@@ -35,7 +35,7 @@ LEFT = "holds the rows of a run that did not finish; --resume goes on with them,
 
 
 def check_options(name: str, *, overwrite: bool, resume: bool) -> None:
-    """Raises UsageError."""
+    """Raises UsageError for another suffix, or contradicting options."""
     if not name.endswith((JSON_SUFFIX, PARQUET_SUFFIX)):
         raise UsageError(f"--output ends in {JSON_SUFFIX} or {PARQUET_SUFFIX}, not {name!r}")
     if overwrite and resume:
@@ -44,18 +44,18 @@ def check_options(name: str, *, overwrite: bool, resume: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What rows depend on. Each is a digest, or text that says the same. Rows of two runs are never mixed."""
+    """Digests of what rows depend on, or equivalent text. Rows of two different runs are never mixed."""
 
     model: str
     input: str
     options: str
 
     def encoded(self) -> bytes:
-        """A line that begins with ``RUN_MAGIC``."""
+        """JSON line that begins with ``RUN_MAGIC``."""
         return json.dumps({"predictions of": self.model, "input": self.input, "options": self.options}).encode() + b"\n"
 
     def check(self, left: bytes, where: str) -> None:
-        """Raises DestinationExistsError if ``left``, which an earlier run wrote, is not this run's."""
+        """Raises DestinationExistsError if ``left``, from an earlier run, differs from this run."""
         if left == self.encoded():
             return
         try:
@@ -73,21 +73,21 @@ _WORDS = (("model", "predictions of"), ("input", "input"), ("set of options", "o
 
 
 class Writer(Protocol):
-    """Takes rows, in order."""
+    """Writes rows, in order."""
 
     def begin(self, run: Run, columns: Columns, seen: Callable[[dict[str, Any]], None]) -> int:
-        """To be called once, before the first row. The number of rows that an earlier run left, which ``seen`` is
-        called with. Raises DestinationExistsError if they are not of ``run``."""
+        """Begin, once, before the first row. Calls ``seen`` with each row of an earlier run and returns their number.
+        Raises DestinationExistsError if they are not of ``run``."""
         ...
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Once this returns, a killed process does not lose them; in a store, once enough of them are together."""
+        """Write rows. They survive a killed process once this returns; in a store, once a part is full."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The file ``path`` and the three names beside it that a run may use. Raises ``UsageError`` for another suffix."""
+    """Output file ``path`` and three working files beside it. Raises ``UsageError`` for another suffix."""
 
     path: Path
     overwrite: bool
@@ -102,21 +102,21 @@ class Output:
 
     @property
     def unfinished(self) -> Path:
-        """Rows as they are made. The name ends so that neither ``*.jsonl`` nor ``*.parquet`` finds it."""
+        """Rows in progress. The suffix keeps ``*.jsonl`` and ``*.parquet`` from matching it."""
         return self.path.with_name(f"{self.path.name}.unfinished")
 
     @property
     def columns(self) -> Path:
-        """The Parquet file while it is written."""
+        """The Parquet file in progress."""
         return self.path.with_name(f"{self.path.name}.unfinished-columns")
 
     @property
     def run(self) -> Path:
-        """Of which run the rows are."""
+        """The :class:`Run` of the rows."""
         return self.path.with_name(f"{self.path.name}.unfinished-run")
 
     def check(self) -> None:
-        """Raise if something stands in the way. Writes nothing."""
+        """Raise if existing files prevent writing. Writes nothing."""
         folder = self.path.parent
         if not folder.is_dir():
             raise StoreError(f"the folder of --output, {folder}, does not exist; make it first")
@@ -134,13 +134,13 @@ class Output:
             raise DestinationExistsError(f"{self.path} exists; --overwrite replaces it")
 
     def check_left(self) -> None:
-        """Raise if an earlier run left predictions and they may not be replaced. The lock is held."""
+        """Raise if rows of an earlier run may not be replaced. The lock is held."""
         if self.unfinished.stat().st_size and not (self.overwrite or self.resume):
             raise DestinationExistsError(f"{self.unfinished} {LEFT}")
 
 
 def _check_ours(path: Path, magic: bytes) -> None:
-    """Raise if ``path`` exists and is not a file that a run of this command left."""
+    """Raise if ``path`` exists and was not written by this command."""
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or not _begins(path, magic)):
         raise DestinationExistsError(f"{path} is in the way and is not of this command; move it away")
 
@@ -168,7 +168,7 @@ class LocalWriter:
         return num_rows
 
     def _go_on(self, run: Run, seen: Callable[[dict[str, Any]], None]) -> int:
-        """A last line that was cut short is cut off."""
+        """Reads the rows of the earlier run; removes an incomplete last line."""
         num_rows, num_bytes = 0, 0
         with self.output.unfinished.open("rb") as file:
             for line in file:
@@ -192,7 +192,7 @@ def encoded(rows: Iterable[Row], columns: Columns) -> bytes:
 
 
 def row_of(line: bytes, where: str) -> dict[str, Any]:
-    """Raises DestinationExistsError if it was changed by somebody."""
+    """Raises DestinationExistsError if the line is damaged."""
     try:
         found = json.loads(line)
     except ValueError as error:
@@ -203,7 +203,10 @@ def row_of(line: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def open_output(output: Output) -> Iterator[LocalWriter]:
-    """A writer of rows; the file is shown when the block ends well.
+    """Writer of rows; the file is published when the block ends without an error.
+
+    Otherwise ``OUT.unfinished`` stays, and a note on the error says so. Raises ``DestinationExistsError`` if existing
+    files may not be replaced, or another run writes to the same file.
 
     If it does not, ``OUT.unfinished`` stays, and a note on the error says so. Raises ``DestinationExistsError`` if
     there is something that may not be replaced, or another run writes to the same file.
@@ -224,7 +227,7 @@ def open_output(output: Output) -> Iterator[LocalWriter]:
 
 @contextmanager
 def _locked(output: Output) -> Iterator[int]:
-    """``OUT.unfinished``, of this run alone: the lock goes with the process, however that ends."""
+    """``OUT.unfinished``, open and locked. The lock ends with the process."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(output.unfinished, flags, 0o666)
     try:
@@ -256,7 +259,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _publish(output: Output, columns: Columns) -> None:
-    """Show the whole file under its name."""
+    """Publish the complete file under its name."""
     if not output.is_parquet:
         output.check_absent()
         output.unfinished.replace(output.path)
@@ -278,7 +281,7 @@ def _write_parquet(output: Output, columns: Columns) -> None:
 
 
 def copy_to_parquet(rows: Iterable[bytes], file: BinaryIO, columns: Columns) -> None:
-    """JSON Lines to Parquet, a row group at a time. Python reads back the very floats that it wrote."""
+    """Copy JSON Lines to Parquet, one row group at a time. Floats are read back exactly."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -289,7 +292,7 @@ def copy_to_parquet(rows: Iterable[bytes], file: BinaryIO, columns: Columns) -> 
 
 
 def _keep(output: Output, error: BaseException) -> None:
-    """After a failure: an empty file is removed, one with predictions stays and is named."""
+    """After a failure: remove an empty file; keep one with predictions and name it in the error."""
     num_rows = _num_lines(output.unfinished)
     if num_rows:
         error.add_note(f"the {num_rows:,} rows that were done are kept in {output.unfinished}; --resume goes on")
@@ -299,7 +302,8 @@ def _keep(output: Output, error: BaseException) -> None:
 
 
 def _num_lines(path: Path) -> int:
-    """Whole lines, 0 if there is no file. Counted there: a signal may come between writing and counting."""
+    """Number of complete lines, 0 if there is no file. Counted in the file, because a signal may come between writing
+    and counting."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

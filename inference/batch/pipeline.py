@@ -1,4 +1,4 @@
-"""From items to rows: decoding in threads, and predicting beside it, in the order of the input.
+"""From items to rows, in the order of the input: threads decode ahead while the model predicts.
 
 Some windows of inputs are decoded ahead, so memory does not grow with the input.
 """
@@ -25,30 +25,30 @@ from .items import Item, Pixels, content_of
 from .rows import Row, is_finite
 
 AHEAD = 3
-"""Windows that are decoded while one is predicted."""
+"""Windows decoded ahead of the one being predicted."""
 
 PASSES = 16
-"""Forward passes of a window. What is done once a window is then little beside them. Texts of one length share a pass,
-and among so many passes' worth of texts, enough are of one length."""
+"""Forward passes per window: enough that per-window costs are small, and that several texts have the same length and
+share a pass."""
 
 WINDOW_BYTES = 4 << 20
-"""Large inputs have windows of fewer passes, so that no more bytes of them are held."""
+"""Limit of a window of large inputs, which then has fewer passes."""
 
 READERS = 8
-"""Threads that decode. Reading from a store takes much longer than decoding, and more of them wait than work."""
+"""Decoding threads: more than processors, because reading from a store mostly waits."""
 
 Decoded = tuple[Item, Tensor | str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Truths:
-    """From a true label as the input writes it to the number of its class."""
+    """Maps a true label of the input to the number of its class."""
 
     labels: tuple[str, ...] | None
     num_classes: int
 
     def of(self, value: str | int | None) -> int | None:
-        """Raises FormatError if there is no such class. An empty cell is not known."""
+        """Number of the class, None for an empty cell. Raises FormatError if there is no such class."""
         if value is None or value == "":
             return None
         number = self.labels.index(str(value)) if self.labels and str(value) in self.labels else _number(value)
@@ -63,7 +63,7 @@ def _number(value: str | int) -> int | None:
 
 
 def truths_of(predictor: Predictor) -> Truths:
-    """Of a model that tells classes apart; any other has no classes, and no truth."""
+    """Class labels of a classifier; other models have no classes."""
     found = next((spec.shape[1] for spec in predictor.outputs if spec.name == "probabilities"), 0)
     return Truths(predictor.labels, found)
 
@@ -73,7 +73,7 @@ def takes_texts(predictor: Predictor) -> bool:
 
 
 def window_of(predictor: Predictor) -> int:
-    """How many inputs are predicted together."""
+    """Inputs per window."""
     row_bytes = predictor.inputs[0].row_bytes
     fitting = PASSES if row_bytes is None else WINDOW_BYTES // (row_bytes * predictor.max_batch)
     return predictor.max_batch * max(1, min(PASSES, fitting))
@@ -118,7 +118,7 @@ def _windows(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
 def _start(
     pool: ThreadPoolExecutor, window: Sequence[Item], predictor: Predictor, readers: int
 ) -> list[Future[list[Decoded]]]:
-    """A thread takes several items at once: handing over each would cost as much as decoding a small image."""
+    """Each thread decodes several items: submitting each alone would cost as much as decoding a small image."""
     size = -(-len(window) // readers)
     return [pool.submit(decode_all, window[start : start + size], predictor) for start in range(0, len(window), size)]
 
@@ -145,12 +145,12 @@ def _decode(item: Item, predictor: Predictor, truths: Truths, spec: TensorSpec) 
 
 
 def _is_input(pixels: Pixels, spec: TensorSpec) -> bool:
-    """Whether the model takes them as they are, so that nothing is to be encoded and decoded again."""
+    """Whether the model takes the pixels without preparation."""
     return spec.datatype == "UINT8" and pixels.values.shape == spec.shape[1:]
 
 
 def rows_of(window: Sequence[Decoded], predictor: Predictor) -> list[Row]:
-    """What can be decoded is predicted together, the rest become rows with their error."""
+    """Rows with predictions, or with the error of an input that could not be decoded."""
     predictions = iter(predictor.predict([found for _, found, _ in window if not isinstance(found, str)]))
     return [_row(item, truth, found if isinstance(found, str) else next(predictions)) for item, found, truth in window]
 
@@ -164,12 +164,12 @@ def _row(item: Item, truth: int | None, found: Prediction | str) -> Row:
 
 
 def predict_all(items: Iterable[Item], predictor: Predictor) -> list[Row]:
-    """All rows at once, for a small dataset."""
+    """All rows, for a small dataset."""
     return [row for rows in predicted(items, predictor) for row in rows]
 
 
 def writable(name: str) -> str:
-    """A file name may hold bytes that are not UTF-8, which neither JSON nor Parquet can: these as escapes."""
+    """``name`` with bytes that are not UTF-8, which JSON and Parquet cannot hold, as escapes."""
     if name.isascii():
         return name
     try:

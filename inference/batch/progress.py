@@ -1,4 +1,4 @@
-"""Progress on stderr: how many inputs are done, at which rate, and when the rest will be."""
+"""Progress on stderr: inputs done, rate, remaining time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 import click
 
 QUIET_LINE_SECONDS = 5.0
-"""Where stderr is not a terminal, a line this often: enough to see that it lives, few enough for a log."""
+"""Interval of progress lines if stderr is not a terminal."""
 
 Progress = Callable[[int, float], None]
-"""Takes the number of inputs done, and the part of the input that they are. How many there are in all is not always
-known: the lines of a file are not counted first."""
+"""Called with the number of inputs done and their share of the input. The total number is not always known."""
 
 
 @contextmanager
 def show_progress(num_done: int, *, quiet: bool) -> Iterator[Progress]:
-    """``num_done`` is what an earlier run did."""
+    """Progress callback; ``num_done`` inputs were done by an earlier run."""
     if quiet:
         yield lambda done, fraction: None
     elif sys.stderr.isatty():
@@ -32,7 +31,7 @@ def show_progress(num_done: int, *, quiet: bool) -> Iterator[Progress]:
 
 @dataclass(slots=True)
 class Pace:
-    """How fast it goes, since this run began."""
+    """Rate and remaining time of this run."""
 
     num_before: int
     before: float | None = None

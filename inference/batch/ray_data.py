@@ -1,7 +1,7 @@
-"""The same on a cluster, through Ray Data: tasks read the input, and actors that each hold the model predict.
+"""Prediction on a Ray cluster with Ray Data: tasks read the input, and actors with a model each predict.
 
-Rows come back in the order of the input, and go the way that they go on one machine, so the file is the same, a
-run that was stopped goes on, and it may do so on another runner.
+Rows come back in the order of the input and are written by the same writer, so the file is the same as from one
+machine, and a stopped run can be resumed with either runner.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 READ_CPUS = 0.1
-"""A task that reads mostly waits. More would let readers and models wait for each other's processors."""
+"""CPUs of a reading task, which mostly waits. More would keep readers and models waiting for each other."""
 
 WINDOWS = 2 * (AHEAD + 1)
-"""In one batch of an actor: so many are decoded beside predicting."""
+"""Windows per batch of an actor, which decodes ahead within a batch."""
 
 
 class Worker:
-    """An actor of Ray Data with a model of its own."""
+    """Ray Data actor with a model of its own."""
 
     def __init__(self, job: Job, digest: str) -> None:
         self.predictor = job.load()
@@ -44,7 +44,7 @@ class Worker:
 
 
 def items_of(row: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """Read a part, an item at a time."""
+    """Items of a part."""
     part: Part = pickle.loads(row["part"])  # noqa: S301  # our own
     for item in part.items():
         yield {"item": pickle.dumps(item)}
@@ -53,7 +53,7 @@ def items_of(row: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
 def predicted_on_ray(
     parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | None
 ) -> Generator[list[Row], None, None]:
-    """Rows in the order of the input. ``predictor`` is the model here, which says how large a batch is.
+    """Rows in the order of the input. ``predictor`` is the model on this machine, which gives the batch size.
 
     Raises:
         CkptError: what the first failing worker raised.
@@ -111,7 +111,7 @@ def _in_windows(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
 
 
 def _ours(error: Exception) -> Exception:
-    """The error of ours that a worker raised, out of those that Ray wraps it in."""
+    """The ``CkptError`` that a worker raised, unwrapped from Ray's errors."""
     seen: Any = error
     while seen is not None:
         cause = getattr(seen, "cause", None)

@@ -1,8 +1,8 @@
-"""The file of predictions in a store: rows in parts as they are made, and the whole file at the end.
+"""Output file in a store: parts while the run lasts, one file at the end.
 
-Nothing can be appended to there. So rows go into ``OUT.unfinished/rows-000000001000.jsonl``, some thousand each, beside
-``run.json``, which says of which run they are. At the end OUT is put together from them in one upload, which is not
-visible before it is whole, and they are removed.
+Objects cannot be appended to, so rows go into ``OUT.unfinished/rows-000000001000.jsonl``, some thousand each, beside
+``run.json``, which identifies the run. At the end OUT is assembled from them in one upload, which is invisible before
+it is complete, and the parts are removed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .output import LEFT, PARQUET_SUFFIX, Run, check_options, copy_to_parquet, e
 from .rows import Columns, Row
 
 PART_ROWS, PART_SECONDS = 1000, 60.0
-"""A part is uploaded after so many rows or so much time: it is what a killed process loses at most."""
+"""Limits of a part, which is the most that a killed process loses."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOutput:
-    """The file at ``url``. Raises UsageError for another suffix, or for options that do not fit together."""
+    """Output file ``url``. Raises UsageError for another suffix, or contradicting options."""
 
     url: str
     overwrite: bool
@@ -37,7 +37,7 @@ class RemoteOutput:
 
     @property
     def path(self) -> str:
-        """What a sentence calls it."""
+        """The URL, for messages."""
         return self.url
 
     @property
@@ -47,7 +47,8 @@ class RemoteOutput:
 
 @dataclass(slots=True)
 class RemoteWriter:
-    """``fs`` is fsspec's, and ``path`` the one in it. ``token`` tells two runs apart that write to one file."""
+    """Writer to ``path`` of the fsspec file system ``fs``. ``token`` detects another run that writes to the same
+    file."""
 
     output: RemoteOutput
     fs: Any
@@ -63,7 +64,7 @@ class RemoteWriter:
         return f"{self.path}.unfinished"
 
     def check(self) -> None:
-        """Raise if something stands in the way. Writes nothing."""
+        """Raise if existing files prevent writing. Writes nothing."""
         self.check_absent()
         if self.parts() and not (self.output.overwrite or self.output.resume):
             raise DestinationExistsError(f"{self.output.url}.unfinished {LEFT}")
@@ -73,7 +74,7 @@ class RemoteWriter:
             raise DestinationExistsError(f"{self.output.url} exists; --overwrite replaces it")
 
     def parts(self) -> list[str]:
-        """Sorted by the number of the first row, which has a fixed width."""
+        """Paths of the parts, sorted by the fixed-width number of their first row."""
         found = self.fs.find(self.folder) if self.fs.exists(self.folder) else []
         return sorted(path for path in found if path.rpartition("/")[2].startswith("rows-"))
 
@@ -110,7 +111,7 @@ class RemoteWriter:
             self.store()
 
     def store(self) -> None:
-        """Upload what waits, as a part of its own."""
+        """Upload the waiting rows as a part."""
         if not self.waiting:
             return
         assert self.columns is not None
@@ -120,7 +121,7 @@ class RemoteWriter:
         self.waiting, self.stored_at = [], time.monotonic()
 
     def publish(self) -> None:
-        """Show the whole file under its name, unless another run has written to it meanwhile."""
+        """Publish the complete file, unless another run has written to it meanwhile."""
         self.store()
         with store_errors(self.output.url):
             self.check_absent()
@@ -148,7 +149,7 @@ class RemoteWriter:
             file.writelines(lines)
 
     def _remove(self) -> None:
-        """What a run of ours left, by its names."""
+        """Remove the files of an earlier run, by their names."""
         for path in [*self.parts(), f"{self.folder}/run.json", f"{self.folder}/writer"]:
             if self.fs.exists(path):
                 self.fs.rm_file(path)
@@ -156,7 +157,7 @@ class RemoteWriter:
 
 @contextmanager
 def open_remote(output: RemoteOutput) -> Iterator[RemoteWriter]:
-    """As ``output.open_output``."""
+    """As :func:`.output.open_output`."""
     if output.is_parquet:
         import pyarrow.parquet  # noqa: F401  # if it is missing, that is to be known before the first prediction
     fs, path = file_system(output.url)
@@ -175,7 +176,7 @@ def open_remote(output: RemoteOutput) -> Iterator[RemoteWriter]:
 
 
 def _keep(writer: RemoteWriter, error: BaseException) -> None:
-    """Upload what is done; the error says where it is."""
+    """Upload the rows done; the error says where they are."""
     try:
         writer.store()
     except Exception as failed:

@@ -1,4 +1,4 @@
-"""A row for each input: its prediction, or the reason why there is none; and the columns that it is written in."""
+"""Output rows: a prediction or an error for each input, and the columns they are written in."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Kind = Literal["label", "text", "embedding"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the output: a prediction, or the ``error`` for which there is none.
+    """One line of the output: a prediction, or the ``error`` why there is none.
 
-    ``truth`` is the number of the true class, None if it is unknown. ``fraction`` is how much of the input is done with
-    this row; it is not written.
+    ``truth`` is the number of the true class, None if unknown. ``fraction`` is the share of the input done with this
+    row; it is not written.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What is written of a row, by what the model answers. ``top`` is the number of most probable classes."""
+    """Columns of the output, by the ``kind`` of answer; ``top`` is the number of most probable classes."""
 
     kind: Kind
     labels: tuple[str, ...] | None
     top: int
 
     def of(self, row: Row) -> dict[str, Any]:
-        """The row as it is written in JSON, and read back from it."""
+        """The row as written to JSON."""
         return {"name": row.name, **self._answer(row.prediction), "truth": row.truth, "error": row.error}
 
     def _answer(self, found: Prediction | None) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Columns:
         return {"label": found.label, "top": self._top(found), "probabilities": found.probabilities}
 
     def line(self, row: Row) -> bytes:
-        """``of`` as a line of JSON. A reader of it gets the very floats."""
+        """``of`` as a line of JSON, from which floats are read back exactly."""
         # Here, so that without it the command ends with a sentence.
         import orjson
 
@@ -77,7 +77,7 @@ class Columns:
         ]
 
     def _best(self, found: Prediction) -> list[int]:
-        """The most probable classes. The label is the first, also if another class has the same probability."""
+        """The most probable classes, the label first even if another class is equally probable."""
         probabilities = found.probabilities or ()
         ordered = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)
         if ordered[0] != found.label and found.label is not None:
@@ -86,7 +86,7 @@ class Columns:
         return ordered[: self.top]
 
     def schema(self) -> pyarrow.Schema:
-        """Of a Parquet file with these columns."""
+        """Parquet schema of these columns."""
         import pyarrow as pa
 
         one = pa.struct({"label": pa.int64(), "name": pa.string(), "probability": pa.float64()})
@@ -99,5 +99,5 @@ class Columns:
 
 
 def is_finite(found: Prediction) -> bool:
-    """A model whose weights are damaged answers with numbers that are none; JSON has no word for them."""
+    """Whether all numbers are finite; others have no representation in JSON. Damaged weights give them."""
     return math.isfinite(sum(found.probabilities or found.embedding or ()))

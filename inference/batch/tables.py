@@ -1,4 +1,4 @@
-"""Rows of Parquet, JSON Lines, CSV and text files as things to predict, read as they are needed."""
+"""Rows of Parquet, JSON Lines, CSV and text files as inputs, read on demand."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..common.urls import file_system, store_errors
 from .items import MAX_BYTES, Broken, Content, Item, Text
 
 INPUT_COLUMNS = ("text", "image", "path", "file")
-"""Where the input is, unless ``--column`` says it."""
+"""Input columns to look for without ``--column``."""
 
 PARQUET_ROWS = 64
-"""Read at once: images of a few megabytes each still fit."""
+"""Rows read at once, which may be images of some megabytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """``content`` holds the inputs, ``truth`` their true labels, if any does."""
+    """Names of the columns of inputs and of true labels."""
 
     content: str
     truth: str | None
@@ -33,7 +33,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """A file of rows, or one group of rows of a Parquet file. ``prefix`` begins the names of its rows.
+    """A file of rows, or one row group of a Parquet file. ``prefix`` begins the names of its rows.
 
     ``first`` is the number of its first row. ``num_rows`` is None if that is known only after reading. ``span`` says
     which part of the whole input it is, from 0 to 1.
@@ -50,7 +50,7 @@ class TablePart:
     group: int | None = None
 
     def items(self) -> Iterator[Item]:
-        """Raises FormatError if a file cannot be read at all; a bad row is an item without content."""
+        """Items of the rows; a bad row is a ``Broken`` item. Raises FormatError if the file cannot be read at all."""
         start, end = self.span
         with opened(self.url) as file:
             for number, (content, truth, share) in enumerate(self._rows(file), self.first):
@@ -113,7 +113,7 @@ class TablePart:
 
 @contextmanager
 def opened(url: str) -> Iterator[BinaryIO]:
-    """A file that is read from its beginning, local or remote. Raises FormatError."""
+    """The file at ``url``, local or remote, opened at its beginning. Raises FormatError."""
     try:
         if "://" in url:
             fs, path = file_system(url)
@@ -128,7 +128,7 @@ def opened(url: str) -> Iterator[BinaryIO]:
 
 
 def lines(file: BinaryIO) -> Iterator[bytes | Broken]:
-    """Lines; one that is longer than an input may be is broken, and is not held."""
+    """Lines of a file. A line longer than an input may be is ``Broken``, and is not held in memory."""
     while line := file.readline(MAX_BYTES):
         if len(line) < MAX_BYTES or line.endswith(b"\n"):
             yield line
@@ -155,7 +155,7 @@ def _json_record(line: bytes) -> dict[str, Any] | Broken:
 
 
 def _csv_records(file: BinaryIO) -> Iterator[dict[str, Any] | Broken]:
-    """By the names in the first line. Bytes that are not UTF-8 stay as they are, until a text is decoded."""
+    """Records by the names in the first line. Bytes that are not UTF-8 are kept until a text is decoded."""
     csv.field_size_limit(MAX_BYTES)
     rows = csv.reader(_decoded_lines(file), strict=True)
     names = next(rows, [])
@@ -189,7 +189,7 @@ def _decoded_lines(file: BinaryIO) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One file, and which part of the whole input it is."""
+    """One file, and its share (``span``) of the whole input."""
 
     url: str
     kind: str
@@ -202,7 +202,7 @@ class Table:
 
 
 def parts_of(table: Table, column: str | None, truth: str | None) -> list[TablePart]:
-    """A Parquet file has a part for each group of rows, any other file is one part. Columns are checked here.
+    """One part per row group of a Parquet file, one part for any other file. Checks the columns.
 
     Raises:
         UsageError: a column is not there, or which one holds the inputs is not clear. FormatError: the file is damaged.
@@ -235,7 +235,7 @@ def _groups(table: Table, columns: Columns) -> list[TablePart]:
 
 
 def names_of(url: str, kind: str) -> list[str]:
-    """Of the columns; for JSON Lines, of the first row that has any."""
+    """Names of the columns; for JSON Lines, those of the first row that has any."""
     with opened(url) as file:
         if kind == "Parquet":
             return list(_parquet(url, file).schema_arrow.names)

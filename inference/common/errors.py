@@ -1,4 +1,4 @@
-"""How the commands of this package end: one sentence on stderr and a documented exit code, never a traceback."""
+"""Error reports of the commands: one sentence on stderr and a documented exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUR_PACKAGES = frozenset(
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Within the block, an error or a signal that asks to stop ends the process with a sentence and its exit code."""
+    """Within the block, an error or a stop signal ends the process with one sentence and its exit code."""
     try:
         with stopping_on_signals():
             yield
@@ -38,7 +38,7 @@ def report_errors() -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """``text`` with the characters that a terminal would obey as escapes: file names come from outside."""
+    """``text`` with control characters as escapes, because file names come from outside."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -56,6 +56,6 @@ def _missing(package: str) -> str:
 
 
 def _exit(sentence: str, error: BaseException, code: int) -> None:
-    """Print the sentence and what was noted on the error on its way here, as one line, and exit."""
+    """Print the sentence and the notes of the error as one line, and exit."""
     click.echo(printable("; ".join([sentence, *getattr(error, "__notes__", ())])), err=True)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""What a process that predicts or serves does about Python's garbage collector."""
+"""Settings of Python's garbage collector while models are loaded, predict or serve."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NUM_OBJECTS = 50_000
-"""How many more objects there are before Python looks at them."""
+"""Allocations between collections."""
 
 
 def settle() -> None:
-    """Collect what is garbage now, and look at nothing of what is left again until the next call.
+    """Collect now, and exempt everything that is left from later collections.
 
-    The libraries are a million objects. Python would look at all of them now and then, which holds up every request for
-    a tenth of a second.
+    The libraries are a million objects; a full collection over them would delay every request by a tenth of a second.
     """
     gc.unfreeze()
     gc.collect()
@@ -23,8 +22,8 @@ def settle() -> None:
 
 @contextmanager
 def libraries_left_alone() -> Iterator[None]:
-    """Within the block, or the function, look at nothing of what is there now, and rarely at what is new, which has no
-    circles. If somebody has already arranged it so, it stays."""
+    """Within the block (or decorated function), exempt existing objects and collect rarely, because new objects have no
+    cycles. Changes nothing if objects are exempt already."""
     if gc.get_freeze_count():
         yield
         return

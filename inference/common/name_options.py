@@ -1,4 +1,4 @@
-"""The options that say how a checkpoint's tensors are named in the model, for all commands that load one."""
+"""Options that select and rename a checkpoint's tensors, for all commands that load a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """As for :func:`inference.load_model`. It crosses processes."""
+    """Arguments of :func:`inference.load_model` that select and rename tensors. Can be sent to other processes."""
 
     model_key: str | None = None
     include: Sequence[str] = ()
@@ -23,12 +23,12 @@ class Reading:
     key_map: str | Path | None = None
 
     def given(self) -> dict[str, Any]:
-        """Those that are not left out, as arguments."""
+        """The given options, as arguments."""
         return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Reading:
-        """Those of a command's options, which are left without them."""
+        """Take these options out of a command's ``options``."""
         return cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
 
 
@@ -36,7 +36,7 @@ AS_IT_IS = Reading()
 
 
 def reading_options(command: Command) -> Command:
-    """Words and metavariables are those of ``ckpt-tools convert``."""
+    """Adds the options. Help and metavariables are those of ``ckpt-tools convert``."""
     options = [
         click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
         click.option("--include", multiple=True, metavar="GLOB", help="Take only tensors whose names match."),

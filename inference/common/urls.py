@@ -1,4 +1,4 @@
-"""Places of a URL, through fsspec, with the storage options that ``ckpt_tools`` takes."""
+"""File systems of URLs, through fsspec, with the storage options of ``ckpt_tools``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ckpt_tools.errors import CkptError, StoreError, UsageError
 from .errors import one_line
 
 SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
-"""Options of S3 that s3fs takes as they are."""
+"""S3 options with the same name in s3fs."""
 
 
 def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """fsspec's file system of ``url``, and the path in it. Listings are not cached: others write there.
+    """fsspec's file system of ``url``, and the path in it. Listings are not cached, because others write there.
 
     Raises:
         UsageError: the scheme is unknown, or its package is missing.
@@ -31,8 +31,8 @@ def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Within the block, whatever a store's client raises is a StoreError, except that a file is not there or not ours
-    to read. Clients raise errors of many libraries."""
+    """Within the block, errors of a store's client become StoreError, except missing and unreadable files. Clients
+    raise errors of many libraries."""
     try:
         yield
     except (CkptError, FileNotFoundError, IsADirectoryError, PermissionError, FileExistsError):
@@ -42,7 +42,7 @@ def store_errors(url: str) -> Iterator[None]:
 
 
 def _translated(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """S3 in the words of s3fs; other stores are fsspec's, and take their options as they are."""
+    """S3 options under the names of s3fs. Other stores take fsspec's options unchanged."""
     if not url.startswith("s3://"):
         return dict(options)
     found = {name: value for name, value in options.items() if name in SAME_IN_S3FS}

@@ -1,4 +1,4 @@
-"""The module that a checkpoint's weights belong in: our own model, or one that a library or the user builds.
+"""Architectures: the module for a checkpoint's weights, from this package, a library, or the user.
 
 A checkpoint has names and numbers, and no code. The architecture comes from the ``config.json`` beside the weights if
 transformers or a training run of ours wrote one, or from the user:
@@ -39,7 +39,7 @@ HOW_TO_NAME = "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME or module:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What ``text`` says. ``library`` is ``ours``, ``hf``, ``torchvision``, ``timm``, or the user's own module.
+    """A parsed architecture. ``library`` is ``ours``, ``hf``, ``torchvision``, ``timm``, or the user's own module.
 
     Raises:
         UsageError: the text is none of these.
@@ -51,7 +51,7 @@ class Architecture:
 
     @classmethod
     def parse(cls, text: str) -> Architecture:
-        """Of the words of a command line; nothing is imported."""
+        """Parse ``--architecture``; imports nothing."""
         if text in PROGRAMS:
             raise UsageError(
                 f"{PROGRAMS[text]} does not say how an input is prepared for it; load it with inference.load_model"
@@ -67,9 +67,8 @@ class Architecture:
         return cls(library, name, _arguments(text, query))
 
     def build(self, folder: Path | None, dtype: torch.dtype | None = None) -> nn.Module:
-        """The module, on the CPU, and its parameters without numbers, which are still to be loaded. Only a function of
-        the user's own fills them. ``folder`` is where ``config.json`` lies. Parameters have ``dtype``; without one, the
-        architecture's own.
+        """The module on the CPU, with uninitialized parameters unless a function of the user's made it. ``folder`` has
+        ``config.json``; without a ``dtype``, parameters have the architecture's own.
 
         Raises:
             UsageError: there is no such model, or its package is missing. FormatError: ``config.json`` is not usable.
@@ -92,7 +91,7 @@ class Architecture:
 
     @property
     def our_name(self) -> str:
-        """What training calls the model, if it is ours."""
+        """Name of the model in the training package."""
         return self.name or "vit"
 
     def _of_library(self) -> nn.Module:
@@ -122,13 +121,13 @@ class Architecture:
 
 
 def _no_backbone(library: Any, name: str) -> dict[str, None]:
-    """A model with a backbone would download the backbone's weights, which it gets from the checkpoint."""
+    """Keeps torchvision from downloading a backbone's weights, which the checkpoint has."""
     has_backbone = "weights_backbone" in signature(library.get_model_builder(name)).parameters
     return {"weights_backbone": None} if has_backbone else {}
 
 
 def architecture_of(text: str | None, folder: Path | None) -> Architecture:
-    """What the user says, else what ``config.json`` in ``folder`` says, else our own model.
+    """The architecture that the user names, or that ``config.json`` in ``folder`` names, or our own model.
 
     Raises:
         UsageError: the user names none. FormatError: ``config.json`` is not usable.
@@ -142,8 +141,8 @@ def architecture_of(text: str | None, folder: Path | None) -> Architecture:
 
 
 def _named_in(config: Mapping[str, Any], path: str) -> Architecture:
-    """The architecture that a ``config.json`` of ours names. A function of a module is code: a file that comes with
-    weights does not choose it."""
+    """The architecture in a ``config.json`` of the training package. A function of a module is refused: a file beside
+    weights does not choose code."""
     text = config["architecture"]
     try:
         found = Architecture.parse(str(text))
@@ -169,7 +168,7 @@ def _arguments(text: str, query: str) -> dict[str, Any]:
 
 
 def _transformers_model(folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
-    """The class that ``architectures`` names, with transformers' own defaults; weights are not read here."""
+    """The class in ``architectures`` of ``config.json``, with transformers' defaults and without weights."""
     found = read_config(folder)
     if folder is None or "model_type" not in found:
         raise FormatError(f"there is no {CONFIG} of transformers beside the weights, which says what the model is")
@@ -199,8 +198,8 @@ def _unfilled() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Parameters that are made in the block have ``dtype``. A model that is cast afterwards would also cast the tables
-    that transformers keeps in float32 whatever the parameters are."""
+    """Parameters made in the block have ``dtype``. Casting the model afterwards would also cast tables that
+    transformers keeps in float32."""
     import torch
 
     before = torch.get_default_dtype()

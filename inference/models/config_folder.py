@@ -1,4 +1,4 @@
-"""The small files beside weights that say what the model is: ``config.json``, a tokenizer, the preparation of images.
+"""Files beside weights that describe the model: ``config.json``, tokenizer, image preprocessing.
 
 They are read from a local folder. Those of a remote checkpoint are copied into a temporary one first.
 """
@@ -21,16 +21,16 @@ from ..common.urls import file_system
 
 CONFIG = "config.json"
 PLACES = ("", "huggingface", "..")
-"""Where to look for ``config.json``, from the folder of the weights. verl has a folder ``huggingface``."""
+"""Folders to look in, relative to the folder of the weights; verl uses ``huggingface``."""
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_BYTES = 64 * 2**20
-"""Of one such file. The largest tokenizers have some 35 MB."""
+"""Limit of one file; the largest tokenizers have some 35 MB."""
 
 
 @contextmanager
 def folder_beside(url: str | Path, options: Mapping[str, Any] | None) -> Iterator[Path | None]:
-    """A local folder with ``config.json`` and its companions, for the length of the block; None if there is none.
+    """A local folder with ``config.json`` and its companions, within the block; None if there is none.
 
     Raises:
         StoreError: a remote one cannot be read. FormatError: ``config.json`` is a huge file.
@@ -50,7 +50,7 @@ def _local(path: Path) -> Path | None:
 
 
 def _copy(url: str, options: Mapping[str, Any], into: Path) -> bool:
-    """Copy what lies beside remote weights. Whether there is a ``config.json``."""
+    """Copy the files beside remote weights; returns whether there is a ``config.json``."""
     fs, path = file_system(url, options)
     try:
         for folder in _remote_folders(fs, path):
@@ -77,7 +77,7 @@ def _copy_small(fs: Any, folder: str, into: Path) -> None:
 
 
 def read_config(folder: Path | None) -> dict[str, Any]:
-    """``config.json`` in ``folder``; empty if there is none. Raises FormatError."""
+    """``config.json`` in ``folder``, empty if there is none. Raises FormatError."""
     if folder is None or not (folder / CONFIG).is_file():
         return {}
     try:
@@ -90,7 +90,7 @@ def read_config(folder: Path | None) -> dict[str, Any]:
 
 
 def digest_beside(url: str | Path, options: Mapping[str, Any] | None = None) -> str | None:
-    """The BLAKE3 of the small files beside weights, which say how an input is prepared. None if there are none."""
+    """BLAKE3 of the files beside weights, which decide how inputs are prepared. None if there are none."""
     with folder_beside(url, options) as folder:
         if folder is None:
             return None

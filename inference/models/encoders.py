@@ -1,4 +1,4 @@
-"""Encoders of transformers that have no head (``BertModel``, ``ViTModel``): an input is answered with an embedding.
+"""Encoders of transformers without a head (``BertModel``, ``ViTModel``), which give embeddings.
 
 It is what the model pools itself. Of a model that does not pool, it is the mean over the tokens that are not padding.
 """
@@ -23,7 +23,7 @@ MASK = "attention_mask"
 
 
 def encoder_of(model: Any, folder: Path, *, is_exact: bool) -> Task:
-    """The task of an encoder of images or of texts.
+    """The task of an image or text encoder.
 
     Raises:
         UsageError: it takes something else, or consists of several models. FormatError: what lies beside the weights
@@ -59,7 +59,7 @@ def _of_texts(model: Any, folder: Path, is_exact: bool) -> Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextEncoder(TextLabels):
-    """A model that cannot see what is padding gets one text at a time."""
+    """Embeds texts. Without a padding token or attention mask, one text at a time."""
 
     @property
     def max_batch(self) -> int:
@@ -73,7 +73,7 @@ class TextEncoder(TextLabels):
 
 
 def _pooled(output: Any, mask: Tensor | None) -> Tensor:
-    """float [n, features]. ``mask`` int64 [n, tokens] is 0 at padding."""
+    """Pooled output, float [n, features]. ``mask`` int64 [n, tokens] is 0 at padding."""
     pooled = getattr(output, "pooler_output", None)
     if pooled is not None:
         return pooled.flatten(1)

@@ -1,4 +1,4 @@
-"""Models of torchvision, timm and transformers that tell images apart, prepared as their own libraries do it."""
+"""Image classifiers of torchvision, timm and transformers, with their libraries' preprocessing."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ckpt_tools.errors import FormatError, UsageError
 from ..common.errors import one_line
 from .prediction import Activation, activation_of, answers, decoded, embeddings_of, labels_of_config
 from .results import Prediction
-from .task import LABEL, MAX_BATCH, check_inputs, check_labels, in_passes
-from .tensor_specs import BATCH, TensorSpec, embedding_spec
+from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, in_passes
+from .tensor_specs import BATCH, TensorSpec
 
 Prepare = Callable[[Image.Image], Tensor]
-"""From an image as it was opened to float32 [channels, height, width]."""
+"""From an opened image to float32 [channels, height, width]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageLabels:
-    """Labels images, float32 of ``shape``. ``logits`` is the forward pass of a batch. With ``num_features`` the
-    model has lost its head, and gives embeddings of so many numbers."""
+    """Classifies images, float32 of ``shape``. ``logits`` is the forward pass of a batch. With ``num_features`` the
+    model has no head and gives embeddings of that size."""
 
     model: nn.Module
     logits: Callable[[Tensor], Tensor]
@@ -52,9 +52,7 @@ class ImageLabels:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        if self.num_features is not None:
-            return (embedding_spec(self.num_features),)
-        return LABEL, TensorSpec("probabilities", "FP32", (BATCH, self.num_classes))
+        return classifier_outputs(self.num_classes, self.num_features)
 
     def decode(self, data: bytes, name: str) -> Tensor:
         return decoded(BytesIO(data), name, self.prepare)
@@ -74,7 +72,7 @@ class ImageLabels:
 
 
 def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
-    """A classifier of torchvision; the names of its classes are those of its weights if there are as many.
+    """A torchvision classifier, with the class names of its weights if their number fits.
 
     Raises:
         UsageError: the model is not a classifier of images.
@@ -93,7 +91,7 @@ def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, 
 
 
 def of_timm(model: nn.Module, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
-    """A classifier of timm, prepared as its configuration says."""
+    """A timm classifier, with the preprocessing of its configuration."""
     from timm import data
 
     transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
@@ -103,7 +101,7 @@ def of_timm(model: nn.Module, labels: tuple[str, ...] | None, *, is_exact: bool)
 def _classifier(
     model: nn.Module, prepare: Prepare, known: Sequence[str], labels: tuple[str, ...] | None, is_exact: bool
 ) -> ImageLabels:
-    """The shapes are found by one forward pass."""
+    """A classifier whose shapes are found by one forward pass."""
     example = prepare(Image.new("RGB", (64, 64)))
     like = next(model.parameters())
     with torch.inference_mode():
@@ -114,7 +112,7 @@ def _classifier(
 
 
 def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
-    """An image classifier of transformers.
+    """A transformers image classifier.
 
     Raises:
         FormatError: as ``image_task``; or the model has no classes.
@@ -139,7 +137,7 @@ def image_task(
     labels: tuple[str, ...] | None,
     is_exact: bool,
 ) -> ImageLabels:
-    """Of a model of transformers, prepared by the processor whose settings lie beside the weights.
+    """The task of a transformers image model, with the image processor beside the weights.
 
     Raises:
         FormatError: there are no such settings.

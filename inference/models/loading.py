@@ -1,4 +1,4 @@
-"""From a checkpoint of any format to a model that can predict: consolidated or sharded, local or remote.
+"""Loading: from a checkpoint of any format, consolidated or sharded, local or remote, to a module with its weights.
 
 The weights are read straight into the module, each byte once, and no pickle is executed. Names and shapes are strict:
 a tensor too many or too few is an error that names it.
@@ -106,8 +106,8 @@ def filled(
     storage_options: Mapping[str, Any] | None,
     reading: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model like ``model``, which may be that very one, with the weights of the checkpoint at ``url``. ``reading``
-    are options of ``ckpt_tools.load_into``. Raises as ``load_model``."""
+    """``model`` (or a copy, if transformers has to rename tensors) with the weights of the checkpoint at ``url``.
+    ``reading`` are options of ``ckpt_tools.load_into``. Raises as ``load_model``."""
     try:
         ckpt_tools.load_into(model, None, url, storage_options=storage_options, **(reading or {}))
     except UsageError as error:
@@ -127,10 +127,10 @@ def filled(
 def _by_names_of_transformers(
     model: Any, url: str | Path, storage_options: Mapping[str, Any] | None
 ) -> nn.Module | None:
-    """The model, if its weights are there by the names that transformers writes, and all of them.
+    """The model loaded by transformers, if all weights have the names that transformers writes.
 
-    These differ from the names of the modules where a class was rewritten after its first checkpoints. transformers
-    has the rules. It takes the tensors that are given to it without copying them.
+    Those differ from the modules' names where a class was rewritten after its first checkpoints. transformers has the
+    rules, and takes the given tensors without copying them.
     """
     if not hasattr(model, "_from_config"):
         return None

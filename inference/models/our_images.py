@@ -1,4 +1,4 @@
-"""The task of the training package's own model: a grey image of 28x28 to one of its classes."""
+"""Task of the training package's image models: classify a grey image of 28x28."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from ..common.training_package import data, evaluation, models
 from .prediction import decode_image, embeddings_of, predictions_of
 from .results import Prediction
-from .task import LABEL, check_inputs, check_labels
-from .tensor_specs import BATCH, TensorSpec, embedding_spec
+from .task import check_inputs, check_labels, classifier_outputs
+from .tensor_specs import BATCH, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OurImages:
-    """Labels 8-bit grey images, uint8 [28, 28], in forward passes of the shape that training evaluates with. With
-    ``num_features`` the model has lost its head, and gives embeddings of so many numbers."""
+    """Classifies 8-bit grey images, uint8 [28, 28], in forward passes of the shape that training evaluates with. With
+    ``num_features`` the model has no head and gives embeddings of that size."""
 
     model: nn.Module
     labels: tuple[str, ...] | None = None
@@ -39,9 +39,7 @@ class OurImages:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        if self.num_features is not None:
-            return (embedding_spec(self.num_features),)
-        return LABEL, TensorSpec("probabilities", "FP32", (BATCH, models.NUM_CLASSES))
+        return classifier_outputs(models.NUM_CLASSES, self.num_features)
 
     @property
     def max_batch(self) -> int:

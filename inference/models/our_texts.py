@@ -1,4 +1,4 @@
-"""The task of the training package's own language models: a text, byte for byte, is continued."""
+"""Task of the training package's language models: continue a text byte by byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .texts import NEW_TOKENS, grouped
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OurTexts:
-    """Continues texts by the most probable byte each time. The model sees the last bytes, as many as it learned with.
+    """Continues texts with the most probable byte each time, from the last ``CONTEXT`` bytes.
 
     Texts of one length are continued together. The experts of a mixture get the tokens of a whole batch at once, so
     ``has_experts`` gives each text a forward pass of its own.

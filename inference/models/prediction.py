@@ -26,23 +26,20 @@ Activation = Literal["softmax", "sigmoid"]
 
 
 def predictions_of(logits: Tensor) -> list[Prediction]:
-    """The most probable class and the probabilities of each row of float32 [n, classes]."""
+    """Label and probabilities for each row of float32 [n, classes]."""
     rows = torch.softmax(logits, dim=1).tolist()
     return [Prediction(label, tuple(row)) for label, row in zip(logits.argmax(1).tolist(), rows, strict=True)]
 
 
 def decode_image(file: IO[bytes], name: str) -> Tensor:
-    """The pixels of an image file in any format Pillow reads: grey, scaled to 28x28; uint8 [28, 28].
-
-    Raises as :func:`decoded`.
-    """
+    """Decode an image file to grey, scaled to 28x28: uint8 [28, 28]. Raises as :func:`decoded`."""
     return decoded(file, name, _canonical)
 
 
 def decoded(file: IO[bytes], name: str, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
-    """What ``prepare`` makes of an image file in any format Pillow reads.
+    """Decode an image file in any format of Pillow, and ``prepare`` it.
 
-    Raises ``FormatError``, naming the image, if the bytes are not an image, are cut short, or unpack to too much.
+    Raises ``FormatError`` with ``name`` if the bytes are not an image, are truncated, or unpack to too many pixels.
     """
     try:
         with Image.open(file) as image:
@@ -68,12 +65,12 @@ def _canonical(image: Image.Image) -> Tensor:
 
 
 def embeddings_of(features: Tensor) -> list[Prediction]:
-    """Of float32 [n, features]."""
+    """An embedding for each row of float32 [n, features]."""
     return [Prediction(embedding=tuple(row)) for row in features.tolist()]
 
 
 def answers(logits: Tensor, activation: Activation) -> list[Prediction]:
-    """The answer for each row of float32 [n, classes]. A sigmoid gives each class a probability of its own."""
+    """Label and probabilities for each row of float32 [n, classes]; a sigmoid gives independent ones."""
     if activation == "softmax":
         return predictions_of(logits)
     # Row by row: of many elements at once, vector instructions take some and not the rest, which rounds otherwise.
@@ -82,13 +79,13 @@ def answers(logits: Tensor, activation: Activation) -> list[Prediction]:
 
 
 def activation_of(config: Any) -> Activation:
-    """What a configuration of transformers asks for. Raises FormatError for a regression, which has no classes."""
+    """The activation of a transformers configuration. Raises FormatError for a regression."""
     if config.problem_type == "regression":
         raise FormatError("the model is a regression, which has no classes to predict")
     return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
 
 
 def labels_of_config(config: Any) -> tuple[str, ...] | None:
-    """The names of the classes, if ``id2label`` has one for each."""
+    """Class names of ``id2label``, if it has one for each class."""
     found = {int(number): str(label) for number, label in (config.id2label or {}).items()}
     return tuple(found[number] for number in range(len(found))) if set(found) == set(range(config.num_labels)) else None

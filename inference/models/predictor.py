@@ -1,8 +1,6 @@
-"""A model that answers: the noun between a checkpoint and whoever asks, which are the batch command and the service.
+"""Predictors: a loaded model with its preprocessing, used by the batch command and the service.
 
-A :class:`Predictor` says which inputs it takes, which outputs it gives and which weights it has. What happens between
-the two is its :class:`Task`: one for images that get a label, one for texts that get a label, one for texts that are
-continued.
+A :class:`Predictor` has the inputs, outputs and weights of a model; its :class:`Task` maps inputs to predictions.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which weights answer.
+    """Identity of the loaded weights.
 
-    ``digest`` is of the names, dtypes, shapes and bytes of the loaded model: the same for every format that the weights
-    came from. ``step`` and ``world_size`` are None if the checkpoint does not say them.
+    ``digest`` is of names, dtypes, shapes and bytes of the loaded model, equal for every format it was stored in.
+    ``step`` and ``world_size`` are None if the checkpoint does not record them.
     """
 
     digest: str
@@ -48,10 +46,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A loaded model under the name that it is served by.
-
-    If it ``is_elsewhere``, in another process, it takes inputs while it works on others.
-    """
+    """A loaded model and the name it is served under. One in another process (``is_elsewhere``) takes inputs while it
+    works on others."""
 
     name: str
     identity: Identity
@@ -68,21 +64,21 @@ class Predictor:
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """The names of the classes in order, if they are known."""
+        """Class names in order, if known."""
         return self.task.labels
 
     @property
     def max_batch(self) -> int:
-        """The number of inputs in a forward pass; fewer are filled up, more are cut into several passes."""
+        """Inputs per forward pass; fewer are padded, more are split."""
         return self.task.max_batch
 
     @property
     def is_exact(self) -> bool:
-        """Whether an input gets the same bits in any company."""
+        """Whether an answer has the same bits whatever else is in the batch."""
         return self.task.is_exact
 
     def decode(self, data: bytes, name: str) -> Tensor:
-        """One input of the model: of the bytes of an image file, or of a text in UTF-8.
+        """Decode an image file or a text in UTF-8 to one input of the model.
 
         Raises:
             FormatError: the bytes are not such a thing. One sentence, which begins with ``name``.
@@ -90,7 +86,7 @@ class Predictor:
         return self.task.decode(data, name)
 
     def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
-        """An answer for each input, in order. An input is what ``decode`` gives, or a row of a tensor of ``inputs``.
+        """Predict each input, in order. An input is a result of ``decode``, or a row of a tensor of ``inputs``.
 
         Raises:
             FormatError: an input has another shape or dtype than the model takes.
@@ -156,7 +152,7 @@ def load_predictor(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a user asked for, and where the files lie that say the rest."""
+    """Options of a task, and the folder with ``config.json``."""
 
     architecture: Architecture
     folder: Path | None
@@ -167,7 +163,7 @@ class Asked:
 
 
 def task_of(model: nn.Module, asked: Asked) -> Task:
-    """What the model is for.
+    """The task of the model.
 
     Raises:
         UsageError: it is for something else than can be predicted here. FormatError: what lies beside the weights does
@@ -231,7 +227,7 @@ def _our_labels(folder: Path | None) -> tuple[str, ...] | None:
 
 
 def _check_our_preparation(folder: Path | None) -> None:
-    """Raises FormatError if ``config.json`` says another preparation of images than the one that is done here."""
+    """Raises FormatError if ``config.json`` records another image preprocessing than this version's."""
     from ..common.training_package import model_config
 
     stated, ours = read_config(folder).get("image"), model_config.preparation()
@@ -277,7 +273,7 @@ def _take_head(model: nn.Module, num_classes: int) -> int:
 
 
 def digest_of(model: nn.Module) -> str:
-    """The BLAKE3 of all that the model saves, by name: each name, dtype and shape, and the elements' bytes."""
+    """BLAKE3 of the state dict, sorted by name: name, dtype, shape and bytes of each tensor."""
     import torch
     from blake3 import blake3
 
@@ -289,7 +285,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def name_of(url: str | Path) -> str:
-    """The last part of a path or URL, without the suffix of a file of weights."""
+    """Last part of a path or URL, without the suffix of a weights file."""
     last = str(url).rstrip("/").rpartition("/")[2]
     stem, _, suffix = last.rpartition(".")
     return stem if stem and suffix in {"safetensors", "pt", "pth", "bin", "ckpt"} else last or "model"

@@ -1,7 +1,7 @@
-"""Checkpoints that are programs with their weights: of ``torch.export`` (``.pt2``), and of TorchScript.
+"""Checkpoints that are programs: ``torch.export`` (``.pt2``) and TorchScript.
 
-Whoever loads one runs what its author wrote, so it is loaded only if the user names it as the program it is. torch
-reads it whole, with its own names, shapes and dtypes; there is no architecture beside it, and nothing that has to fit.
+Loading one runs its author's code, so it is loaded only if the user names the kind of program. torch reads it whole,
+with its own names, shapes and dtypes; no architecture is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROGRAMS = {EXPORTED: "a program of torch.export", SCRIPTED: "a TorchScript arch
 def load_program(
     kind: str, url: str | Path, device: str | torch.device, storage_options: Mapping[str, Any] | None
 ) -> nn.Module:
-    """The program in the file at ``url``, on ``device``.
+    """Load the program at ``url`` to ``device``.
 
     Raises:
         FormatError: it is not such a program. SourceNotFoundError: there is no such file.
@@ -48,7 +48,7 @@ def load_program(
 
 
 def check_asked(url: str | Path) -> None:
-    """Raises UsageError if the name says that this is a program, which was not asked for."""
+    """Raises UsageError if the file's suffix is that of a program, which must be requested by name."""
     if str(url).endswith(SUFFIX):
         raise UsageError(
             f"{url} is {PROGRAMS[EXPORTED]}, and to load it is to run it; if you trust it, name {EXPORTED} as its "
@@ -76,7 +76,7 @@ def _scripted(file: BinaryIO, device: str | torch.device) -> nn.Module:
 _READERS: Mapping[str, Callable[[BinaryIO, str | torch.device], nn.Module]] = {EXPORTED: _exported, SCRIPTED: _scripted}
 
 _FAILURES = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, BadZipFile)
-"""Of torch's readers, which tell a damaged file from a file of another kind by none of them."""
+"""Errors of torch's readers, which do not tell a damaged file from another kind of file."""
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def _opened(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[Bin
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """torch prints a traceback of a file that it cannot read, and that TorchScript is deprecated."""
+    """Silences torch's traceback for an unreadable file, and TorchScript's deprecation warning."""
     logger = logging.getLogger("torch.export")
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""What a model is for, and what all tasks share."""
+"""The protocol of tasks (from bytes to predictions), and functions that tasks share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from .results import Prediction
 from .tensor_specs import BATCH, TensorSpec
 
 MAX_BATCH = 8
-"""Inputs in a forward pass of a model that is not ours."""
+"""Inputs per forward pass of library models."""
 
-LABEL = TensorSpec("label", "INT64", (BATCH,))
+
+def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[TensorSpec, ...]:
+    """Outputs of a classifier, or with ``num_features`` of one without its head."""
+    if num_features is not None:
+        return (TensorSpec("embedding", "FP32", (BATCH, num_features)),)
+    return TensorSpec("label", "INT64", (BATCH,)), TensorSpec("probabilities", "FP32", (BATCH, num_classes))
 
 
 class Task(Protocol):
-    """From bytes to the input of a forward pass, and from its output to an answer.
+    """Maps bytes to inputs, and inputs to predictions.
 
     ``labels`` are the names of the classes, if they are known. ``max_batch`` is the number of inputs in each forward
     pass. If ``is_exact``, each pass has that number, so that an answer has the same bits in any company.
@@ -38,16 +43,16 @@ class Task(Protocol):
     def is_exact(self) -> bool: ...
 
     def decode(self, data: bytes, name: str) -> Tensor:
-        """One input of the model, without the batch's dimension. Raises FormatError, with ``name`` in it."""
+        """Decode one input, without the batch dimension. Raises FormatError, with ``name`` in it."""
         ...
 
     def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
-        """An answer for each input, in order. Raises FormatError for an input of another form."""
+        """Predict each input, in order. Raises FormatError for another shape or dtype."""
         ...
 
 
 def in_passes(rows: Tensor, forward: Callable[[Tensor], Tensor], *, max_batch: int, is_exact: bool) -> Tensor:
-    """``forward`` of ``rows``, some of them at a time. An exact pass is filled up with copies of its last row."""
+    """``forward`` on batches of ``rows``. An exact pass is padded with copies of its last row."""
 
     def one_pass(chunk: Tensor) -> Tensor:
         missing = max_batch - len(chunk) if is_exact else 0
@@ -57,7 +62,7 @@ def in_passes(rows: Tensor, forward: Callable[[Tensor], Tensor], *, max_batch: i
 
 
 def check_inputs(inputs: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises FormatError if one of them has another dtype or shape; -1 in ``shape`` is any number but 0."""
+    """Raises FormatError for another dtype or shape; -1 in ``shape`` is any size except 0."""
     for number, tensor in enumerate(inputs):
         if tensor.dtype == dtype and tensor.shape == shape:
             continue
@@ -72,13 +77,13 @@ def check_inputs(inputs: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int,
 
 
 def check_labels(labels: tuple[str, ...] | None, num_classes: int) -> None:
-    """Raises UsageError if there are not as many as classes."""
+    """Raises UsageError if their number is not ``num_classes``."""
     if labels is not None and len(labels) != num_classes:
         raise UsageError(f"there are {len(labels)} labels for the model's {num_classes} classes")
 
 
 def text_of(data: bytes, name: str) -> str:
-    """Raises FormatError if it is not UTF-8."""
+    """Decode UTF-8. Raises FormatError."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

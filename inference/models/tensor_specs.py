@@ -1,4 +1,4 @@
-"""Tensors that go in and come out of a model, in the words of the Open Inference Protocol."""
+"""Input and output tensors of a model, in the terms of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 Datatype = Literal["FP32", "UINT8", "INT64", "BYTES"]
 
 BATCH = -1
-"""In a shape: as many as are asked for."""
+"""The batch dimension, or any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The first dimension is the batch.
+    """Name, datatype and shape; the first dimension is the batch.
 
-    An input of ``BYTES`` has an element for each thing that is asked about, which is a text in UTF-8, and which
-    ``Predictor.decode`` turns into what ``Predictor.predict`` takes. An output is named as the field of ``Prediction``.
+    A ``BYTES`` input has one text in UTF-8 per element, which ``Predictor.decode`` turns into an input of
+    ``Predictor.predict``. An output has the name of a field of ``Prediction``.
     """
 
     name: str
@@ -29,12 +29,7 @@ class TensorSpec:
 
     @property
     def row_bytes(self) -> int | None:
-        """Of one input or output; None if they are not all of one size."""
+        """Bytes of one row; None if rows differ in size."""
         if self.datatype == "BYTES" or BATCH in self.shape[1:]:
             return None
         return prod(self.shape[1:]) * {"FP32": 4, "UINT8": 1, "INT64": 8}[self.datatype]
-
-
-def embedding_spec(num_features: int) -> TensorSpec:
-    """The output of a model that gives what its last layer gets."""
-    return TensorSpec("embedding", "FP32", (BATCH, num_features))

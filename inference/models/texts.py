@@ -1,4 +1,4 @@
-"""Text models of transformers: one that tells texts apart, and one that continues them.
+"""Text models of transformers: classifiers and causal language models.
 
 An input is int64 [fields, tokens]: a row for each field that the tokenizer gives and the model takes.
 """
@@ -20,14 +20,15 @@ from ckpt_tools.errors import FormatError
 from ..common.errors import one_line
 from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
 from .results import Prediction
-from .task import LABEL, MAX_BATCH, check_inputs, check_labels, device_of, in_passes, text_of
-from .tensor_specs import BATCH, TensorSpec, embedding_spec
+from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, device_of, in_passes, text_of
+from .tensor_specs import BATCH, TensorSpec
 
 BUCKET = 16
-"""Texts to be told apart are padded to a multiple of it, by their own length alone, so that company changes nothing."""
+"""Classified texts are padded to a multiple of it by their own length alone, so that other texts in the batch change
+nothing."""
 
 NEW_TOKENS = 64
-"""Tokens that a model writes at most if its generation_config.json says nothing."""
+"""Default of new tokens without ``max_new_tokens`` in generation_config.json."""
 
 VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "vocab.txt", "vocab.bpe"})
 
@@ -36,7 +37,7 @@ Group = Callable[[Tensor], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """From a text to an input of the model. ``limit`` is the number of tokens that the model can take, if any."""
+    """Tokenizes texts. ``limit`` is the most tokens that the model takes, if any."""
 
     tokenizer: Any
     fields: tuple[str, ...]
@@ -44,7 +45,7 @@ class Tokens:
 
     @classmethod
     def beside(cls, model: Any, folder: Path) -> Tokens:
-        """Of the tokenizer in ``folder``. Raises FormatError if there is none."""
+        """The tokenizer in ``folder``. Raises FormatError if there is none."""
         import transformers
 
         if not any(file.name in VOCABULARIES or file.suffix == ".model" for file in folder.iterdir()):
@@ -58,7 +59,7 @@ class Tokens:
         return cls(tokenizer, fields, _limit(model.config, tokenizer))
 
     def of(self, data: bytes, name: str) -> Tensor:
-        """Raises FormatError: not UTF-8, no tokens, or more than the model can take."""
+        """Tokenize a text. Raises FormatError: not UTF-8, no tokens, or too many for the model."""
         encoded = self.tokenizer(text_of(data, name), verbose=False)
         rows = torch.tensor([encoded[field] for field in self.fields], dtype=torch.int64)
         num_tokens = rows.shape[1]
@@ -69,21 +70,21 @@ class Tokens:
         return rows
 
     def named(self, batch: Tensor) -> dict[str, Tensor]:
-        """The fields of int64 [n, fields, tokens] by name."""
+        """int64 [n, fields, tokens] as arguments by field name."""
         return {field: batch[:, number] for number, field in enumerate(self.fields)}
 
     def check(self, inputs: Sequence[Tensor]) -> None:
         check_inputs(inputs, torch.int64, (len(self.fields), BATCH))
 
     def padded(self, rows: Tensor, length: int) -> Tensor:
-        """One input, filled up at its end as the tokenizer does it."""
+        """One input, padded at its end with the tokenizer's padding."""
         encoded = {field: rows[number].tolist() for number, field in enumerate(self.fields)}
         found = self.tokenizer.pad(encoded, padding="max_length", max_length=length, padding_side="right")
         return torch.tensor([found[field] for field in self.fields], dtype=torch.int64)
 
 
 def _limit(config: Any, tokenizer: Any) -> int | None:
-    """The smaller of the numbers of tokens that the model and its tokenizer state."""
+    """The smaller limit of the model and its tokenizer."""
     stated = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
     # A tokenizer that states no length has 10**30 there.
     return min((int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9), default=None)
@@ -91,7 +92,7 @@ def _limit(config: Any, tokenizer: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextLabels:
-    """Tells texts apart. A model without a padding token sees one text at a time."""
+    """Classifies texts. Without a padding token, one text at a time."""
 
     model: Any
     tokens: Tokens
@@ -117,9 +118,7 @@ class TextLabels:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        if self.num_features is not None:
-            return (embedding_spec(self.num_features),)
-        return LABEL, TensorSpec("probabilities", "FP32", (BATCH, self.model.config.num_labels))
+        return classifier_outputs(self.model.config.num_labels, self.num_features)
 
     def decode(self, data: bytes, name: str) -> Tensor:
         return self.tokens.of(data, name)
@@ -129,7 +128,7 @@ class TextLabels:
         return grouped(inputs, self._length, self._predict_group)
 
     def _length(self, rows: Tensor) -> int:
-        """What an input is padded to."""
+        """Length that an input is padded to."""
         length = rows.shape[1]
         if self.max_batch == 1:
             return length
@@ -147,7 +146,7 @@ class TextLabels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextWriter:
-    """Continues texts with the most probable token each time. Texts of one length are continued together."""
+    """Continues texts with the most probable token each time; texts of one length share a batch."""
 
     model: Any
     tokens: Tokens
@@ -195,7 +194,7 @@ class TextWriter:
         return self.model.generate(**fields, generation_config=settings).cpu()
 
     def _text(self, row: Tensor) -> str:
-        """Up to the end that the model wrote: what follows is there because others in the batch went on."""
+        """The text up to the end token; what follows pads it to the longest text of the batch."""
         ends = torch.isin(row, torch.tensor(self._ends)).nonzero()
         kept = row[: int(ends[0])] if len(ends) else row
         return self.tokens.tokenizer.decode(kept, skip_special_tokens=True)
@@ -207,7 +206,7 @@ class TextWriter:
 
 
 def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | None) -> Any:
-    """Those beside the weights, without what is for sampling and for searching in several beams."""
+    """generation_config.json without sampling and beam search."""
     from transformers import GenerationConfig
 
     try:
@@ -230,7 +229,7 @@ def _first(ends: int | Sequence[int] | None) -> int | None:
 def grouped(
     inputs: Sequence[Tensor], group: Group, answer: Callable[[Sequence[Tensor], int], Iterable[Prediction]]
 ) -> list[Prediction]:
-    """An answer for each input, in order; those of one group are answered together."""
+    """Predictions in input order; inputs of one group are predicted together."""
     numbers: Mapping[int, list[int]] = defaultdict(list)
     for number, rows in enumerate(inputs):
         numbers[group(rows)].append(number)

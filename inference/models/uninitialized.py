@@ -1,8 +1,8 @@
-"""Modules whose parameters have no numbers yet, since a checkpoint is about to give them.
+"""Modules with uninitialized parameters, which a checkpoint is about to fill.
 
-To draw random numbers for a model of 1 GB takes three times as long as to read it. A module on the device "meta" would
-lose its tables as well (positions, frequencies), which are no parameters and in no checkpoint. So parameters are made
-where they are to be, and only what would fill them is left out; their memory is not touched before they are read.
+Initialising a model of 1 GB takes three times as long as reading it. The device "meta" would also lose tables
+(positions, frequencies) that are not parameters and in no checkpoint. So parameters are allocated in place and their
+initialisation is skipped; their memory is not touched before they are read.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from ckpt_tools.errors import UsageError
 
 FILLING = frozenset({"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"})
-"""The methods of a tensor that ``torch.nn.init`` and the libraries' own initialisation consist of."""
+"""Tensor methods that ``torch.nn.init`` and the libraries' initialisation use."""
 
 
 class Unfilled(TorchFunctionMode):
-    """In this block parameters are made and not filled. For modules whose parameters are all loaded afterwards."""
+    """Skips parameter initialisation in the block, for modules whose parameters are all loaded afterwards."""
 
     def __torch_function__(
         self,
@@ -38,12 +38,12 @@ class Unfilled(TorchFunctionMode):
 
 
 def _fills(func: Callable[..., Any]) -> bool:
-    """A function of ``torch.nn.init``, or a method."""
+    """Whether ``func`` initialises: a function of ``torch.nn.init``, or a filling method."""
     return getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING
 
 
 def made_real(model: nn.Module, device: str | torch.device) -> nn.Module:
-    """``model`` itself, with memory on ``device`` for what it has on the meta device. Tied tensors stay tied.
+    """``model`` itself, with memory on ``device`` for its meta tensors. Tied tensors stay tied.
 
     Raises:
         UsageError: one of these is in no checkpoint, so that nothing would fill it.

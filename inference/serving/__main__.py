@@ -210,7 +210,7 @@ def tell(sentence: str) -> None:
 
 @dataclass(slots=True)
 class _Ended:
-    """The end of the models' process, which may come before there is a server to stop."""
+    """Handler for the end of the models' process, which may come before there is a server to stop."""
 
     error: CkptError | None = None
     fail: Callable[[CkptError], None] | None = None

@@ -1,9 +1,9 @@
-"""Requests that arrive one by one are predicted together: a bounded queue in front of what runs the model.
+"""Request batching: a bounded queue in front of the model.
 
-While the model is at work, requests wait, and the next forward pass takes as many of them as fit. Nobody waits for a
-batch to fill up. A model in another process is handed a batch that is full before it is done with the one before, so
-that it never waits for the service. A forward pass has a fixed shape, so the company that an image is predicted in
-changes no bit of its answer (see :mod:`training.evaluation`), and thirty waiting images cost what one does.
+While the model is busy, requests wait, and the next forward pass takes as many as fit; none waits for a batch to fill
+up. A model in another process gets a full batch before it is done with the previous one, so that it never waits. A
+forward pass has a fixed shape, so other requests in the batch change no bit of an answer (see
+:mod:`training.evaluation`), and thirty waiting images cost as much as one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Result = TypeVar("Result")
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may: the client should come again."""
+    """The queue is full; the client should retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One call of ``work``: how many items it had, how long they had waited in all, and how long it took. A batch that
-    was handed over early waited until the one before it was done."""
+    """One call of ``work``: number of items, their total time in the queue, and its duration. A batch that was handed
+    over early counts as queued until the previous one was done."""
 
     num_items: int
     queue_seconds: float
@@ -37,7 +37,7 @@ class Execution:
 
 @dataclass(eq=False, slots=True)
 class _Waiting(Generic[Item, Result]):
-    """One item, and the request that waits for its result. ``is_gone`` once nobody does any more."""
+    """An item and its future. ``is_gone`` once its request was cancelled."""
 
     item: Item
     loop: asyncio.AbstractEventLoop
@@ -48,10 +48,12 @@ class _Waiting(Generic[Item, Result]):
 
 @dataclass(slots=True)
 class Batcher(Generic[Item, Result]):
-    """``work`` gets at most ``max_batch`` items and gives a result for each, in order. At most ``max_waiting`` items
-    wait. ``observe`` is told of each call of ``work``. With two or more threads, a batch that is full is handed to
-    ``work`` while it still has others. Use as a context manager: its threads end with the block, after what they have
-    begun."""
+    """Runs ``work`` on batches of at most ``max_batch`` items; it returns a result for each, in order.
+
+    At most ``max_waiting`` items wait. ``observe`` is called after each call of ``work``. With two or more threads, a
+    full batch is handed to ``work`` while it is busy. Use as a context manager: its threads end with the block, after
+    the work they have begun.
+    """
 
     work: Callable[[Sequence[Item]], Sequence[Result]]
     max_batch: int
@@ -94,7 +96,7 @@ class Batcher(Generic[Item, Result]):
         return any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Take nothing any more. The threads end when all that waits is answered; nobody waits for that here."""
+        """Accept no more items. The threads end when the queue is empty; :meth:`join` waits for them."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -104,7 +106,7 @@ class Batcher(Generic[Item, Result]):
         return len(self._queue)
 
     async def submit(self, item: Item) -> Result:
-        """The result for ``item``. A caller that is cancelled takes its item out of the queue.
+        """The result for ``item``. A cancelled caller takes its item out of the queue.
 
         Raises:
             QueueFullError: too many wait. What ``work`` raises for this item alone.
@@ -112,7 +114,7 @@ class Batcher(Generic[Item, Result]):
         return (await self.submit_all([item]))[0]
 
     async def submit_all(self, items: Sequence[Item]) -> list[Result]:
-        """The results for ``items``, in order, which are taken into the queue all or none. As :meth:`submit`."""
+        """The results for ``items``, in order; either all enter the queue or none. Raises as :meth:`submit`."""
         loop = asyncio.get_running_loop()
         waiting: list[_Waiting[Item, Result]] = [_Waiting(item, loop, loop.create_future()) for item in items]
         self._put(waiting)
@@ -146,14 +148,14 @@ class Batcher(Generic[Item, Result]):
                 self._changed.notify()
 
     def _next_batch(self) -> list[_Waiting[Item, Result]]:
-        """The items that wait longest, as soon as they are to be worked on; nothing at the end."""
+        """The longest waiting items, as soon as a batch may start; empty at the end."""
         with self._changed:
             self._changed.wait_for(self._may_take)
             self._num_at_work += 1
             return [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
 
     def _may_take(self) -> bool:
-        """While others are at work, more may come, unless the batch is full."""
+        """While the model is busy, only a full batch may start."""
         is_full = len(self._queue) >= self.max_batch
         return is_full or self._is_closed or (bool(self._queue) and not self._num_at_work)
 
@@ -175,7 +177,7 @@ class Batcher(Generic[Item, Result]):
         self.observe(Execution(len(batch), sum(begun - waiting.since for waiting in batch), ended - begun))
 
     def _fail(self, batch: Sequence[_Waiting[Item, Result]], error: Exception) -> None:
-        """The error is for the item that it comes from, and not for its company: each is tried alone."""
+        """Retry each item alone, so that only the one that fails gets the error."""
         if len(batch) == 1:
             _tell(batch, [error])
             return
@@ -184,7 +186,7 @@ class Batcher(Generic[Item, Result]):
 
 
 def _tell(batch: Sequence[_Waiting[Item, Result]], outcomes: Sequence[Result | Exception]) -> None:
-    """Give everybody their result, or their error: each event loop is woken once."""
+    """Set results or errors, waking each event loop once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Result], Result | Exception]]] = {}
     for waiting, outcome in zip(batch, outcomes, strict=True):
         by_loop.setdefault(waiting.loop, []).append((waiting.result, outcome))

@@ -1,4 +1,4 @@
-"""The socket that the service listens on."""
+"""Listening sockets, ports and URLs of the service."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GRPC_PORT = "--grpc-port"
 
 
 def check_port(port: int, option: str = "--port") -> None:
-    """Raise ``UsageError`` for what cannot be a port."""
+    """Raise ``UsageError`` for an invalid port."""
     if not 0 <= port <= MAX_PORT:
         raise UsageError(f"{option} is a number from 0 to {MAX_PORT}, not {port}")
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A TCP socket that is bound and does not listen yet. Raises ``StoreError``, which names the address.
+    """A bound TCP socket that does not listen yet. Raises ``StoreError``, which names the address.
 
     Each answer is sent at once: an accepted connection inherits TCP_NODELAY on Linux. Without it the last packet of
     an answer on a kept-alive connection waits for the client's delayed acknowledgement, 40 ms.
@@ -40,8 +40,8 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where gRPC listens: an address with its port, which :func:`reserve` keeps. The file of the certificate may hold
-    the key too."""
+    """Address of gRPC with its port, kept by :func:`reserve`, and the TLS files. ``certificate`` may contain the
+    key."""
 
     address: str
     certificate: Path | None = None
@@ -57,7 +57,7 @@ def reserve(host: str, port: int, option: str = GRPC_PORT) -> socket.socket:
 
 
 def address_of(bound: socket.socket) -> str:
-    """The address and the port of a bound socket."""
+    """``HOST:PORT`` of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -67,7 +67,7 @@ def is_loopback(bound: socket.socket) -> bool:
 
 
 def listen(bound: socket.socket, host: str) -> str:
-    """Listen, and give the URL of the service. Raises ``StoreError``."""
+    """Listen; returns the URL of the service. Raises ``StoreError``."""
     try:
         bound.listen()
     except OSError as error:
@@ -81,7 +81,7 @@ def url_of(bound: socket.socket, host: str) -> str:
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketKind, int, tuple[object, ...]]:
-    """The first address of a host, an IPv4 one if there is one: a service has one socket, and most clients try that."""
+    """The first address of a host, preferably IPv4: the service has one socket, and most clients try IPv4."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except (socket.gaierror, UnicodeError) as error:

@@ -1,6 +1,6 @@
-"""``/metrics`` in Prometheus' text format, with Triton's names for what Triton counts.
+"""``/metrics`` in Prometheus' text format, with Triton's names where Triton has the metric.
 
-It is written here, since Prometheus' own client adds ``_total`` to the name of each counter, and Triton's have none.
+Written here because Prometheus' client appends ``_total`` to counters, which Triton's names do not have.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class VersionSnapshot:
-    """Of one version of a model."""
+    """Counts of one version of a model."""
 
     name: str
     number: int
@@ -64,7 +64,7 @@ class VersionSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Of a process, with that of its models; ``worker`` is its number if there are several."""
+    """Counts of a service process and of its models' process; ``worker`` numbers replicas."""
 
     worker: int | None
     versions: tuple[VersionSnapshot, ...]
@@ -87,7 +87,7 @@ class Snapshot:
 
 
 def usage() -> tuple[float, int]:
-    """Seconds of processor time and bytes of resident memory, of this process and of that of its models."""
+    """CPU seconds and resident bytes of this process and its children."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     cpu, memory = own.ru_utime + own.ru_stime, resident_bytes("self")
     for number in _children():
@@ -111,7 +111,7 @@ def resident_bytes(process: str) -> int:
 
 
 def exposition(snapshots: Sequence[Snapshot]) -> str:
-    """All that the processes have counted, as they are at the same moment."""
+    """The metrics of all replicas."""
     return "".join(_lines(snapshots))
 
 

@@ -1,7 +1,7 @@
-"""Requests and answers of the Open Inference Protocol v2 as bytes: JSON, and JSON with binary tensors behind it.
+"""Open Inference Protocol v2 requests and responses as bytes: JSON, optionally followed by binary tensors.
 
-Nothing here knows HTTP or a model that is loaded. A request is checked against the model's inputs before a tensor of
-it is made, so its cost is bounded by its size.
+Independent of HTTP and of loaded models. A request is checked against the model's inputs before its tensors are made,
+so its cost is bounded by its size.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     **{f"FP{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Each element's form in memory and in the binary extension: little-endian. ``BYTES`` has a length before each."""
+"""Element types in memory and in the binary extension: little-endian. ``BYTES`` elements have a length prefix."""
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40
-"""Of one dimension: what is larger is a mistake, and products of it would not stay numbers."""
+"""Limit of one dimension; products of larger sizes would overflow."""
 
 REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
-"""The protocol has no ``model_name`` here. KServe's client sends it."""
+"""``model_name`` is not in the protocol, but KServe's client sends it."""
 
 TENSOR_FIELDS = {"name", "shape", "datatype", "parameters", "data"}
 OUTPUT_FIELDS = {"name", "parameters"}
@@ -53,12 +53,12 @@ Json = dict[str, Any]
 
 
 class BadRequestError(Exception):
-    """A sentence for the client: what of its request is wrong."""
+    """The request is invalid; the message is for the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedOutput:
-    """An output that the client asks for, and whether as binary."""
+    """A requested output, and whether as binary data."""
 
     spec: TensorSpec
     is_binary: bool
@@ -66,7 +66,7 @@ class WantedOutput:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request that fits its model: one item for each row of its input. ``timeout`` is in seconds."""
+    """A valid request: one item per row of its input; ``timeout`` in seconds."""
 
     id: str | None
     items: tuple[Tensor, ...]
@@ -76,7 +76,7 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What goes over the wire. ``json_bytes`` is the length of the JSON if binary tensors follow it."""
+    """Response body. ``json_bytes`` is the length of the JSON if binary tensors follow."""
 
     content: bytes
     json_bytes: int | None = None
@@ -86,7 +86,7 @@ class Body:
 
 
 def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
-    """The request in ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``.
+    """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``.
 
     Raises:
         BadRequestError: it is not a request, or does not fit the model.
@@ -96,8 +96,8 @@ def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_r
 
 
 def fitting_request(request: Json, binary: bytes, predictor: Predictor, max_rows: int) -> InferRequest:
-    """What ``request`` asks for, in the protocol's JSON, whichever way it came. ``binary`` is the data of its inputs
-    that have ``binary_data_size``, one behind the other. Raises as :func:`parse_infer`."""
+    """Check a request in the protocol's JSON, received over HTTP or gRPC. ``binary`` is the concatenated data of inputs
+    with ``binary_data_size``. Raises as :func:`parse_infer`."""
     _known(request, REQUEST_FIELDS, "the request")
     _check_name(request, predictor)
     parameters = _parameters(request, "the request")
@@ -219,13 +219,12 @@ def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> np.
 
 
 def _packed(values: list[Any], dtype: np.dtype[Any]) -> array[Any]:
-    """As the dtype's elements, or float64 for any kind of float. It checks their range while it packs them, and takes a
-    fifth of numpy's time."""
+    """Pack values as the dtype, or as float64 for floats. Checks their range, in a fifth of numpy's time."""
     return array({"b": "B", "i": dtype.char, "u": dtype.char}.get(dtype.kind, "d"), values)
 
 
 def _flat(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
-    """``data`` in row-major order, as many elements as the shape has; it comes flat, or nested as the shape is."""
+    """``data`` flattened in row-major order and checked against the shape; it may be flat or nested."""
     values = given["data"]
     if not isinstance(values, list):
         raise BadRequestError(f"the data of the input {spec.name} has to be a list")
@@ -246,7 +245,7 @@ def _check_nested(values: Sequence[object], many: int, size: int, spec: TensorSp
 
 
 def _texts_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
-    """Each element has its length in four bytes before it."""
+    """Elements with a 4-byte length prefix each."""
     texts: list[bytes] = []
     at = 0
     while at < len(binary):
@@ -275,14 +274,14 @@ def _check_finite(rows: np.ndarray[Any, Any], spec: TensorSpec) -> None:
 
 
 def _tensor(rows: np.ndarray[Any, Any]) -> Tensor:
-    """A copy, which the model may keep and whose memory is aligned."""
+    """An aligned copy, which the model may keep."""
     if rows.dtype == DTYPES["BF16"]:
         return torch.from_numpy(rows.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(rows.copy())
 
 
 def _outputs(request: Json, is_binary: bool, predictor: Predictor) -> tuple[WantedOutput, ...]:
-    """Those that the client names, in its order; all if it names none."""
+    """The requested outputs in the client's order; all if none are named."""
     if "outputs" not in request:
         return tuple(WantedOutput(spec, is_binary) for spec in predictor.outputs)
     wanted = [_output(_object(each, "an output"), is_binary, predictor) for each in _list(request, "outputs")]
@@ -317,7 +316,7 @@ def _id(request: Json) -> str | None:
 
 
 def _timeout(parameters: Json) -> float | None:
-    """The protocol's own is in microseconds, and 0 is none."""
+    """Timeout in seconds; the protocol has microseconds, and 0 for none."""
     given = parameters.get("timeout", 0)
     if type(given) is not int or not 0 <= given < 2**63:
         raise BadRequestError("timeout has to be a number of microseconds")
@@ -359,7 +358,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """An output of all rows of a request."""
+    """One output for all rows of a request."""
 
     spec: TensorSpec
     values: Sequence[Any]
@@ -376,7 +375,7 @@ class Column:
         return list(self.values)
 
     def binary(self) -> bytes:
-        """The elements as the binary extension has them."""
+        """The elements in the binary extension's format."""
         datatype: str = self.spec.datatype
         if datatype == BYTES:
             return joined_texts([str(value).encode() for value in self.flat()])
@@ -385,17 +384,17 @@ class Column:
 
 
 def joined_texts(texts: Iterable[bytes]) -> bytes:
-    """Elements of ``BYTES``, each with its length before it."""
+    """``BYTES`` elements with a length prefix each."""
     return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
 
 
 def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
-    """An output that a client asks for, of a prediction for each row."""
+    """A requested output, from one prediction per row."""
     return Column(wanted.spec, [getattr(prediction, wanted.spec.name) for prediction in predictions])
 
 
 def infer_response(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> Body:
-    """The answer to ``request``, for each row of it a prediction."""
+    """The response to ``request`` with one prediction per row."""
     outputs: list[Json] = []
     tails: list[bytes] = []
     for wanted in request.outputs:

@@ -1,7 +1,7 @@
-"""The same service on a cluster, through Ray Serve: its proxy takes requests, and replicas hold the models and answer.
+"""The service on a Ray cluster: Ray Serve's proxy takes requests, and replicas hold the models and answer.
 
-All replicas have the weights that were there at the start: one that finds others does not begin. Nothing changes them
-while they serve, because Ray starts and ends replicas when it likes to, and could not change all of them at once.
+All replicas serve the weights that were there at the start; one that finds others does not begin. They cannot be
+reloaded, because Ray starts and ends replicas at any time, and could not reload all at once.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 APPLICATION = "ckpt-tools"
 
 TELLING_SECONDS = 1.0
-"""Each replica says so often what it has counted."""
+"""Interval at which a replica reports its counts."""
 
 FORGOTTEN_SECONDS = 15.0
-"""A replica that said nothing for so long has ended, and its figures with it."""
+"""A replica without a report for so long has ended; its counts are dropped."""
 
 GRACE_SECONDS = 40.0
-"""A replica that is told to end answers the requests that it has, and is killed after this time."""
+"""Time for a stopping replica to answer its requests before it is killed."""
 
 CHECK_SECONDS = 0.5
 
@@ -53,7 +53,7 @@ FIXED = "the models of a service on Ray do not change; start it again"
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """How many there are: from ``least`` to ``most``, as many as the load wants."""
+    """Number of replicas: from ``least`` to ``most``, by load."""
 
     least: int
     most: int
@@ -66,7 +66,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What each replica serves. It crosses processes."""
+    """Arguments of each replica, sent to its process."""
 
     sources: tuple[Source, ...]
     settings: Settings
@@ -84,13 +84,14 @@ class Served:
         return load_predictor(url, name=name, architecture=self.architecture, device=self.device, **names)
 
     def known(self) -> Served:
-        """With the digests of what is there now. A model that cannot be served is found out here."""
+        """With the digests of the weights that are there now. Loads the models once, so that one that cannot be served
+        fails here."""
         found = tuple(self.load(each.url, each.name).identity.digest for each in self.sources)
         return replace(self, digests=found)
 
 
 class FixedRepository(Repository):
-    """Models that do not change while they are served."""
+    """Models that cannot be loaded or unloaded while they are served."""
 
     def __init__(self, served: Served) -> None:
         super().__init__(served.sources, served.load)
@@ -111,14 +112,14 @@ class FixedRepository(Repository):
 
 
 class Tally:
-    """An actor: what each replica has counted, as it said last."""
+    """Actor that collects the latest counts of each replica."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._found: dict[str, tuple[float, Snapshot]] = {}
 
     def tell(self, replica: str, snapshot: Snapshot) -> list[Snapshot]:
-        """The figures of all, each with the number of its replica."""
+        """Store a replica's counts; returns those of all, with the number of each replica."""
         now, number = time.monotonic(), self._numbers.setdefault(replica, len(self._numbers))
         self._found[replica] = now, replace(snapshot, worker=number)
         self._found = {who: each for who, each in self._found.items() if now - each[0] < FORGOTTEN_SECONDS}
@@ -127,7 +128,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Telling:
-    """A replica's side of the tally. Within the block a thread tells it what was counted."""
+    """Reports a replica's counts to the tally from a thread, within the block."""
 
     tally: Any
     repository: Repository
@@ -155,7 +156,7 @@ class Telling:
 
 
 class RaysRequestId:
-    """Around what answers over HTTP: Ray's proxy gives every request its id, and writes it on the answer too."""
+    """Drops the service's ``X-Request-Id``, because Ray's proxy sets one on each answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -170,7 +171,7 @@ class RaysRequestId:
 
 
 def application(served: Served, tally: Any) -> Application:
-    """In a replica, which Ray starts when this returns."""
+    """The application of a replica. Called by Ray, which starts the replica when it returns."""
     from .http.app import create_app
 
     repository, traffic = FixedRepository(served), Traffic()
@@ -182,7 +183,7 @@ def application(served: Served, tally: Any) -> Application:
 
 
 def run(served: Served, replicas: Replicas, host: str, port: int, announce: Callable[[], None]) -> None:
-    """Serve until a signal asks for the end.
+    """Serve until a stop signal.
 
     Raises:
         CkptError: a model cannot be served, or replicas do not start.
@@ -223,7 +224,7 @@ def _start(served: Served, replicas: Replicas, host: str, port: int) -> None:
 
 
 def _end() -> None:
-    """Replicas first: each ends when it has answered what it was asked. Then the proxy.
+    """End the replicas, each after answering its requests, then the proxy.
 
     A signal to all processes at once ends Ray's too. Its client would wait for them for a minute, and abort.
     """

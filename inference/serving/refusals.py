@@ -1,4 +1,4 @@
-"""How the service says no: a status, and one sentence in the form that the path's protocol wants."""
+"""Error responses in the format of the endpoint's protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RETRY_AFTER = {"Retry-After": "1"}
 
 
 class Refused(Exception):  # noqa: N818  It is an answer, and often nobody's error.
-    """The answer to a request that is not fulfilled. It holds no path and no traceback of the service."""
+    """An error response. It contains no path and no traceback of the service."""
 
     def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(sentence)
@@ -19,6 +19,6 @@ class Refused(Exception):  # noqa: N818  It is an answer, and often nobody's err
 
 
 def answer(path: str, refused: Refused) -> JSONResponse:
-    """``{"error": ...}`` is what the Open Inference Protocol wants; the other paths have ``{"detail": ...}``."""
+    """``{"error": ...}`` for paths of the Open Inference Protocol, ``{"detail": ...}`` for the others."""
     key = "error" if path.startswith("/v2") else "detail"
     return JSONResponse({key: refused.sentence}, refused.status, refused.headers)

@@ -1,7 +1,7 @@
-"""The models of a service: names, their versions, and the batcher in front of each. They change while it serves.
+"""The models of a service: names, versions, and a batcher for each; they can change while it serves.
 
-A request holds the version that it began with. A new one is loaded beside the old, then takes its place in one step;
-the old one ends when nobody holds it any more. So no request fails and none gets the answers of two models.
+A request keeps the version it began with. A new version is loaded beside the old one, then replaces it in one step; the
+old one is closed after its last request. So no request fails, and no answer mixes two models.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from .batching import Batcher
 from .statistics import Statistics
 
 MAX_WAITING = 256
-"""Rows that may wait for one model: about nine forward passes. A client that meets a full queue gets 503 at once."""
+"""Rows that may wait for one model, about nine forward passes. With a full queue, clients get 503 at once."""
 
 READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
 UNLOADED = "unloaded"
-"""The reason why a model does not answer if somebody wanted that."""
+"""Reason of a model that was unloaded on request."""
 
 Load = Callable[[str, str], Predictor]
-"""A URL and a name: the model that is there."""
+"""Loads the model at a URL under a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the user named: ``NAME=URL``. The same name several times is several versions of one model."""
+    """``NAME=URL`` of the command line. Several with one name are versions of one model."""
 
     name: str
     url: str
 
 
 class UnknownModelError(Exception):
-    """There is no such model or version."""
+    """The model or version does not exist."""
 
 
 class NotReadyError(Exception):
-    """The model is known and not loaded."""
+    """The model exists and is not loaded."""
 
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """A loaded model. It is ``retired`` once another has taken its place, and closes when its last user is gone."""
+    """A loaded model. ``is_retired`` once replaced; it is closed after its last user."""
 
     name: str
     number: int
@@ -70,7 +70,7 @@ class Version:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """The place of one source: the version that answers now, if any, and why there is none or no newer one."""
+    """A source and the version that answers for it, if any; ``reason`` why there is none, or none newer."""
 
     source: Source
     version: Version | None = None
@@ -90,7 +90,7 @@ class Entry:
 
 
 class Repository:
-    """All models that the service knows. Methods may be called from any thread; :meth:`load` blocks while it reads."""
+    """All models of the service. Methods are thread-safe; :meth:`load` blocks while it reads."""
 
     def __init__(self, sources: Sequence[Source], load: Load, *, max_waiting: int = MAX_WAITING) -> None:
         if not sources:
@@ -107,13 +107,13 @@ class Repository:
         return tuple(dict.fromkeys(slot.source.name for slot in self.slots))
 
     def load_all(self) -> None:
-        """Raises ``CkptError`` for the first that cannot be loaded."""
+        """Load all models. Raises ``CkptError`` for the first that cannot be loaded."""
         for slot in self.slots:
             self.renew(slot)
 
     def load(self, name: str) -> None:
-        """Load or reload every version of a model. Raises ``UnknownModelError`` or ``CkptError``; what answered still
-        does then."""
+        """Load or reload every version of a model. Raises ``UnknownModelError`` or ``CkptError``; the old versions keep
+        answering."""
         for slot in self._slots_of(name):
             self.renew(slot)
 
@@ -144,8 +144,7 @@ class Repository:
                 slot.reason = UNLOADED
 
     def close(self) -> None:
-        """Unload everything, and wait for what has begun: a thread that still runs in torch when Python ends would
-        abort the process."""
+        """Unload everything and wait for running batches: a thread still in torch at exit would abort the process."""
         for slot in self.slots:
             self._put(slot, None)
         for batcher in self._batchers:
@@ -153,13 +152,13 @@ class Repository:
             batcher.join()
 
     def version(self, name: str, number: str | None = None) -> Version:
-        """The version of that number, else the newest. Raises ``UnknownModelError``, or ``NotReadyError``."""
+        """The version of that number, or the newest. Raises ``UnknownModelError`` or ``NotReadyError``."""
         with self._lock:
             return self._version(name, number)
 
     @contextmanager
     def hold(self, name: str, number: str | None = None) -> Iterator[Version]:
-        """As :meth:`version`; within the block it answers, whatever is loaded or unloaded beside it."""
+        """As :meth:`version`; it is kept loaded within the block."""
         with self._lock:
             version = self._version(name, number)
             version.num_users += 1
@@ -171,18 +170,18 @@ class Repository:
                 self._close_unused(version)
 
     def versions(self) -> list[Version]:
-        """All that answer."""
+        """All loaded versions."""
         with self._lock:
             return [slot.version for slot in self.slots if slot.version is not None]
 
     def versions_of(self, name: str) -> list[Version]:
-        """The oldest first. Raises ``UnknownModelError``."""
+        """Versions of a model, the oldest first. Raises ``UnknownModelError``."""
         self._slots_of(name)
         return sorted((each for each in self.versions() if each.name == name), key=lambda each: each.number)
 
     @property
     def is_ready(self) -> bool:
-        """Every model answers, but for those that somebody unloaded."""
+        """Whether every model answers, except those unloaded on request."""
         return all(slot.version or slot.reason == UNLOADED for slot in self.slots)
 
     def index(self) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""What a user may set of the service, beside its models and its address."""
+"""Settings and limits of the service."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ MAX_UPLOAD_BYTES = 16 * 2**20
 MAX_BODY_BYTES = MAX_UPLOAD_BYTES + 2**16
 
 MAX_HEAD_BYTES = 2**16
-"""Of the line and the headers of a request, about: the connection of one that has more is closed."""
+"""Approximate limit of request line and headers; the connection is closed beyond it."""
 
 HEAD_SECONDS = 10.0
-"""In which the head of a request has to arrive. Whoever takes longer is cut off: heads have no other limit of time."""
+"""Timeout for the head of a request; the connection is closed after it."""
 
 BODY_SECONDS = 30.0
-"""In which a whole request has to arrive: head and body. A client that takes longer is cut off."""
+"""Timeout for head and body of a request; the connection is closed after it."""
 
 MAX_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``timeout`` is how many seconds a request may wait for the model. Without a ``token``, everybody may ask.
+    """Settings of the command line. ``timeout`` is the longest wait for the model in seconds. Without a ``token``,
+    every client is accepted.
 
-    After a signal the service goes on for ``drain`` seconds, and says that it is not ready: a load balancer needs them
-    to send nobody here any more.
+    After a signal the service keeps serving for ``drain`` seconds and reports not ready, so that a load balancer stops
+    sending requests.
 
-    ``hosts`` are the names that a request may call the service by, beside addresses; None are all. A page in a browser
-    can give its own name the address of this machine, and would then be no page of another site.
+    ``hosts`` are the accepted names in the Host header, besides IP addresses; None accepts all. Without this check, a
+    page in a browser could rebind its own name to this machine and pass as the same origin.
     """
 
     timeout: float = 30.0
@@ -49,7 +50,7 @@ class Settings:
 
 
 def read_token(path: Path) -> str:
-    """The bearer token in a file, without the white space around it. Raises ``CkptError``."""
+    """The bearer token in a file, stripped of white space. Raises ``CkptError``."""
     try:
         with path.open("rb") as file:
             token = file.read(MAX_TOKEN_BYTES + 1).strip()

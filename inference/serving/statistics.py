@@ -1,4 +1,4 @@
-"""What the service counts of each version of a model: the source of ``/metrics``, of ``/stats`` and of the page."""
+"""Counters of each version of a model, for ``/metrics``, ``/stats`` and the page."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, fields
 from .batching import Execution
 
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Of the histogram of the time that a request takes, in seconds."""
+"""Buckets of the request duration histogram, in seconds."""
 
 REASONS = ("BACKEND", "CANCELED", "REJECTED", "OTHER")
-"""Why a request failed, in Triton's words: the model, a client that left, a full queue or a deadline, a bad request."""
+"""Triton's failure reasons: model error, client disconnect, full queue or deadline, bad request."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Of one version, since it was loaded. Durations are sums, in nanoseconds."""
+    """Counts of one version since it was loaded. Durations are sums in nanoseconds."""
 
     successes: int = 0
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
@@ -35,7 +35,7 @@ class Counts:
 
     @classmethod
     def total(cls, parts: Iterable[Counts]) -> Counts:
-        """Of several processes with the same version."""
+        """The sum over replicas with the same version."""
         found = cls()
         for part in parts:
             for name in SUMS:
@@ -51,17 +51,17 @@ SUMS = tuple(each.name for each in fields(Counts) if each.name not in {"failures
 
 @dataclass(slots=True)
 class Statistics(Counts):
-    """Counts that go on: the threads of requests and of the model add to them."""
+    """Live counts, updated by request threads and the model's thread."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def now(self) -> Counts:
-        """A copy that goes on no more."""
+        """A snapshot."""
         with self._lock:
             return Counts(**{each.name: copy(getattr(self, each.name)) for each in fields(Counts)})
 
     def executed(self, execution: Execution) -> None:
-        """By the thread of the model."""
+        """Count one call of the model; called from its thread."""
         with self._lock:
             self.inferences += execution.num_items
             self.executions += 1

@@ -1,4 +1,4 @@
-"""Requests and answers of ``ModelInfer`` over gRPC: they are turned into those of the protocol's JSON, and back."""
+"""``ModelInfer`` messages to requests of the protocol's JSON, and predictions to messages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     BYTES: "bytes_contents",
 }
-"""The field of each datatype. FP16 and BF16 have none."""
+"""Field of ``InferTensorContents`` by datatype; FP16 and BF16 have none."""
 
 MAX_FIELDS = 1000
-"""In a message, without those inside of others. A tensor that is empty has two bytes on the wire and many in memory."""
+"""Most fields of a message, not counting nested ones: an empty tensor is two bytes on the wire, but many in memory."""
 
 FIXED_SIZES = {1: 8, 5: 4}
-"""On the wire, by the type of a field."""
+"""Size on the wire by wire type."""
 
 
 def parsed(kind: Any, data: bytes) -> Any:
@@ -51,7 +51,7 @@ def parsed(kind: Any, data: bytes) -> Any:
 
 
 def _num_fields(data: bytes) -> int:
-    """The fields of a message, as far as they may be. IndexError if it is cut off."""
+    """Number of top-level fields, counted up to ``MAX_FIELDS``. IndexError for truncated data."""
     at = count = 0
     while at < len(data) and count <= MAX_FIELDS:
         tag, at = _varint(data, at)
@@ -78,7 +78,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def infer_request(message: Any, predictor: Predictor, max_rows: int) -> InferRequest:
-    """What a ``ModelInferRequest`` asks for. Raises ``BadRequestError``: it does not fit the model."""
+    """The request of a ``ModelInferRequest``. Raises ``BadRequestError`` if it does not fit the model."""
     is_raw = bool(message.raw_input_contents)
     if is_raw and len(message.raw_input_contents) != len(message.inputs):
         raise BadRequestError(
@@ -113,7 +113,7 @@ def _raw_input(tensor: Any, data: bytes) -> tuple[Json, bytes]:
 
 
 def _typed_input(tensor: Any) -> tuple[Json, bytes]:
-    """``BYTES`` goes the way of the binary extension: its elements need not be UTF-8."""
+    """``BYTES`` is passed as binary data, because its elements need not be UTF-8."""
     filled = {field.name for field, _ in tensor.contents.ListFields()}
     field = CONTENTS.get(tensor.datatype)
     if field and filled - {field}:
@@ -128,7 +128,7 @@ def _typed_input(tensor: Any) -> tuple[Json, bytes]:
 
 
 def infer_response(request: InferRequest, predictions: Sequence[Prediction], version: Version) -> Any:
-    """The ``ModelInferResponse``: raw if the request was, else with contents."""
+    """The ``ModelInferResponse``, with raw contents if the request had them."""
     response = MESSAGES["ModelInferResponse"](
         model_name=version.name, model_version=str(version.number), id=request.id or ""
     )

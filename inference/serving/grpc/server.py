@@ -1,7 +1,7 @@
-"""The Open Inference Protocol over gRPC, in the event loop of the HTTP service and over the same functions.
+"""gRPC server in the event loop of the HTTP service.
 
-Every call is read as a stream of one message: on the wire it is the same, and so a message that comes slowly, or that
-is no message, is answered here and not by the library.
+Every call is handled as a stream of one message, which is the same on the wire, so that slow and malformed messages are
+refused here instead of by the library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOG = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
 
 OPEN_METHODS = {"/v2/health/live": "ServerLive", "/v2/health/ready": "ServerReady"}
-"""What needs no token over HTTP needs none here."""
+"""Methods without a token, by their HTTP path."""
 
 CODES: Mapping[int, grpc.StatusCode] = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -47,12 +47,12 @@ CODES: Mapping[int, grpc.StatusCode] = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""Of the statuses that the functions under both protocols refuse with."""
+"""gRPC codes by HTTP status of ``Refused``."""
 
 
 @asynccontextmanager
 async def serving(service: Service, listening: Listening) -> AsyncIterator[None]:
-    """gRPC is served within the block. At its end no call is taken any more, and those in flight are answered."""
+    """Serve gRPC within the block; at its end, accept no calls and answer those in flight."""
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 1),
@@ -80,7 +80,7 @@ def _listen(server: grpc.aio.Server, listening: Listening) -> None:
 
 @dataclass(slots=True)
 class Call:
-    """One call, for the log."""
+    """State of one call, for the access log."""
 
     name: str
     context: Any
@@ -114,7 +114,7 @@ class Call:
 
 
 def client_of(peer: str) -> str:
-    """The address in what gRPC calls a peer: ``ipv4:127.0.0.1:5000``, ``ipv6:%5B::1%5D:5000``."""
+    """The address in a gRPC peer: ``ipv4:127.0.0.1:5000``, ``ipv6:%5B::1%5D:5000``."""
     return unquote(peer.partition(":")[2]).rpartition(":")[0].strip("[]")
 
 
@@ -122,7 +122,7 @@ Handler = Callable[[Any, Call], Awaitable[Any]]
 
 
 class Calls:
-    """The methods of the service, and what every call of them passes."""
+    """The service's methods, with token check, limits, counting and access log for every call."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.settings, self.traffic = service, service.settings, service.traffic
@@ -200,7 +200,7 @@ class Calls:
         return bytes(message)
 
     async def _refuse(self, call: Call, refused: Refused) -> None:
-        """A client with a policy for retries waits as long as it is told."""
+        """Abort with the code, and with the delay that clients' retry policies follow."""
         call.code = CODES[refused.status]
         trailing = [("x-request-id", call.request_id)]
         if seconds := refused.headers.get("Retry-After"):
@@ -265,7 +265,7 @@ class Calls:
 
 
 def _response(call: Call, found: Mapping[str, Any]) -> Any:
-    """The message of what HTTP answers as JSON; it may have less of it."""
+    """The response message with the fields of HTTP's JSON that it has."""
     return ParseDict(found, METHODS[call.name].response(), ignore_unknown_fields=True)
 
 
@@ -282,6 +282,7 @@ def _asked_of(request: Any) -> tuple[str, str | None]:
 
 
 def _name_of(request: Any) -> str:
-    """Triton's clients send a model's name as ``model_name``; those of KServe where Triton has the repository's."""
+    """Name of the model in a repository request: ``model_name`` from Triton's clients, ``repository_name`` from
+    KServe's."""
     name: str = request.model_name or request.repository_name
     return name

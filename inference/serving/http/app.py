@@ -1,4 +1,4 @@
-"""The HTTP application: a page, ``POST /predict``, the Open Inference Protocol, ``/metrics``, ``/healthz``.
+"""The HTTP application: page, ``POST /predict``, Open Inference Protocol, ``/metrics``, ``/healthz``.
 
 Nothing that is posted is ever written to the disk.
 """
@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 
 
 class Application(FastAPI):
-    """FastAPI's, with ``answer`` in front of it for all that comes over HTTP."""
+    """FastAPI application with ``answer`` in front of it for HTTP requests."""
 
     answer: ASGIApp
 
@@ -69,7 +69,7 @@ class Application(FastAPI):
 
 
 class InMemoryParser(MultiPartParser):
-    """starlette's parser of forms, which moves no file to the disk: bodies are bounded before it sees them."""
+    """starlette's form parser without spooling to disk; body sizes are limited before it."""
 
     spool_max_size = MAX_BODY_BYTES
     max_file_size = MAX_BODY_BYTES  # its name in older versions of starlette
@@ -84,8 +84,10 @@ def create_app(
     traffic: Traffic | None = None,
     everywhere: Snapshots | None = None,
 ) -> Application:
-    """The application over models that are loaded. It closes them when it ends; ``beside`` is open while it runs, and
-    ``grpc`` is served. ``everywhere`` counts in all processes of the service."""
+    """The application over loaded models, which it closes at its end.
+
+    ``beside`` is entered while it runs, ``grpc`` is served, and ``everywhere`` gets the counts of all replicas.
+    """
     chosen, traffic = settings or Settings(), traffic or Traffic()
     service = Service(repository, chosen, traffic, everywhere)
 
@@ -132,7 +134,7 @@ def create_app(
 
 
 def serving_grpc(service: Service, listening: Listening) -> AbstractAsyncContextManager[None]:
-    """Only who serves it imports it: start-up is not to pay for it."""
+    """Imported on use, which keeps start-up fast."""
     from ..grpc.server import serving
 
     return serving(service, listening)
@@ -144,7 +146,7 @@ def page_text() -> str:
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
-    """What is no answer, as the path's protocol has it."""
+    """Error response in the format of the path's protocol."""
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, error.detail, error.headers)
     if not isinstance(error, Refused):
@@ -153,7 +155,7 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 def the_model(repository: Repository, name: str | None) -> str:
-    """The name that a request gives, or the only one. Raises ``Refused`` 400."""
+    """The requested model's name, or that of the only one. Raises ``Refused`` 400."""
     if name is not None:
         return name
     if len(repository.names) > 1:
@@ -162,7 +164,7 @@ def the_model(repository: Repository, name: str | None) -> str:
 
 
 def shown(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
-    """What the prediction has, and the name of its label if there is one."""
+    """Fields of the prediction, and the name of its label if known."""
     fields = ("label", "probabilities", "text", "embedding")
     found = {name: getattr(prediction, name) for name in fields if getattr(prediction, name) is not None}
     if predictor.labels and prediction.label is not None:
@@ -171,7 +173,7 @@ def shown(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
 
 
 async def read_form(request: Request) -> FormData:
-    """The posted form, in memory. Raises ``Refused`` 422 for another kind of body, 400 for a broken one."""
+    """The posted form, in memory. Raises ``Refused``: 422 for another content type, 400 for a malformed form."""
     if not request.headers.get("Content-Type", "").lower().startswith("multipart/form-data"):
         raise Refused(422, HOW_TO_POST)
     try:
@@ -183,43 +185,30 @@ async def read_form(request: Request) -> FormData:
 
 
 async def read_item(form: FormData, predictor: Predictor) -> Tensor:
-    """What the model takes, of a form: an image, or a text if the model reads texts."""
+    """The model's input in a form: an image, or a text for a text model. Raises ``Refused`` 422, 413 or 400."""
     if predictor.inputs[0].datatype == "BYTES":
-        return await decoded(predictor, the_text(form).encode("utf-8", "surrogatepass"), "the posted text")
-    image = the_image(form)
+        text = the_field(form, "text", str, HOW_TO_POST_TEXT)
+        return await decoded(predictor, text.encode("utf-8", "surrogatepass"), "the posted text")
+    image = the_field(form, "image", UploadFile, HOW_TO_POST)
+    if (image.size or 0) > MAX_UPLOAD_BYTES:
+        raise Refused(413, TOO_LARGE)
     return await decoded(predictor, await image.read(), image.filename or "the posted file")
 
 
-def the_image(form: FormData) -> UploadFile:
-    """The one file of a form; raises ``Refused`` 422 that says what else is in it, 413 for too large a file."""
-    image = the_field(form, "image", HOW_TO_POST)
-    if not isinstance(image, UploadFile):
-        raise Refused(422, HOW_TO_POST)
-    if (image.size or 0) > MAX_UPLOAD_BYTES:
-        raise Refused(413, TOO_LARGE)
-    return image
-
-
-def the_text(form: FormData) -> str:
-    text = the_field(form, "text", HOW_TO_POST_TEXT)
-    if not isinstance(text, str):
-        raise Refused(422, HOW_TO_POST_TEXT)
-    return text
-
-
-def the_field(form: FormData, name: str, how: str) -> UploadFile | str:
+def the_field(form: FormData, name: str, kind: type[Result], how: str) -> Result:
+    """The one field of a form. Raises ``Refused`` 422 for other fields, or a value that is not a ``kind``."""
     items = form.multi_items()
     if unknown := sorted({key for key, _ in items if key != name}):
         raise Refused(422, f"the form has the unknown field {unknown[0][:100]!r}; {how}")
     if len(items) > 1:
         raise Refused(422, f"the form has {len(items)} fields named {name}; {how}")
-    if not items:
+    if not items or not isinstance(items[0][1], kind):
         raise Refused(422, how)
     return items[0][1]
 
 
 async def decoded(predictor: Predictor, data: bytes, name: str) -> Tensor:
-    """One input of the model; raises ``Refused`` 400 if the bytes are not a usable one."""
+    """One input of the model. Raises ``Refused`` 400 if the bytes cannot be decoded."""
     try:
         return await asyncio.to_thread(predictor.decode, data, name)
     except FormatError as error:

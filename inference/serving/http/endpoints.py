@@ -1,4 +1,4 @@
-"""The paths of the Open Inference Protocol v2, and Triton's for the repository, statistics and configuration."""
+"""Endpoints of the Open Inference Protocol v2, and Triton's for repository, statistics and configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Refuse = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class Endpoints:
-    """The handlers, over what the service answers."""
+    """HTTP handlers over the functions of the service."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -84,7 +84,7 @@ class Endpoints:
         return JSONResponse(await self.service.statistics(found.get("name"), found.get("version")))
 
     async def infer(self, request: Request) -> Response:
-        """The body first: a client that is slow holds no version."""
+        """Infer. Reads the body first, so that a slow client does not keep a version loaded."""
         name, number = _asked_of(request)
         body, length = await read_body(request), request.headers.get(JSON_LENGTH)
 
@@ -141,7 +141,7 @@ class FastPath:
 
 
 def _asked_of(request: Request) -> tuple[str, str | None]:
-    """The model and the version in the path."""
+    """Model and version from the path."""
     return request.path_params["name"], request.path_params.get("version")
 
 
@@ -171,7 +171,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def _inflated(body: bytes, path: str) -> bytes:
-    """Of gzip or zlib. It stops as soon as there is more than a body may have."""
+    """Decompress gzip or zlib, up to the size limit of a body."""
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
         found = unpacker.decompress(body, MAX_BODY_BYTES + 1)
@@ -185,7 +185,7 @@ def _inflated(body: bytes, path: str) -> bytes:
 
 
 async def _json_object(request: Request) -> Json:
-    """The body, a JSON object, or none."""
+    """The body as a JSON object; empty without a body."""
     body = await read_body(request)
     try:
         found = json.loads(body or b"{}")

@@ -1,4 +1,4 @@
-"""What every request passes: its id, who may ask, how large and how slow it may be, and what is written down of it."""
+"""Middleware: request id, authorization, size and time limits, access log."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ TOO_LARGE_BODY = f"the request is larger than {MAX_UPLOAD_BYTES // 2**20} MiB"
 STOPPING = "the service is stopping"
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/v2/health/live", "/v2/health/ready"})
-"""That need no token: a probe has none, and the page asks for it."""
+"""Paths without a token: for probes, and for the page, which asks for the token."""
 
 HOST_PORT = re.compile(r":\d*$")
 
 WATCH_SECONDS = 0.05
-"""After this time somebody looks out for the client's leaving: most answers are there before it."""
+"""Delay before watching for a disconnect; most answers are sent before it."""
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What the service has been asked and is being asked, whichever the model: answers over HTTP by status, and those
-    over gRPC by code."""
+    """Requests in flight and answered, of all models: HTTP answers by status, gRPC answers by code."""
 
     in_flight: int = 0
     by_status: Counter[int] = field(default_factory=Counter)
@@ -47,8 +46,8 @@ class Traffic:
 
 
 class Front:
-    """Around the application. It also ends the work for a client that has left, and answers a request that is cancelled
-    because the service ends."""
+    """ASGI middleware. It also cancels the work for a client that disconnects, and answers 503 to requests cancelled by
+    a shutdown."""
 
     def __init__(self, app: ASGIApp, settings: Settings, traffic: Traffic) -> None:
         self.app, self.settings, self.traffic = app, settings, traffic
@@ -81,7 +80,7 @@ class Front:
                 await visit.refuse(Refused(503, STOPPING, CLOSE))
 
     def _refusal(self, visit: Visit) -> Refused | None:
-        """What can be said by the head alone. The connection closes with it: the body is not read."""
+        """Refusal by the head alone; the connection is closed without reading the body."""
         headers = visit.headers
         if refused := self._wrong_sender(visit.path, headers):
             return refused
@@ -90,7 +89,7 @@ class Front:
         return None
 
     def _wrong_sender(self, path: str, headers: Mapping[bytes, bytes]) -> Refused | None:
-        """Somebody without the token; or a page of another site, which a browser lets ask in its user's name."""
+        """Refuse a missing token, another origin (CSRF) and another host name (DNS rebinding)."""
         origin = headers.get(b"origin")
         if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
             return Refused(403, "a page of another origin may not ask this service", CLOSE)
@@ -103,14 +102,14 @@ class Front:
 
 
 def is_permitted(settings: Settings, authorization: bytes) -> bool:
-    """Whether somebody with this ``Authorization`` may ask."""
+    """Whether this ``Authorization`` header has the token."""
     if settings.token is None:
         return True
     return hmac.compare_digest(authorization, f"Bearer {settings.token}".encode())
 
 
 def is_misnamed(settings: Settings, host: str) -> bool:
-    """Whether a request calls the service by a name that is not its own. An address is nobody's name."""
+    """Whether the Host header has a name that is not accepted. IP addresses are accepted."""
     name = HOST_PORT.sub("", host).lower().rstrip(".")
     if settings.hosts is None or not name or name in settings.hosts or name.endswith(".localhost"):
         return False
@@ -122,13 +121,13 @@ def is_misnamed(settings: Settings, host: str) -> bool:
 
 
 def request_id_of(given: str | bytes) -> str:
-    """The one that a client gives, or a new one."""
+    """The client's request id, or a new one."""
     text = given.decode("latin-1") if isinstance(given, bytes) else given
     return text if REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
 
 
 def access_line(begun: float, begun_at: datetime, *, noted: Mapping[str, str], **found: object) -> str:
-    """A request as a line of JSON; ``noted`` says which model answered."""
+    """Access log line in JSON; ``noted`` has the model that answered."""
     return json.dumps(
         {
             "time": begun_at.isoformat(timespec="milliseconds"),
@@ -145,7 +144,7 @@ def too_large(path: str) -> Refused:
 
 
 class Visit:
-    """One request and its answer, as they pass by."""
+    """State of one request and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, body_seconds: float) -> None:
         self.scope, self._receive, self._send = scope, receive, send
@@ -162,7 +161,7 @@ class Visit:
         scope.setdefault("state", {})
 
     async def receive(self) -> Message:
-        """Counts the body and its time. Some time after it, somebody looks out for the client's leaving."""
+        """Receive with size and time limits; starts watching for a disconnect after the body."""
         try:
             async with asyncio.timeout_at(self.body_until if self.leaving is None else None):
                 message = await self._receive()

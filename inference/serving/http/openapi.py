@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says of the Open Inference Protocol: its paths, their requests, answers and refusals."""
+"""OpenAPI description of the Open Inference Protocol's paths, added to FastAPI's own."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ FORM: Json = {
 
 
 def describe(app: FastAPI) -> None:
-    """Let ``app`` tell the protocol's paths too."""
+    """Add the protocol's paths to the app's ``/openapi.json``."""
 
     def openapi() -> Json:
         if app.openapi_schema is None:
@@ -158,7 +158,7 @@ def _paths() -> Json:
 
 
 def _with_versions(path: str) -> list[str]:
-    """A path of a model can name its version."""
+    """The path, and for a model's path its variant with a version."""
     model = "/models/{name}"
     versioned = [path.replace(model, f"{model}/versions/{{version}}")] if path.startswith(model) else []
     return [f"/v2{each}" for each in (path, *versioned)]

@@ -1,5 +1,5 @@
-"""What a service and the process of its models say to each other. Each question gets one answer: what was asked for, a
-``CkptError`` or ``ImportError`` to be raised, or ``Broken``."""
+"""Messages between a service and its models' process. Each request gets one reply: its result, a ``CkptError`` or
+``ImportError`` to raise, or ``Broken``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load a model, which stays until this connection is closed. ``number`` names it."""
+    """Load model ``number``, which stays loaded until this connection is closed."""
 
     number: int
     url: str
@@ -30,7 +30,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a service has to know of a model that it does not have itself: as :class:`.predictor.Predictor` says."""
+    """Facts about a loaded model, as in :class:`.predictor.Predictor`."""
 
     identity: Identity
     inputs: tuple[TensorSpec, ...]
@@ -47,7 +47,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Predict:
-    """Answer these inputs by the model ``number``, in order."""
+    """Predict these inputs with model ``number``, in order."""
 
     number: int
     inputs: Sequence[np.ndarray]
@@ -55,7 +55,7 @@ class Predict:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Make an input of the model ``number`` out of the bytes of a file, which an error calls ``name``."""
+    """Decode bytes to an input of model ``number``; errors call them ``name``."""
 
     number: int
     data: bytes
@@ -64,6 +64,6 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """What was asked for failed in a way that nobody foresaw."""
+    """Unexpected error of a request, with its traceback."""
 
     trace: str

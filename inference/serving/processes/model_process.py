@@ -1,11 +1,11 @@
-"""The process that the models of a service are in: ``python -m inference.serving.processes.model_process DESCRIPTOR``.
+"""The models' process of a service: ``python -m inference.serving.processes.model_process DESCRIPTOR``.
 
-Reading requests and writing answers keeps Python's interpreter busy, and a forward pass needs the interpreter for each
-of its operators. In one process they wait for each other: under 64 clients a pass took twice its time. So the service
-has its models here, and asks for predictions over pairs of sockets that only these two processes have.
+Parsing requests and writing answers keeps Python's interpreter busy, and a forward pass needs the interpreter for each
+operator: in one process, a pass under 64 clients took twice its time. So the models run here, and the service requests
+predictions over socket pairs.
 
-Each connection has a thread here. One that a model was loaded over keeps it until the connection is closed. The process
-ends with the service, at once.
+Each connection has a thread. A model is kept until the connection that loaded it is closed. The process ends with the
+service, at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """All its batches are predicted by one thread, whose memory is warm. One may be asked for while another is at work:
-    it begins as soon as that has ended."""
+    """A model and its thread, which predicts all batches because its memory is warm. The next batch may be submitted
+    while it is busy."""
 
     predictor: Predictor
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "model"))
@@ -47,7 +47,7 @@ class Models:
         self._found: dict[int, Model] = {}
 
     def answer(self, connection: Connection) -> None:
-        """Do what is asked over a connection, until it is closed; the model that it has loaded goes with it."""
+        """Answer requests over a connection until it is closed, then drop the model it loaded."""
         number = None
         try:
             while True:
@@ -101,7 +101,7 @@ class Models:
 
 
 def main(descriptor: int) -> None:
-    """Signals are for the service, which ends this process by closing the connection."""
+    """Ignores signals: the service ends this process by closing the connection."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     models, service = Models(), Connection(descriptor)

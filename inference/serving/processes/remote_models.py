@@ -1,4 +1,4 @@
-"""Models in a process of their own (:mod:`inference.serving.processes.model_process`), as the service asks them."""
+"""The service's side of the models' process (:mod:`.model_process`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ END_SECONDS = 5.0
 
 
 class BrokenModelError(Exception):
-    """The model failed in a way that nobody foresaw; the text is the traceback in its process."""
+    """Unexpected error of a model; the text is the traceback in its process."""
 
 
 @dataclass(slots=True)
@@ -63,8 +63,7 @@ class RemoteModels:
         threads: int,
         ended: Callable[[CkptError], None],
     ) -> Iterator[RemoteModels]:
-        """The process, which begins at once and ends with the block. If it ends before, ``ended`` is told why, by a
-        thread.
+        """The process, started now and ended with the block. A thread calls ``ended`` if it ends before.
 
         Raises:
             OSError: it cannot be started.
@@ -92,7 +91,7 @@ class RemoteModels:
         return self._process.pid
 
     def load(self, url: str, name: str) -> Predictor:
-        """As :func:`.predictor.load_predictor`. The model stays as long as something refers to what is returned."""
+        """As :func:`.predictor.load_predictor`. The model stays loaded as long as the result is referenced."""
         number, connection = next(self._numbers), self._connect()
         asked = Load(number, url, name, self.architecture, self.reading, self.device, self.threads)
         found: Loaded = self._ask(connection, asked)
@@ -100,7 +99,7 @@ class RemoteModels:
         return Predictor(name, found.identity, RemoteTask(*facts, self, number, connection), is_elsewhere=True)
 
     def ask(self, asked: Decode | Predict) -> Any:
-        """Over a connection that no other thread has, of as many as threads have asked at once."""
+        """Send a request over a connection that no other thread uses, and return the reply."""
         try:
             connection = self._free.pop()
         except IndexError:

@@ -18,7 +18,9 @@ from torch import Tensor
 from ckpt_tools.errors import FormatError, UsageError
 from inference.models.our_images import OurImages
 from inference.models.predictor import Prediction, Predictor, load_predictor
+from inference.serving.__main__ import Options
 from inference.serving.repository import NotReadyError, Repository, Source, UnknownModelError
+from inference.serving.settings import Settings
 from inference.serving.watching import Watcher
 
 
@@ -256,6 +258,6 @@ def test_it_looks_by_itself(run_folder: Path, weights: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_watch_without_a_time_is_refused(seconds: float, loader: Loader) -> None:
+def test_a_watch_without_a_time_is_refused(seconds: float) -> None:
     with pytest.raises(UsageError, match="--watch"):
-        Watcher(Repository([Source("a", "one")], loader), seconds, print)
+        Options(["a"], Settings(), watch=seconds)
