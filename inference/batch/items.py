@@ -131,7 +131,7 @@ def read_file(url: str) -> bytes:
 
 
 def _read_local(path: str) -> bytes:
-    # Opening a named pipe would wait for somebody who writes to it.
+    # Opening a named pipe would block until it has a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

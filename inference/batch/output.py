@@ -1,10 +1,10 @@
 """Local output file: rows are written as they are made, and published under the final name when complete.
 
 Rows go, as JSON Lines, into ``OUT.unfinished``, which is locked while a run writes to it. At the end it is renamed to
-OUT, or, for Parquet, rewritten as OUT and removed: a Parquet file cannot be read before its last byte is written, so
-it would lose everything with the process. A run that fails or is killed leaves ``OUT.unfinished`` behind with all that
-it had predicted, and ``OUT.unfinished-run``, which says of which model, input and options the rows are. The next run
-goes on with them if it is asked to and is of the same, and does not replace them unasked.
+OUT, or, for Parquet, rewritten as OUT and removed: a Parquet file cannot be read before its last byte is written. A
+run that fails or is killed leaves its rows in ``OUT.unfinished`` and its model, input and options in
+``OUT.unfinished-run``. The next run resumes with ``--resume`` if these are equal, and replaces them with
+``--overwrite``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ JSON_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"
 # About 1 MB of columns; as Python objects, while they are converted, some 5 MB.
 ROW_GROUP_ROWS = 4096
 
-# What files that this module left behind begin with, so that a file of somebody else is never taken for one.
+# First bytes of the working files of this module, so that no other file is taken for one.
 ROWS_MAGIC, PARQUET_MAGIC, RUN_MAGIC = b'{"name":', b"PAR1", b'{"predictions of": '
 
-LEFT = "holds the rows of a run that did not finish; --resume goes on with them, --overwrite starts afresh"
+LEFT = "holds the rows of a run that did not finish; --resume continues with them, --overwrite starts afresh"
 
 
 def check_options(name: str, *, overwrite: bool, resume: bool) -> None:
@@ -295,7 +295,7 @@ def _keep(output: Output, error: BaseException) -> None:
     """After a failure: remove an empty file; keep one with predictions and name it in the error."""
     num_rows = _num_lines(output.unfinished)
     if num_rows:
-        error.add_note(f"the {num_rows:,} rows that were done are kept in {output.unfinished}; --resume goes on")
+        error.add_note(f"the {num_rows:,} rows that were done are kept in {output.unfinished}; --resume continues")
     else:
         output.unfinished.unlink(missing_ok=True)
         output.run.unlink(missing_ok=True)

@@ -184,5 +184,5 @@ def _keep(writer: RemoteWriter, error: BaseException) -> None:
     if writer.num_stored:
         error.add_note(
             f"the {writer.num_stored:,} rows that were done are kept in {writer.output.url}.unfinished; "
-            "--resume goes on"
+            "--resume continues"
         )

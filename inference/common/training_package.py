@@ -1,9 +1,7 @@
-"""The modules of the training package that lies beside this one.
+"""Modules of the training package, imported on first use: ``from .training_package import data``.
 
-In a checkout that package is ``training``. An installed wheel calls it ``ckpt_tools_training``: it must not put
-so general a name into somebody's environment, where ``from training import ...`` could find the user's own package. So
-inference imports training through here: ``from .training_package import data``. A module is imported when it is
-first asked for.
+The package is ``training`` in a checkout, and ``ckpt_tools_training`` in an installed wheel, because a name as general
+as ``training`` could be the user's own package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Architectures: the module for a checkpoint's weights, from this package, a library, or the user.
 
-A checkpoint has names and numbers, and no code. The architecture comes from the ``config.json`` beside the weights if
-transformers or a training run of ours wrote one, or from the user:
+A checkpoint has no code. The architecture comes from a ``config.json`` of transformers or of our training beside the
+weights, or from the user:
 
 - ``ours``: the Vision Transformer of the training package, and ``ours:NAME`` another of its models
 - ``hf``: the class that ``config.json`` names, of transformers, without any code of the folder (``trust_remote_code``)

@@ -58,7 +58,7 @@ def _copy(url: str, options: Mapping[str, Any], into: Path) -> bool:
                 _copy_small(fs, folder, into)
                 return True
     except OSError as error:
-        raise StoreError(f"{url}: what lies beside the weights cannot be read ({error})") from error
+        raise StoreError(f"{url}: the files beside the weights cannot be read ({error})") from error
     return False
 
 

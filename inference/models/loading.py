@@ -51,12 +51,12 @@ def load_model(
             one on the meta device, is filled itself. ``"torch.export"`` and ``"torchscript"`` say that the file at
             ``url`` is such a program, and that you trust it: it is run. Default: what ``config.json`` beside the
             weights says, else the training package's own model.
-        dtype: Of the parameters. Default: the architecture's own. Values are cast.
-        device: Where the model is to be.
-        model_key: Where the model is in a tree, such as ``"app.model"``. Default: found by its content.
+        dtype: dtype of the parameters. Default: the architecture's own. Values are cast.
+        device: Device of the model.
+        model_key: Key of the model in a tree, such as ``"app.model"``. Default: found by its content.
         include, exclude, rename, key_map: Which tensors of the checkpoint are taken, and their names in the model; as
             for ``ckpt_tools.convert``. ``rename="^model[.]="`` takes a prefix off.
-        storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
+        storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
         The module. Parameters and buffers have the shapes that the architecture gives them, and are on ``device``.

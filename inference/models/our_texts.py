@@ -13,7 +13,7 @@ from ckpt_tools.errors import FormatError
 
 from ..common.training_package import language_model
 from .results import Prediction
-from .task import MAX_BATCH, check_inputs, device_of, text_of
+from .task import MAX_BATCH, check_inputs, device_of, in_passes, text_of
 from .tensor_specs import BATCH, TensorSpec
 from .texts import NEW_TOKENS, grouped
 
@@ -50,12 +50,10 @@ class OurTexts:
         return grouped([each[-language_model.CONTEXT :] for each in inputs], len, self._continued)
 
     def _continued(self, inputs: Sequence[Tensor], length: int) -> Iterable[Prediction]:
-        for start in range(0, len(inputs), self.max_batch):
-            chunk = list(inputs[start : start + self.max_batch])
-            missing = self.max_batch - len(chunk) if self.is_exact else 0
-            written = self._written(torch.stack([*chunk, *chunk[-1:] * missing]))[: len(chunk), length:]
-            # A text may end within a character.
-            yield from (Prediction(text=bytes(row).decode(errors="replace")) for row in written.tolist())
+        texts = torch.stack(list(inputs))
+        written = in_passes(texts, self._written, max_batch=self.max_batch, is_exact=self.is_exact)[:, length:]
+        # A text may end within a character.
+        return [Prediction(text=bytes(row).decode(errors="replace")) for row in written.tolist()]
 
     @torch.inference_mode()
     def _written(self, texts: Tensor) -> Tensor:

@@ -118,19 +118,18 @@ def load_predictor(
 
     Args:
         url: A path, or a URL of a store: as for :func:`inference.load_model`.
-        name: What the model is called. Default: the last part of ``url``, without its suffix.
-        architecture: As for ``load_model``. Default: what lies beside the weights says it.
-        labels: The names of the classes in order. Default: those that come with the model, if there are any.
-        dtype: Of the parameters. Default: the architecture's own.
-        device: Where the model is to be.
-        fast: Forward passes have as many inputs as there are. Answers may then differ in the last bits with the
-            company that an input is predicted in.
-        embeddings: Of a model that tells classes apart, answer with what its last layer gets; of an encoder of
-            transformers without a head, with what it pools, or with the mean over its tokens.
-        max_new_tokens: That a model which continues texts writes at most. Default: what ``generation_config.json``
+        name: Name of the model. Default: the last part of ``url``, without its suffix.
+        architecture: As for ``load_model``. Default: as the files beside the weights say.
+        labels: Class names in order. Default: those that come with the model, if any.
+        dtype: dtype of the parameters. Default: the architecture's own.
+        device: Device of the model.
+        fast: Variable batch sizes; the last bits of an answer may depend on the other inputs of its batch.
+        embeddings: Give embeddings: the input of a classifier's last layer, or the pooled output of an encoder of
+            transformers without a head, else the mean over its tokens.
+        max_new_tokens: Maximum number of generated tokens. Default: what ``generation_config.json``
             says, else 64.
         model_key, include, exclude, rename, key_map: As for ``load_model``.
-        storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
+        storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
     Raises:
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
@@ -166,8 +165,8 @@ def task_of(model: nn.Module, asked: Asked) -> Task:
     """The task of the model.
 
     Raises:
-        UsageError: it is for something else than can be predicted here. FormatError: what lies beside the weights does
-        not say how an input is prepared.
+        UsageError: such models cannot be predicted with. FormatError: the files beside the weights do not say how an
+        input is prepared.
     """
     from . import image_labels
 

@@ -136,7 +136,7 @@ class Batcher(Generic[Item, Result]):
             for each in waiting:
                 each.is_gone = True
                 if not each.result.cancel() and not each.result.cancelled():
-                    each.result.exception()  # Nobody else asks, and asyncio would complain of that.
+                    each.result.exception()  # Marks it retrieved; asyncio would warn otherwise.
                 if each in self._queue:
                     self._queue.remove(each)
 
@@ -194,7 +194,7 @@ def _tell(batch: Sequence[_Waiting[Item, Result]], outcomes: Sequence[Result | E
         try:
             loop.call_soon_threadsafe(_set_all, told)
         except RuntimeError:
-            # The loop is closed: the service has ended, and with it whoever waited.
+            # The loop is closed, because the service has ended.
             continue
 
 

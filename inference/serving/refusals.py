@@ -10,7 +10,7 @@ CLOSE = {"Connection": "close"}
 RETRY_AFTER = {"Retry-After": "1"}
 
 
-class Refused(Exception):  # noqa: N818  It is an answer, and often nobody's error.
+class Refused(Exception):  # noqa: N818  An answer, and often not an error.
     """An error response. It contains no path and no traceback of the service."""
 
     def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:

@@ -59,7 +59,7 @@ class Watcher:
         try:
             self.repository.renew(slot)
         except CkptError as error:
-            self.tell(f"{slot.source.name}: the new checkpoint cannot be loaded, the old one goes on: {error}")
+            self.tell(f"{slot.source.name}: the new checkpoint cannot be loaded, the old one keeps answering: {error}")
         else:
             self.tell(f"{slot.source.name}: serves {sight.url}")
 

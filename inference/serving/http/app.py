@@ -41,7 +41,7 @@ HOW_TO_POST = "post the image as the one file of a multipart form field named im
 HOW_TO_POST_TEXT = "post the text as the one multipart form field named text"
 PAGE = Path(__file__).with_name("page.html")
 
-# The page is one file and asks nobody but this service.
+# The page is one file and sends requests to this service only.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

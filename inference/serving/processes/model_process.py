@@ -111,7 +111,7 @@ def main(descriptor: int) -> None:
             threading.Thread(target=models.answer, args=(connection,), daemon=True).start()
     except (EOFError, OSError):
         pass
-    # A thread may be in the middle of a forward pass, which nobody waits for any more.
+    # Without waiting for threads that are in a forward pass.
     os._exit(0)
 
 

@@ -290,7 +290,7 @@ def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(DestinationExistsError) as raised:
         run()
     assert out.read_text() == "mine"
-    assert raised.value.__notes__ == [f"the 1 rows that were done are kept in {out}.unfinished; --resume goes on"]
+    assert raised.value.__notes__ == [f"the 1 rows that were done are kept in {out}.unfinished; --resume continues"]
 
 
 # --- work done is kept
@@ -341,7 +341,7 @@ def test_a_run_that_is_ended_keeps_what_it_predicted(
     assert [row["name"] for row in rows] == [f"{number:04d}.png" for number in range(len(rows))]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.parquet.unfinished", "x.parquet.unfinished-run"]
     if number != signal.SIGKILL:
-        kept = f"the {len(rows):,} rows that were done are kept in {unfinished}; --resume goes on"
+        kept = f"the {len(rows):,} rows that were done are kept in {unfinished}; --resume continues"
         assert stderr == f"stopped by {number.name}; {kept}\n"
     check_next_run(forms, many_images / "0000.png", out)
 
@@ -381,7 +381,7 @@ def test_a_full_disk_keeps_what_was_predicted(suffix: str, forms: Path, tmp_path
     assert num_rows >= 30
     assert (
         stderr
-        == f"error: File too large; the {num_rows} rows that were done are kept in {unfinished}; --resume goes on\n"
+        == f"error: File too large; the {num_rows} rows that were done are kept in {unfinished}; --resume continues\n"
     )
 
 

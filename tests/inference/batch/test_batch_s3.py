@@ -122,7 +122,7 @@ def test_a_run_that_is_killed_goes_on_and_each_row_is_there_once(
     assert "" not in left
     assert len([key for key in left if "/rows-" in key]) == 2
     refused = predict(source, output)
-    assert (refused.exit_code, "--resume goes on with them" in refused.stderr) == (8, True)
+    assert (refused.exit_code, "--resume continues with them" in refused.stderr) == (8, True)
     assert predict(source, output, "--resume").exit_code == 0
     assert s3_server.keys(prefix + output) == [""]
     assert not s3_server.open_uploads(prefix)

@@ -234,7 +234,7 @@ def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(
         watcher.visit(0, repository.slots[0])
     assert repository.version("m").number == 1
     assert [line.partition(": /")[0] for line in told] == [
-        "m: the new checkpoint cannot be loaded, the old one goes on"
+        "m: the new checkpoint cannot be loaded, the old one keeps answering"
     ]
     save_file({**weights, "heads.head.bias": weights["heads.head.bias"] + 1}, file)
     os.utime(file, (time.time() + 10,) * 2)
