@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import UsageError
 
 from ..common.name_options import AS_IT_IS, Reading
-from ..models.config_folder import digest_beside
+from ..models.config_folder import digest_of_config
 from .rows import Columns, Kind
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Job:
         """All that answers depend on, except the weights and the input."""
         import torch
 
-        found = asdict(self) | {"beside": digest_beside(self.model), "torch": torch.__version__}
+        found = asdict(self) | {"beside": digest_of_config(self.model), "torch": torch.__version__}
         return json.dumps({name: value for name, value in found.items() if name != "model"}, sort_keys=True)
 
 

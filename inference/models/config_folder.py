@@ -29,7 +29,7 @@ MAX_BYTES = 64 * 2**20
 
 
 @contextmanager
-def folder_beside(url: str | Path, options: Mapping[str, Any] | None) -> Iterator[Path | None]:
+def config_folder(url: str | Path, options: Mapping[str, Any] | None) -> Iterator[Path | None]:
     """A local folder with ``config.json`` and its companions, within the block; None if there is none.
 
     Raises:
@@ -89,9 +89,9 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     return found
 
 
-def digest_beside(url: str | Path, options: Mapping[str, Any] | None = None) -> str | None:
+def digest_of_config(url: str | Path, options: Mapping[str, Any] | None = None) -> str | None:
     """BLAKE3 of the files beside weights, which decide how inputs are prepared. None if there are none."""
-    with folder_beside(url, options) as folder:
+    with config_folder(url, options) as folder:
         if folder is None:
             return None
         found = blake3()

@@ -50,7 +50,7 @@ def _of_images(model: Any, folder: Path, is_exact: bool) -> Task:
 
 
 def _of_texts(model: Any, folder: Path, is_exact: bool) -> Task:
-    tokens = Tokens.beside(model, folder)
+    tokens = Tokens.from_folder(model, folder)
     taken = signature(model.forward).parameters
     task = TextEncoder(model, replace(tokens, fields=tuple(f for f in tokens.fields if f in taken)), None, is_exact)
     (example,) = task._forward(task.decode(b"a", "a text").unsqueeze(0))

@@ -17,7 +17,7 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
 from .architectures import architecture_of
-from .config_folder import folder_beside
+from .config_folder import config_folder
 from .programs import PROGRAMS, SCRIPTED, check_asked, load_program
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _built(
     storage_options: Mapping[str, Any] | None,
 ) -> nn.Module:
     if model is None or isinstance(model, str):
-        with folder_beside(url, storage_options) as folder:
+        with config_folder(url, storage_options) as folder:
             return architecture_of(model, folder).build(folder, dtype).to(device=device)
     from .uninitialized import made_real
 

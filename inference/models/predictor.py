@@ -18,7 +18,7 @@ from ckpt_tools.errors import FormatError, UsageError
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
-from .config_folder import CONFIG, folder_beside, read_config
+from .config_folder import CONFIG, config_folder, read_config
 from .loading import filled
 from .results import Prediction as Prediction
 from .task import Task as Task
@@ -139,18 +139,20 @@ def load_predictor(
         Architecture.parse(architecture)
     reading = Reading(model_key, include, exclude, rename, key_map).given()
     summary = ckpt_tools.inspect(url, storage_options=storage_options)
-    with folder_beside(summary.source, storage_options) as folder:
+    with config_folder(summary.source, storage_options) as folder:
         chosen = architecture_of(architecture, folder)
         model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
-        asked = Asked(chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens, embeddings)
-        digest, task = digest_of(model), task_of(model, asked)
+        options = TaskOptions(
+            chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens, embeddings
+        )
+        digest, task = digest_of(model), task_of(model, options)
         task = as_embeddings(task) if embeddings else task
     identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
     return Predictor(name or name_of(url), identity, task)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TaskOptions:
     """Options of a task, and the folder with ``config.json``."""
 
     architecture: Architecture
@@ -161,7 +163,7 @@ class Asked:
     embeddings: bool = False
 
 
-def task_of(model: nn.Module, asked: Asked) -> Task:
+def task_of(model: nn.Module, options: TaskOptions) -> Task:
     """The task of the model.
 
     Raises:
@@ -170,54 +172,56 @@ def task_of(model: nn.Module, asked: Asked) -> Task:
     """
     from . import image_labels
 
-    library, labels = asked.architecture.library, asked.labels
+    library, labels = options.architecture.library, options.labels
     if library == OURS:
-        return _task_of_training(model, asked)
+        return _task_of_training(model, options)
     if library == HUGGING_FACE:
-        return _task_of_transformers(model, asked)
+        return _task_of_transformers(model, options)
     if library == "torchvision":
-        return image_labels.of_torchvision(model, asked.architecture.name, labels, is_exact=asked.is_exact)
+        return image_labels.of_torchvision(model, options.architecture.name, labels, is_exact=options.is_exact)
     if library == "timm":
-        return image_labels.of_timm(model, labels, is_exact=asked.is_exact)
+        return image_labels.of_timm(model, labels, is_exact=options.is_exact)
     raise UsageError(
-        f"{library}:{asked.architecture.name} builds a model, but does not say how an input is prepared for it; "
+        f"{library}:{options.architecture.name} builds a model, but does not say how an input is prepared for it; "
         "load it with inference.load_model"
     )
 
 
-def _task_of_training(model: nn.Module, asked: Asked) -> Task:
+def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
     from ..common.training_package import model_names
 
-    facts = model_names.MODELS[asked.architecture.our_name]
+    facts = model_names.MODELS[options.architecture.our_name]
     if facts.task == "text":
         from .our_texts import OurTexts
         from .texts import NEW_TOKENS
 
-        return OurTexts(model, facts.experts > 0, asked.max_new_tokens or NEW_TOKENS, asked.is_exact)
+        return OurTexts(model, facts.experts > 0, options.max_new_tokens or NEW_TOKENS, options.is_exact)
     from .our_images import OurImages
 
-    _check_our_preparation(asked.folder)
-    return OurImages(model, asked.labels or _our_labels(asked.folder), asked.is_exact)
+    _check_our_preparation(options.folder)
+    return OurImages(model, options.labels or _our_labels(options.folder), options.is_exact)
 
 
-def _task_of_transformers(model: nn.Module, asked: Asked) -> Task:
+def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
     from . import encoders, image_labels, texts
 
-    kind, folder = type(model).__name__, asked.folder
+    kind, folder = type(model).__name__, options.folder
     assert folder is not None
     if kind.endswith("ForImageClassification"):
-        return image_labels.of_transformers(model, folder, asked.labels, is_exact=asked.is_exact)
+        return image_labels.of_transformers(model, folder, options.labels, is_exact=options.is_exact)
     if kind.endswith("ForSequenceClassification"):
-        return texts.TextLabels.beside(model, folder, asked.labels, is_exact=asked.is_exact)
+        return texts.TextLabels.from_folder(model, folder, options.labels, is_exact=options.is_exact)
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
-        return texts.TextWriter.beside(model, folder, max_new_tokens=asked.max_new_tokens, is_exact=asked.is_exact)
+        return texts.TextWriter.from_folder(
+            model, folder, max_new_tokens=options.max_new_tokens, is_exact=options.is_exact
+        )
     if not kind.endswith("Model"):
         raise UsageError(
             f"a {kind} does not label images or texts, and does not continue texts; load it with inference.load_model"
         )
-    if not asked.embeddings:
+    if not options.embeddings:
         raise UsageError(f"a {kind} has no head, so it gives embeddings alone: ckpt-tools predict --embeddings")
-    return encoders.encoder_of(model, folder, is_exact=asked.is_exact)
+    return encoders.encoder_of(model, folder, is_exact=options.is_exact)
 
 
 def _our_labels(folder: Path | None) -> tuple[str, ...] | None:

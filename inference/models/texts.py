@@ -44,7 +44,7 @@ class Tokens:
     limit: int | None
 
     @classmethod
-    def beside(cls, model: Any, folder: Path) -> Tokens:
+    def from_folder(cls, model: Any, folder: Path) -> Tokens:
         """The tokenizer in ``folder``. Raises FormatError if there is none."""
         import transformers
 
@@ -107,8 +107,8 @@ class TextLabels:
         check_labels(self.labels, self.model.config.num_labels)
 
     @classmethod
-    def beside(cls, model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> TextLabels:
-        tokens = Tokens.beside(model, folder)
+    def from_folder(cls, model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> TextLabels:
+        tokens = Tokens.from_folder(model, folder)
         return cls(model, tokens, labels or labels_of_config(model.config), is_exact, activation_of(model.config))
 
     @property
@@ -158,8 +158,8 @@ class TextWriter:
     labels: ClassVar[None] = None
 
     @classmethod
-    def beside(cls, model: Any, folder: Path, *, max_new_tokens: int | None, is_exact: bool) -> TextWriter:
-        tokens = Tokens.beside(model, folder)
+    def from_folder(cls, model: Any, folder: Path, *, max_new_tokens: int | None, is_exact: bool) -> TextWriter:
+        tokens = Tokens.from_folder(model, folder)
         return cls(model, tokens, _settings(model, folder, tokens.tokenizer, max_new_tokens), is_exact)
 
     @property

@@ -200,7 +200,7 @@ def application(options: Options, load: Load, grpc: Listening | None = None) -> 
     # Before the models are loaded: what it sees then is what is loaded.
     watcher = None if options.watch is None else Watcher(repository, options.watch, tell)
     repository.load_all()
-    return app.create_app(repository, options.settings, beside=watcher, grpc=grpc)
+    return app.create_app(repository, options.settings, background=watcher, grpc=grpc)
 
 
 def tell(sentence: str) -> None:

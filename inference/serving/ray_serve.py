@@ -150,7 +150,7 @@ class Telling:
     def _tell(self) -> Any:
         return self.tally.tell.remote(self.replica, Snapshot.of(self.repository, self.traffic))
 
-    async def everywhere(self) -> list[Snapshot]:
+    async def snapshots_of_all(self) -> list[Snapshot]:
         found: list[Snapshot] = await self._tell()
         return found
 
@@ -177,7 +177,9 @@ def application(served: Served, tally: Any) -> Application:
     repository, traffic = FixedRepository(served), Traffic()
     repository.load_all()
     telling = Telling(tally, repository, traffic, serve.get_replica_context().replica_id.unique_id)
-    app = create_app(repository, served.settings, beside=telling, traffic=traffic, everywhere=telling.everywhere)
+    app = create_app(
+        repository, served.settings, background=telling, traffic=traffic, snapshots_of_all=telling.snapshots_of_all
+    )
     app.answer = RaysRequestId(app.answer)
     return app
 

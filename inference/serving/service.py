@@ -50,10 +50,10 @@ class Service:
     """Requests to the models of a repository. Every method may raise ``Refused``."""
 
     def __init__(
-        self, repository: Repository, settings: Settings, traffic: Traffic, everywhere: Snapshots | None = None
+        self, repository: Repository, settings: Settings, traffic: Traffic, snapshots_of_all: Snapshots | None = None
     ) -> None:
         self.repository, self.settings, self.traffic = repository, settings, traffic
-        self._everywhere = everywhere
+        self._snapshots_of_all = snapshots_of_all
         # One thread for loads, which leaves the event loop's threads to requests.
         self.loader = ThreadPoolExecutor(1, "loader")
 
@@ -116,11 +116,11 @@ class Service:
 
     async def snapshots(self) -> Sequence[Snapshot]:
         """The counts of each replica. Raises ``Refused`` 503 if one is missing: partial sums would be wrong."""
-        if self._everywhere is None:
+        if self._snapshots_of_all is None:
             return [Snapshot.of(self.repository, self.traffic)]
         try:
             async with asyncio.timeout(COUNTING_SECONDS):
-                return await self._everywhere()
+                return await self._snapshots_of_all()
         except TimeoutError as error:
             raise Refused(503, "a replica does not report its counts; try again", RETRY_AFTER) from error
 
@@ -132,12 +132,12 @@ class Service:
         render: Render[Answer],
         *,
         num_bytes: int,
-        noted: MutableMapping[str, str],
+        log_fields: MutableMapping[str, str],
         seconds: float | None = None,
     ) -> Answer:
         """The rendered answer of a model. ``parse`` reads the request of ``num_bytes`` for the version that answers;
-        ``seconds`` is the client's own deadline; the version is written to ``noted`` for the access log."""
-        with holding(self.repository, noted, name, number) as version:
+        ``seconds`` is the client's own deadline; the version is written to ``log_fields`` for the access log."""
+        with holding(self.repository, log_fields, name, number) as version:
             asked = await _parsed(parse, version, num_bytes)
             limits = (self.settings.timeout, asked.timeout, seconds)
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
@@ -175,13 +175,13 @@ class Service:
 
 @contextmanager
 def holding(
-    repository: Repository, noted: MutableMapping[str, str], name: str, number: str | None
+    repository: Repository, log_fields: MutableMapping[str, str], name: str, number: str | None
 ) -> Iterator[Version]:
-    """The version that answers a request, kept loaded and counting it; its name is written to ``noted`` for the access
-    log. Raises ``Refused`` 404 if there is none."""
+    """The version that answers a request, kept loaded, with the request counted. Adds its name to ``log_fields``, for
+    the access log. Raises ``Refused`` 404 if there is none."""
     try:
         with repository.hold(name, number) as version:
-            noted.update(model=name, version=str(version.number))
+            log_fields.update(model=name, version=str(version.number))
             with _counted(version):
                 yield version
     except (UnknownModelError, NotReadyError) as error:

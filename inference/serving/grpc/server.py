@@ -86,7 +86,7 @@ class Call:
     context: Any
     metadata: Mapping[str, str | bytes]
     request_id: str
-    noted: dict[str, str] = field(default_factory=dict)
+    log_fields: dict[str, str] = field(default_factory=dict)
     begun: float = field(default_factory=time.perf_counter)
     begun_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     code: grpc.StatusCode = grpc.StatusCode.OK
@@ -109,7 +109,7 @@ class Call:
             status=self.code.name,
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
-            noted=self.noted,
+            log_fields=self.log_fields,
         )
 
 
@@ -246,7 +246,7 @@ class Calls:
             parse,
             infer_response,
             num_bytes=call.bytes_in,
-            noted=call.noted,
+            log_fields=call.log_fields,
             seconds=call.context.time_remaining(),
         )
 

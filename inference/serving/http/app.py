@@ -34,7 +34,7 @@ from ..repository import Repository
 from ..service import Service, Snapshots, holding, predictions
 from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
 from .endpoints import Endpoints, FastPath
-from .middleware import TOO_LARGE, Front, Traffic
+from .middleware import TOO_LARGE, Middleware, Traffic
 from .openapi import describe
 
 HOW_TO_POST = "post the image as the one file of a multipart form field named image"
@@ -79,21 +79,22 @@ def create_app(
     repository: Repository,
     settings: Settings | None = None,
     *,
-    beside: AbstractContextManager[object] | None = None,
+    background: AbstractContextManager[object] | None = None,
     grpc: Listening | None = None,
     traffic: Traffic | None = None,
-    everywhere: Snapshots | None = None,
+    snapshots_of_all: Snapshots | None = None,
 ) -> Application:
     """The application over loaded models, which it closes at its end.
 
-    ``beside`` is entered while it runs, ``grpc`` is served, and ``everywhere`` gets the counts of all replicas.
+    ``background`` is entered while it runs, ``grpc`` is served, and ``snapshots_of_all`` gets the counts of all
+    replicas.
     """
     chosen, traffic = settings or Settings(), traffic or Traffic()
-    service = Service(repository, chosen, traffic, everywhere)
+    service = Service(repository, chosen, traffic, snapshots_of_all)
 
     @asynccontextmanager
     async def run(_: FastAPI) -> AsyncIterator[None]:
-        with beside or nullcontext():
+        with background or nullcontext():
             async with nullcontext() if grpc is None else serving_grpc(service, grpc):
                 yield
         repository.close()
@@ -110,7 +111,7 @@ def create_app(
     endpoints = Endpoints(service)
     app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
-    app.answer = Front(FastPath(app.through_fastapi, endpoints, refuse), chosen, traffic)
+    app.answer = Middleware(FastPath(app.through_fastapi, endpoints, refuse), chosen, traffic)
     # Not FastAPI's own kind of route: that costs much of the processor time of an answer.
     app.router.routes.append(Route("/predict", predict, methods=["POST"]))
     app.router.routes.extend(endpoints.routes())

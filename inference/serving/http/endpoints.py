@@ -92,7 +92,7 @@ class Endpoints:
             return parse_infer(body, length, version.predictor, version.batcher.max_waiting)
 
         state = request.scope["state"]
-        return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), noted=state)
+        return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), log_fields=state)
 
     # --- the repository
 

@@ -45,7 +45,7 @@ class Traffic:
     is_draining: bool = False
 
 
-class Front:
+class Middleware:
     """ASGI middleware. It also cancels the work for a client that disconnects, and answers 503 to requests cancelled by
     a shutdown."""
 
@@ -126,15 +126,15 @@ def request_id_of(given: str | bytes) -> str:
     return text if REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
 
 
-def access_line(begun: float, begun_at: datetime, *, noted: Mapping[str, str], **found: object) -> str:
-    """Access log line in JSON; ``noted`` has the model that answered."""
+def access_line(begun: float, begun_at: datetime, *, log_fields: Mapping[str, str], **found: object) -> str:
+    """Access log line in JSON; ``log_fields`` has the model that answered."""
     return json.dumps(
         {
             "time": begun_at.isoformat(timespec="milliseconds"),
             **found,
             "seconds": round(time.perf_counter() - begun, 6),
-            "model": noted.get("model"),
-            "version": noted.get("version"),
+            "model": log_fields.get("model"),
+            "version": log_fields.get("version"),
         }
     )
 
@@ -214,5 +214,5 @@ class Visit:
             status=self.status,
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
-            noted=self.scope["state"],
+            log_fields=self.scope["state"],
         )
