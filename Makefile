@@ -29,7 +29,7 @@ check: $(STAMP)
 # The page of the inference service is tested in a real Chromium, which Debian and Ubuntu have as a package.
 browser:
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium; } || \
-		echo 'Chromium is not installed and could not be: tests/inference/test_page.py will fail; install it by hand.'
+		echo 'Chromium is not installed and could not be: tests/inference/serving/http/test_page.py will fail; install it by hand.'
 
 # Two processes at a time, each with whole files of tests, so that what a file's tests share is made once.
 test: check browser
@@ -44,7 +44,7 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
 		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/loop/test_stopping.py \
 		tests/training/loop/test_kills.py tests/training/loop/test_checkpointing.py tests/training/engines/test_strategies.py \
-		tests/training/engines/test_pipeline.py tests/training/engines/test_experts.py tests/training/engines/test_compile.py tests/inference/test_storm.py tests/training/test_notebooks.py \
+		tests/training/engines/test_pipeline.py tests/training/engines/test_experts.py tests/training/engines/test_compile.py tests/inference/serving/test_storm.py tests/training/test_notebooks.py \
 		tests/serialization/test_differential.py tests/verification/scan tests/layouts \
 		tests/formats/test_megatron.py tests/formats/test_megatron_resumed.py --soak -m "not soak" -q --timeout=3600
 	$(BIN)/python -m pytest --soak -m soak -q --timeout=3600

@@ -107,7 +107,7 @@ def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
     """By name; of each pair the rival comes second."""
     import torch
 
-    from inference.inputs import Wanted
+    from inference.batch.inputs import Wanted
     from training.data import datasets as data
     from training.loop import evaluation
 
@@ -153,16 +153,16 @@ class _predicting:  # noqa: N801  # called as a function
     """What the command does once the model is loaded, from finding the input to showing the output."""
 
     def __init__(self, model: Path, threads: int) -> None:
-        from inference.job import Job, columns_of
+        from inference.batch.job import Job, columns_of
 
         self.predictor: Any = Job(str(model), threads=threads).load()
         self.columns = columns_of(self.predictor, 5)
 
     def __call__(self, wanted: Any, out: Path) -> None:
-        from inference.inputs import find_inputs
-        from inference.output import Output, Run, open_output
-        from inference.pipeline import predicted
-        from inference.tally import Tally
+        from inference.batch.inputs import find_inputs
+        from inference.batch.output import Output, Run, open_output
+        from inference.batch.pipeline import predicted
+        from inference.batch.report import Tally
 
         tally = Tally()
         with open_output(Output(out, overwrite=True)) as writer:
@@ -199,8 +199,8 @@ from pathlib import Path
 import ckpt_tools, ckpt_tools.formats.dcp.reader, ckpt_tools.serialization.torch_zip, ckpt_tools.torch.load_into
 import safetensors.torch, torch, transformers
 from benchmarks.inference import resident_bytes, timed
-from inference.architectures import Architecture
-from inference.loading import load_model
+from inference.models.architectures import Architecture
+from inference.models.loading import load_model
 from transformers import LlamaForCausalLM
 who, folder = sys.argv[1], Path(sys.argv[2])
 before, found = resident_bytes("VmRSS"), []

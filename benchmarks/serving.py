@@ -165,7 +165,7 @@ def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) 
 
         port = _free_port()
         options = ["--model", f"model={model}", "--port", str(port), "--threads", str(threads)]
-        ours = start("ours", ["inference.serve", *options], port)
+        ours = start("ours", ["inference.serving", *options], port)
         running = {JSON: Server(port, ours, files[JSON]), BINARY: Server(port, ours, files[BINARY])}
         for who in SERVERS.keys() - set(missing()):
             port = _free_port()
@@ -186,7 +186,7 @@ class Loop:
     def __init__(self, model: str, threads: int) -> None:
         import torch
 
-        from inference.predictor import load_predictor
+        from inference.models.predictor import load_predictor
         from training.data import datasets as data
         from training.loop import evaluation
 

@@ -25,10 +25,10 @@ with killed_by_interrupts():
     import ckpt_tools
     from ckpt_tools.errors import CkptError, DestinationExistsError
 
-    from .inputs import held_out_inputs
-    from .pipeline import predict_all
-    from .predictor import load_predictor
-    from .training_package import commands, config, interruption, launchers, locking, result
+    from .batch.inputs import held_out_inputs
+    from .batch.pipeline import predict_all
+    from .common.training_package import commands, config, interruption, launchers, locking, result
+    from .models.predictor import load_predictor
 
 NUM_WORKERS = 2
 DEMO_ENGINES: tuple[config.EngineName, ...] = ("fsdp2", "zero3")

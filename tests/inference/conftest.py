@@ -109,7 +109,7 @@ class Service:
         return int(self.url.rpartition(":")[2])
 
 
-SERVE = ("inference.serve",)
+SERVE = ("inference.serving",)
 CKPT_TOOLS_SERVE = ("ckpt_tools", "serve")
 
 
@@ -117,7 +117,7 @@ CKPT_TOOLS_SERVE = ("ckpt_tools", "serve")
 def running_service(
     folder: Path, model: Path | None, *args: str, module: Sequence[str] = SERVE, scheme: str = "http"
 ) -> Iterator[Service]:
-    """``python -m inference.serve`` on a port that the system chose; its temporary files are in a folder of its own."""
+    """``python -m inference.serving`` on a port that the system chose, with a folder of its own for temporary files."""
     temporary, log = folder / "temporary", folder / "log"
     temporary.mkdir(parents=True)
     command = [sys.executable, "-m", *module, *([] if model is None else [str(model)]), "--port", "0", *args]

@@ -13,16 +13,18 @@ from click.testing import CliRunner
 
 import inference
 from ckpt_tools.errors import UsageError
-from inference import batch, demo, serve
+from inference import demo
+from inference.batch import __main__ as batch
+from inference.serving import __main__ as serve
 from tests.support.empty_values import check_refused, lines_with_one_empty_value
 
-COMMANDS = {"batch": batch.main, "demo": demo.main, "serve": serve.main}
+COMMANDS = {"batch/__main__.py": batch.main, "demo.py": demo.main, "serving/__main__.py": serve.main}
 LINES = [
     pytest.param(command, label, words, id=f"{name}{label}")
     for name, command in COMMANDS.items()
     for label, words in lines_with_one_empty_value(command)
 ]
-FUNCTIONS = [*(getattr(inference, name) for name in inference.__all__), serve.create_app]
+FUNCTIONS = [getattr(inference, name) for name in inference.__all__]
 ARGUMENTS = [
     pytest.param(function, each.name, id=f"{function.__name__}-{each.name}")
     for function in FUNCTIONS
@@ -33,7 +35,9 @@ ARGUMENTS = [
 
 def test_every_command_is_here() -> None:
     folder = Path(sys.modules["inference"].__path__[0])
-    found = {path.stem for path in folder.rglob("*.py") if "@click.command(" in path.read_text()}
+    found = {
+        path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if "@click.command(" in path.read_text()
+    }
     assert found == COMMANDS.keys()
 
 

@@ -15,7 +15,7 @@ import importlib, sys
 for name in {missing!r}:
     sys.modules[name] = None
 try:
-    importlib.import_module("inference.{command}").main(sys.argv[1:])
+    importlib.import_module("inference.{command}.__main__").main(sys.argv[1:])
 finally:
     print(*[name for name in {heavy!r} if sys.modules.get(name)])
 """
@@ -41,11 +41,11 @@ def run(command: str, *args: object, missing: tuple[str, ...] = ()) -> subproces
         ("batch", ["--model", "MODEL", "--input=/none", "--output=x.jsonl"], 3),
         ("batch", ["--model", "MODEL", "--input=digits", "--output=nodir/x.jsonl"], 5),
         ("batch", ["--model", "MODEL", "--input=digits", "--output=there.jsonl"], 8),
-        ("serve", ["--help"], 0),
-        ("serve", ["MODEL", "--prot=8000"], 2),
-        ("serve", ["MODEL", "--port=99999"], 2),
-        ("serve", ["none.pt"], 3),
-        ("serve", ["MODEL", "--host=no-such-host.invalid"], 5),
+        ("serving", ["--help"], 0),
+        ("serving", ["MODEL", "--prot=8000"], 2),
+        ("serving", ["MODEL", "--port=99999"], 2),
+        ("serving", ["none.pt"], 3),
+        ("serving", ["MODEL", "--host=no-such-host.invalid"], 5),
     ],
 )
 def test_options_are_checked_before_torch_is_imported(
@@ -68,10 +68,10 @@ def test_options_are_checked_before_torch_is_imported(
         ("batch", "PIL"),
         ("batch", "pyarrow"),
         ("batch", "sklearn"),
-        ("serve", "torch"),
-        ("serve", "fastapi"),
-        ("serve", "uvicorn"),
-        ("serve", "python_multipart"),
+        ("serving", "torch"),
+        ("serving", "fastapi"),
+        ("serving", "uvicorn"),
+        ("serving", "python_multipart"),
     ],
 )
 def test_a_missing_package_is_one_sentence(command: str, package: str, forms: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import CkptError
 from fixtures.corpus import layouts, make
-from inference.loading import load_model
+from inference.models.loading import load_model
 from tests.layouts.contents import contents, of_tensor
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]

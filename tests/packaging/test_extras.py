@@ -90,7 +90,7 @@ def uninstalled(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Envir
     return environment
 
 
-@pytest.mark.parametrize("module", ["training", "inference.batch", "inference.serve", "inference.demo"])
+@pytest.mark.parametrize("module", ["training", "inference.batch", "inference.serving", "inference.demo"])
 def test_a_source_tree_runs_its_modules_without_being_installed(
     module: str, uninstalled: Environment, built: Built
 ) -> None:

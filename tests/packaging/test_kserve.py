@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from inference.predictor import load_predictor
+from inference.models.predictor import load_predictor
 from tests.inference.conftest import running_service
 from tests.packaging.environments import empty
 from training.data.datasets import load_dataset

@@ -12,7 +12,7 @@ from PIL import Image
 
 from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
-from inference import batch
+from inference.batch import __main__ as batch
 from tests.training.jobs import NUM_WORKERS
 from tests.training.strategy_jobs import BATCH_SIZE, tiny_config, train_each
 from training.__main__ import main

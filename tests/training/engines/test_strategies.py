@@ -15,8 +15,8 @@ import pytest
 
 import ckpt_tools
 from fixtures.launch import pool
-from inference.loading import load_model
-from inference.predictor import load_predictor
+from inference.models.loading import load_model
+from inference.models.predictor import load_predictor
 from tests.training.jobs import STILL
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.checkpoints.weights import export

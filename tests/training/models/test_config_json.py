@@ -14,8 +14,8 @@ from PIL import Image
 
 import inference
 from ckpt_tools.errors import FormatError
-from inference.predictor import load_predictor
-from inference.unfilled import Unfilled
+from inference.models.predictor import load_predictor
+from inference.models.uninitialized import Unfilled
 from tests.training.conftest import SmallRun
 from training.config.model_names import MODELS
 from training.config.options import DatasetName

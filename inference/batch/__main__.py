@@ -1,0 +1,218 @@
+"""``ckpt-tools predict`` (``python -m inference.batch``): predictions for images, texts or rows of tables, as a file.
+
+Options and files are checked before torch is loaded. Inputs are read and decoded beside predicting, and rows are
+written as they are made, so memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.signals import killed_by_interrupts
+
+with killed_by_interrupts():
+    import json
+    from collections.abc import Generator
+    from contextlib import AbstractContextManager, closing
+    from dataclasses import dataclass
+    from pathlib import Path
+    from typing import TYPE_CHECKING, Any, Literal
+
+    import click
+
+    import ckpt_tools
+    from ckpt_tools.errors import UsageError
+
+    from ..common.errors import report_errors
+    from ..common.name_options import Reading, reading_options
+    from ..common.training_package import commands
+    from ..models.architectures import Architecture
+    from .inputs import Inputs, Wanted, after, find_inputs
+    from .job import Job, columns_of
+    from .output import Output, Run, Writer, open_output
+    from .progress import show_progress
+    from .remote_output import RemoteOutput, open_remote
+    from .report import Report, Tally
+
+if TYPE_CHECKING:
+    from ..models.predictor import Predictor
+    from .rows import Columns, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All options of the command line. Raises ``UsageError`` if options do not fit together."""
+
+    job: Job
+    wanted: Wanted
+    output: Output | RemoteOutput
+    top: int
+    report: Report | None
+    runner: Literal["local", "ray"]
+    workers: int | None
+    quiet: bool
+
+    def __post_init__(self) -> None:
+        given = {"top": self.top, "workers": self.workers}
+        given |= {"threads": self.job.threads, "max-new-tokens": self.job.max_new_tokens}
+        for name, value in given.items():
+            if value is not None and value < 1:
+                raise UsageError(f"--{name} is a number from 1, not {value}")
+        if self.workers is not None and self.runner != "ray":
+            raise UsageError("--workers is for --runner ray")
+        if self.job.architecture is not None:
+            Architecture.parse(self.job.architecture)
+
+
+@click.command(cls=commands.Command, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--model", metavar="URL", required=True, help="Checkpoint of any format, local or remote.")
+@click.option(
+    "--input",
+    "input_url",
+    metavar="URL",
+    required=True,
+    help="Images, tables or text: a file, folder, pattern or URL; or digits.",
+)
+@click.option("--output", metavar="URL", required=True, help="Output file, .jsonl or .parquet.")
+@click.option("--architecture", metavar="TEXT", help="Architecture of the weights: ours, hf, torchvision:NAME, ...")
+@reading_options
+@click.option("--column", metavar="NAME", help="Table column with the inputs.")
+@click.option("--truth", metavar="NAME", help="Table column with true labels; for images, 'folder'.")
+@click.option("--data-root", metavar="FOLDER", help="Dataset folder; fashion-mnist is downloaded here.")
+@click.option("--top", type=int, default=5, help="Number of most probable classes to write.")
+@click.option(
+    "--embeddings", is_flag=True, help="Write embeddings: the input of the last layer, or an encoder's output."
+)
+@click.option("--max-new-tokens", type=int, help="Maximum number of generated tokens.")
+@click.option("--report", metavar="FOLDER", help="Write accuracy, confusion matrix and calibration here.")
+@click.option("--resume", is_flag=True, help="Resume an earlier run that was stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace --output and the rows of an earlier run.")
+@click.option("--runner", type=click.Choice(["local", "ray"]), default="local", help="Predict here or with Ray Data.")
+@click.option("--workers", type=int, help="With --runner ray: number of model replicas.")
+@click.option("--threads", type=int, help="Threads per forward pass.  [default: all processors]")
+@click.option("--device", metavar="TEXT", help="torch device, e.g. cuda:1.  [default: first GPU, else CPU]")
+@click.option("--fast", is_flag=True, help="Variable batch sizes; the last bits may differ.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress output.")
+def main(**given: Any) -> None:
+    """Predict images, texts or rows of a table with a checkpoint; prints the accuracy if true labels are known.
+
+    \b
+    Exit codes: 0 done, 2 usage, 3 not found, 4 not readable, or of another model, 5 I/O failure,
+    6 done except bad inputs, 7 refused as unsafe, 8 --output exists.
+    """
+    with report_errors():
+        run(options_of(**given))
+
+
+def options_of(
+    *,
+    input_url: str,
+    output: str,
+    column: str | None,
+    truth: str | None,
+    data_root: str | None,
+    report: str | None,
+    resume: bool,
+    overwrite: bool,
+    **others: Any,
+) -> Options:
+    """Options from the arguments of the command line. Raises UsageError."""
+    root = None if data_root is None else local_path(data_root, "--data-root", "copy its files to this machine first")
+    folder = None if report is None else local_path(report, "--report", "write to a local folder and copy it")
+    where = RemoteOutput(output, overwrite, resume) if "://" in output else Output(Path(output), overwrite, resume)
+    names = ("model", "architecture", "device", "threads", "fast", "embeddings", "max_new_tokens")
+    return Options(
+        job=Job(reading=Reading.taken_from(others), **{name: others.pop(name) for name in names}),
+        wanted=Wanted(input_url, column, truth, root),
+        output=where,
+        report=None if folder is None else Report(folder, overwrite or resume),
+        **others,
+    )
+
+
+def local_path(text: str, option: str, instead: str) -> Path:
+    """``text`` as a local path. Raises ``UsageError`` for a URL, with what to do ``instead``."""
+    if "://" in text:
+        raise UsageError(f"{option} has to be a local path, {text} is a URL; {instead}")
+    return Path(text)
+
+
+def run(options: Options) -> None:
+    """Predict, write the output and the report, print a summary. Raises ``BadInputsError`` at the end."""
+    ckpt_tools.inspect(options.job.model)
+    if options.report is not None:
+        options.report.check()
+    with _opened(options.output) as writer:
+        inputs = find_inputs(options.wanted)
+        if options.report is not None and not inputs.has_truth:
+            raise UsageError("--report compares with true labels; say by --truth where they are")
+        tally, columns = predict_into(writer, inputs, options)
+    _conclude(options, tally, columns)
+
+
+def _opened(output: Output | RemoteOutput) -> AbstractContextManager[Writer]:
+    return open_remote(output) if isinstance(output, RemoteOutput) else open_output(output)
+
+
+def _conclude(options: Options, tally: Tally, columns: Columns) -> None:
+    click.echo(f"{tally.num_rows - tally.num_bad} predictions in {options.output.path}")
+    if options.job.fast:
+        click.echo("--fast: the last bits of an answer may depend on the inputs around it")
+    if tally.num_known:
+        accuracy = tally.num_correct / tally.num_known
+        click.echo(f"accuracy: {accuracy:.4f} ({tally.num_correct} of {tally.num_known})")
+    if options.report is not None:
+        options.report.write(tally, columns.labels)
+        click.echo(f"report in {options.report.folder}")
+    tally.check_bad(options.output.path)
+
+
+def predict_into(writer: Writer, inputs: Inputs, options: Options) -> tuple[Tally, Columns]:
+    """Predict and write window by window, after the rows of a resumed run."""
+    job, tally = options.job.settled(), Tally()
+    predictor = job.load()
+    columns = columns_of(predictor, options.top)
+    _check_fits(predictor, inputs, columns)
+    this_run = Run(predictor.identity.digest, inputs.digest, _options(options, job))
+    num_done = writer.begin(this_run, columns, tally.add_written)
+    predicted = _predicted(options, inputs, num_done, job, predictor)
+    with closing(predicted), show_progress(num_done, quiet=options.quiet) as update:
+        for rows in predicted:
+            writer.write(rows)
+            for row in rows:
+                tally.add(row)
+            update(tally.num_rows, rows[-1].fraction)
+    return tally, columns
+
+
+def _check_fits(predictor: Predictor, inputs: Inputs, columns: Columns) -> None:
+    """Raises UsageError if the model does not take such inputs, or has no classes to compare with true labels."""
+    from .pipeline import takes_texts
+
+    if inputs.kind == "image" and takes_texts(predictor):
+        raise UsageError("the model takes texts, and the input is images")
+    if inputs.has_truth and columns.kind != "label":
+        raise UsageError("true labels are for a model that tells classes apart; leave out --truth and --report")
+
+
+def _options(options: Options, job: Job) -> str:
+    wanted = options.wanted
+    return json.dumps(
+        [job.digest(), options.top, wanted.column, wanted.truth, str(options.output.path).rpartition(".")[2]]
+    )
+
+
+def _predicted(
+    options: Options, inputs: Inputs, num_done: int, job: Job, predictor: Predictor
+) -> Generator[list[Row], None, None]:
+    left = after(inputs.parts, num_done)
+    if options.runner == "ray":
+        from .ray_data import predicted_on_ray
+
+        return predicted_on_ray(list(left), job, predictor, options.workers)
+    from .pipeline import predicted
+
+    return predicted((item for part in left for item in part.items()), predictor)
+
+
+if __name__ == "__main__":
+    with killed_by_interrupts():
+        main()

@@ -1,0 +1,217 @@
+"""Inputs of a prediction: parts, which can be sent to other processes and give their items one by one, in order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ckpt_tools.errors import UsageError
+
+from .items import File, Item, Pixels
+from .listing import Listing, listing_of
+from .tables import Table, parts_of
+
+if TYPE_CHECKING:
+    from ..common.training_package import data
+
+# The datasets in training.config.options that have labels; a test compares them.
+DATASETS: tuple[data.DatasetName, ...] = ("digits", "fashion-mnist")
+
+FOLDER = "folder"
+"""Value of ``--truth``: the true label of an image is the name of its folder."""
+
+PART_IMAGES = 1000
+
+
+class Part(Protocol):
+    """Part of the input, small enough to be sent to another process. ``num_rows`` is None if unknown."""
+
+    @property
+    def num_rows(self) -> int | None: ...
+    def items(self) -> Iterator[Item]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All parts in order. ``digest`` identifies names, sizes and times of the files. ``kind`` is "image" if all are
+    images."""
+
+    parts: Sequence[Part]
+    digest: str
+    kind: str
+    has_truth: bool
+
+    def items(self) -> Iterator[Item]:
+        for part in self.parts:
+            yield from part.items()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Input options. ``url`` is the name of a dataset, a path, a URL, or a pattern.
+
+    Raises:
+        UsageError: options do not fit together.
+    """
+
+    url: str
+    column: str | None = None
+    truth: str | None = None
+    data_root: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_dataset and os.path.lexists(self.url):
+            raise UsageError(
+                f"--input {self.url} is a dataset, and there is a file of this name; for that, ./{self.url}"
+            )
+        if self.url == "fashion-mnist" and self.data_root is None:
+            raise UsageError("the dataset fashion-mnist needs --data-root, the folder it is kept in or downloaded to")
+        if self.url != "fashion-mnist" and self.data_root is not None:
+            raise UsageError("--data-root is for --input fashion-mnist alone")
+        if self.is_dataset and (self.column or self.truth):
+            raise UsageError(f"--column and --truth are not for {self.url}, which knows its labels")
+
+    @property
+    def is_dataset(self) -> bool:
+        return self.url in DATASETS
+
+
+def find_inputs(wanted: Wanted) -> Inputs:
+    """List the input; no image is opened. Raises SourceNotFoundError, UsageError, FormatError or StoreError."""
+    if wanted.is_dataset:
+        return held_out_inputs(next(name for name in DATASETS if name == wanted.url), wanted.data_root)
+    found = listing_of(wanted.url)
+    return _images(found, wanted) if found.kind == "image" else _tables(found, wanted)
+
+
+# --- images
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """Images ``first`` to ``first + len(names)`` of ``total`` below ``base``."""
+
+    base: str
+    names: tuple[str, ...]
+    first: int
+    total: int
+    truth_of_folder: bool
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.names)
+
+    def items(self) -> Iterator[Item]:
+        for number, name in enumerate(self.names, self.first + 1):
+            url = f"{self.base}/{name}"
+            truth = url.split("/")[-2] if self.truth_of_folder else None
+            yield Item(name, File(url), truth, number / self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageParts(Sequence[Part]):
+    """Parts made on access, so that each name is held once."""
+
+    base: str
+    names: Sequence[str]
+    truth_of_folder: bool
+
+    def __len__(self) -> int:
+        return -(-len(self.names) // PART_IMAGES)
+
+    def __getitem__(self, number: int) -> ImagePart:  # type: ignore[override]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        first = number * PART_IMAGES
+        names = tuple(self.names[first : first + PART_IMAGES])
+        return ImagePart(self.base, names, first, len(self.names), self.truth_of_folder)
+
+
+def _images(found: Listing, wanted: Wanted) -> Inputs:
+    if wanted.column is not None:
+        raise UsageError("--column is for tables; the input is images")
+    if wanted.truth not in (None, FOLDER):
+        raise UsageError(f"--truth of images is {FOLDER}, the folder that each lies in, not {wanted.truth}")
+    parts = ImageParts(found.base, found.names, wanted.truth is not None)
+    return Inputs(parts, found.digest, "image", wanted.truth is not None)
+
+
+# --- tables
+
+
+def _tables(found: Listing, wanted: Wanted) -> Inputs:
+    several, share = len(found.names) > 1, 1 / len(found.names)
+    parts: list[Part] = []
+    for number, name in enumerate(found.names):
+        prefix = f"{name}:" if several else ""
+        table = Table(found.url(name), found.kind, prefix, (number * share, (number + 1) * share))
+        parts += parts_of(table, wanted.column, wanted.truth)
+    return Inputs(parts, found.digest, "table", wanted.truth is not None)
+
+
+# --- datasets
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutPart:
+    """The held-out samples of a dataset."""
+
+    dataset: data.DatasetName
+    root: Path | None
+    num_rows: int
+
+    def items(self) -> Iterator[Item]:
+        images = _held_out(self.dataset, self.root)
+        for number, (pixels, label) in enumerate(zip(images.pixels.numpy(), images.labels.tolist(), strict=True)):
+            yield Item(str(number), Pixels(pixels), label, (number + 1) / self.num_rows)
+
+
+def held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:
+    """The held-out samples of a dataset; an item's name is its position."""
+    num_rows = len(_held_out(dataset, root))
+    return Inputs([HeldOutPart(dataset, root, num_rows)], f"dataset:{dataset}", "image", has_truth=True)
+
+
+@lru_cache(maxsize=1)
+def _held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
+    """Cached, because rows are counted before they are predicted."""
+    from ..common.training_package import data
+
+    return data.load_dataset(dataset, "held-out", root)
+
+
+# --- going on
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A part without its first ``skipped`` items."""
+
+    part: Part
+    skipped: int
+
+    @property
+    def num_rows(self) -> int | None:
+        return None if self.part.num_rows is None else self.part.num_rows - self.skipped
+
+    def items(self) -> Iterator[Item]:
+        return islice(self.part.items(), self.skipped, None)
+
+
+def after(parts: Sequence[Part], num_done: int) -> Iterator[Part]:
+    """The parts without the first ``num_done`` items, for a resumed run."""
+    left = num_done
+    for part in parts:
+        if not left:
+            yield part
+            continue
+        # Lines are counted by reading them, at most as many as are done.
+        size = part.num_rows if part.num_rows is not None else sum(1 for _ in islice(part.items(), left))
+        if size > left or (part.num_rows is None and size == left):
+            yield Rest(part, left)
+        left -= min(size, left)

@@ -1,0 +1,75 @@
+"""How to load the model, equal on this machine and on the workers of a cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckpt_tools.errors import UsageError
+
+from ..common.name_options import AS_IT_IS, Reading
+from ..models.config_folder import digest_of_config
+from .rows import Columns, Kind
+
+if TYPE_CHECKING:
+    from ..models.predictor import Predictor
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model and all options that its answers depend on. ``threads`` are those of a forward pass, because their number
+    may change the order of sums. None leaves ``device`` and ``threads`` to torch."""
+
+    model: str
+    architecture: str | None = None
+    device: str | None = None
+    threads: int | None = None
+    fast: bool = False
+    embeddings: bool = False
+    max_new_tokens: int | None = None
+    reading: Reading = AS_IT_IS
+
+    def settled(self) -> Job:
+        """The job with torch's choice of device and threads filled in."""
+        import torch
+
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return replace(self, device=device, threads=self.threads or torch.get_num_threads())
+
+    def load(self) -> Predictor:
+        """Load the model. Sets the number of torch threads of this process."""
+        import torch
+
+        from ..models.predictor import load_predictor
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        try:
+            torch.device(self.device or "cpu")
+        except RuntimeError as error:
+            raise UsageError(f"--device {self.device} is not a device of torch") from error
+        return load_predictor(
+            self.model,
+            architecture=self.architecture,
+            device=self.device or "cpu",
+            fast=self.fast,
+            embeddings=self.embeddings,
+            max_new_tokens=self.max_new_tokens,
+            **self.reading.given(),
+        )
+
+    def digest(self) -> str:
+        """All that answers depend on, except the weights and the input."""
+        import torch
+
+        found = asdict(self) | {"beside": digest_of_config(self.model), "torch": torch.__version__}
+        return json.dumps({name: value for name, value in found.items() if name != "model"}, sort_keys=True)
+
+
+def columns_of(predictor: Predictor, top: int) -> Columns:
+    """The output columns for the answers of this model."""
+    outputs = {spec.name for spec in predictor.outputs}
+    kinds: dict[str, Kind] = {"probabilities": "label", "text": "text", "embedding": "embedding"}
+    kind = next(kind for name, kind in kinds.items() if name in outputs)
+    return Columns(kind, predictor.labels, top)

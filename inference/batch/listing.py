@@ -1,0 +1,154 @@
+"""Files named by ``--input``: one file, a pattern, or a folder; local or in a store.
+
+Only names are held, and one digest of all sizes and times, by which a later run knows the same input again.
+"""
+
+# Names are text from end to end: a ``Path`` for each of a million files would be most of the memory.
+# ruff: noqa: PTH112, PTH116, PTH118, PTH207
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from ckpt_tools.errors import SourceNotFoundError, StoreError, UsageError
+
+from ..common.urls import file_system, store_errors
+
+IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"})
+TABLES = {".parquet": "Parquet", ".jsonl": "JSON Lines", ".ndjson": "JSON Lines", ".csv": "CSV", ".txt": "text"}
+
+Entry = tuple[str, str]
+"""A name below the base, and its size and time as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Files below ``base``, sorted by name, all of one kind: "image", or a value of ``TABLES``."""
+
+    base: str
+    names: list[str]
+    kind: str
+    digest: str
+
+    def url(self, name: str) -> str:
+        return f"{self.base}/{name}"
+
+
+def listing_of(url: str) -> Listing:
+    """List ``url``.
+
+    Raises:
+        SourceNotFoundError: nothing fits. UsageError: files of several kinds. StoreError: the store cannot be read.
+    """
+    base, entries = _remote(url) if "://" in url else _local(url)
+    found, kind = _of_one_kind(url, entries)
+    return Listing(base, sorted(name for name, _ in found), kind, _digest(found))
+
+
+def _digest(entries: Iterable[Entry]) -> str:
+    """Order-independent digest: the sum of the digests of all entries."""
+    digests = (blake3(repr(entry).encode("utf-8", "surrogateescape")).digest() for entry in entries)
+    return f"blake3:{sum(map(int.from_bytes, digests)) % 2**256:064x}"
+
+
+def _of_one_kind(url: str, entries: Iterable[Entry]) -> tuple[list[Entry], str]:
+    """Keep the files of one kind. If there are images, other files are ignored."""
+    by_kind: dict[str, list[Entry]] = {}
+    for entry in entries:
+        suffix = Path(entry[0]).suffix.lower()
+        kind = "image" if suffix in IMAGES else TABLES.get(suffix)
+        if kind is not None:
+            by_kind.setdefault(kind, []).append(entry)
+    if "image" in by_kind:
+        return by_kind["image"], "image"
+    if len(by_kind) > 1:
+        raise UsageError(f"{url} holds files of several kinds ({', '.join(sorted(by_kind))}); choose by a pattern")
+    if not by_kind:
+        known = ", ".join(sorted(IMAGES | TABLES.keys()))
+        raise SourceNotFoundError(f"{url} has no file that can be predicted; their names end in {known}")
+    [(kind, found)] = by_kind.items()
+    return found, kind
+
+
+# --- local
+
+
+def _local(url: str) -> tuple[str, Iterator[Entry]]:
+    if os.path.isdir(url):
+        return url.rstrip("/") or "/", _entries(url.rstrip("/") or "/", _files_below(url, ()))
+    if os.path.lexists(url):
+        folder, name = os.path.split(url)
+        return folder or ".", _entries(folder or ".", [os.path.join(folder or ".", name)])
+    if not glob.has_magic(url):
+        raise SourceNotFoundError(f"there is no file or folder {url}")
+    base = _fixed_part(url)
+    return base, _entries(base, (path for path in glob.iglob(url, recursive=True) if not os.path.isdir(path)))
+
+
+def _fixed_part(pattern: str) -> str:
+    """The folder before the first part with a wildcard."""
+    parts = pattern.split("/")
+    first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    return "/".join(parts[:first]) or ("/" if pattern.startswith("/") else ".")
+
+
+def _files_below(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    """Files at any depth, following links to folders but not into a folder that contains the link."""
+    status = os.stat(folder)
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _files_below(entry.path, (*above, here))
+            else:
+                yield entry.path
+
+
+def _entries(base: str, paths: Iterable[str]) -> Iterator[Entry]:
+    for path in paths:
+        try:
+            status = os.stat(path)
+            stamp = f"{status.st_size} {status.st_mtime_ns}"
+        except OSError:
+            # A link to nowhere: it becomes a row with its error.
+            stamp = "none"
+        yield os.path.relpath(path, base) if not path.startswith(f"{base}/") else path[len(base) + 1 :], stamp
+
+
+# --- in a store
+
+
+def _remote(url: str) -> tuple[str, Iterator[Entry]]:
+    fs, path = file_system(url)
+    scheme = url.partition("://")[0]
+    try:
+        with store_errors(url):
+            base, found = _find(fs, path)
+    except OSError as error:
+        raise StoreError(f"{url} cannot be listed ({error})") from error
+    if not found:
+        raise SourceNotFoundError(f"there is nothing at {url}")
+    return f"{scheme}://{base}", ((name.removeprefix(f"{base}/"), _stamp(info)) for name, info in found.items())
+
+
+def _find(fs: Any, path: str) -> tuple[str, dict[str, Any]]:
+    if glob.has_magic(path):
+        found = fs.glob(path, detail=True)
+        return _fixed_part(path), {name: info for name, info in found.items() if info["type"] == "file"}
+    if fs.isfile(path):
+        return path.rpartition("/")[0], {path: fs.info(path)}
+    return path, fs.find(path, detail=True)
+
+
+def _stamp(info: dict[str, Any]) -> str:
+    changed = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info), "")
+    return f"{info.get('size')} {changed}"

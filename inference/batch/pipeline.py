@@ -1,0 +1,179 @@
+"""From items to rows, in the order of the input: threads decode ahead while the model predicts.
+
+Some windows of inputs are decoded ahead, so memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ckpt_tools.errors import FormatError
+
+from ..common.garbage import libraries_left_alone
+from ..models.predictor import Predictor
+from ..models.results import Prediction
+from ..models.tensor_specs import TensorSpec
+from .items import Item, Pixels, content_of
+from .rows import Row, is_finite
+
+AHEAD = 3
+"""Windows decoded ahead of the one being predicted."""
+
+PASSES = 16
+"""Forward passes per window: enough that per-window costs are small, and that several texts have the same length and
+share a pass."""
+
+WINDOW_BYTES = 4 << 20
+"""Limit of a window of large inputs, which then has fewer passes."""
+
+READERS = 8
+"""Decoding threads: more than processors, because reading from a store mostly waits."""
+
+Decoded = tuple[Item, Tensor | str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Truths:
+    """Maps a true label of the input to the number of its class."""
+
+    labels: tuple[str, ...] | None
+    num_classes: int
+
+    def of(self, value: str | int | None) -> int | None:
+        """Number of the class, None for an empty cell. Raises FormatError if there is no such class."""
+        if value is None or value == "":
+            return None
+        number = self.labels.index(str(value)) if self.labels and str(value) in self.labels else _number(value)
+        if number is None or not 0 <= number < self.num_classes:
+            raise FormatError(f"its true label {value!r} is not a class of the model")
+        return number
+
+
+def _number(value: str | int) -> int | None:
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def truths_of(predictor: Predictor) -> Truths:
+    """Class labels of a classifier; other models have no classes."""
+    found = next((spec.shape[1] for spec in predictor.outputs if spec.name == "probabilities"), 0)
+    return Truths(predictor.labels, found)
+
+
+def takes_texts(predictor: Predictor) -> bool:
+    return predictor.inputs[0].datatype == "BYTES"
+
+
+def window_of(predictor: Predictor) -> int:
+    """Inputs per window."""
+    row_bytes = predictor.inputs[0].row_bytes
+    fitting = PASSES if row_bytes is None else WINDOW_BYTES // (row_bytes * predictor.max_batch)
+    return predictor.max_batch * max(1, min(PASSES, fitting))
+
+
+def predicted(
+    items: Iterable[Item], predictor: Predictor, *, readers: int = READERS
+) -> Generator[list[Row], None, None]:
+    """Rows in the order of ``items``, a window at a time."""
+    pool = ThreadPoolExecutor(readers, thread_name_prefix="decode")
+    try:
+        with libraries_left_alone():
+            for window in _ahead(pool, items, predictor, readers):
+                yield rows_of(window, predictor)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, items: Iterable[Item], predictor: Predictor, readers: int
+) -> Iterator[list[Decoded]]:
+    windows = _windows(iter(items), window_of(predictor))
+    started: deque[list[Future[list[Decoded]]]] = deque()
+    for window in windows:
+        are_ready = all(isinstance(item.content, Pixels) for item in window)
+        if not are_ready:
+            started.append(_start(pool, window, predictor, readers))
+        while len(started) > (0 if are_ready else AHEAD):
+            yield _finish(started.popleft())
+        if are_ready:
+            # Another thread would only take the interpreter from the model.
+            yield decode_all(window, predictor)
+    while started:
+        yield _finish(started.popleft())
+
+
+def _windows(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    while window := list(islice(items, size)):
+        yield window
+
+
+def _start(
+    pool: ThreadPoolExecutor, window: Sequence[Item], predictor: Predictor, readers: int
+) -> list[Future[list[Decoded]]]:
+    """Each thread decodes several items: submitting each alone would cost as much as decoding a small image."""
+    size = -(-len(window) // readers)
+    return [pool.submit(decode_all, window[start : start + size], predictor) for start in range(0, len(window), size)]
+
+
+def _finish(futures: Iterable[Future[list[Decoded]]]) -> list[Decoded]:
+    return [each for future in futures for each in future.result()]
+
+
+def decode_all(items: Sequence[Item], predictor: Predictor) -> list[Decoded]:
+    truths, [spec, *_] = truths_of(predictor), predictor.inputs
+    return [_decode(item, predictor, truths, spec) for item in items]
+
+
+def _decode(item: Item, predictor: Predictor, truths: Truths, spec: TensorSpec) -> Decoded:
+    truth = None
+    try:
+        truth = truths.of(item.truth)
+        if isinstance(item.content, Pixels) and _is_input(item.content, spec):
+            return item, torch.from_numpy(item.content.values), truth
+        data, name = content_of(item, takes_texts=spec.datatype == "BYTES")
+        return item, predictor.decode(data, name), truth
+    except FormatError as error:
+        return item, writable(str(error)), truth
+
+
+def _is_input(pixels: Pixels, spec: TensorSpec) -> bool:
+    """Whether the model takes the pixels without preparation."""
+    return spec.datatype == "UINT8" and pixels.values.shape == spec.shape[1:]
+
+
+def rows_of(window: Sequence[Decoded], predictor: Predictor) -> list[Row]:
+    """Rows with predictions, or with the error of an input that could not be decoded."""
+    predictions = iter(predictor.predict([found for _, found, _ in window if not isinstance(found, str)]))
+    return [_row(item, truth, found if isinstance(found, str) else next(predictions)) for item, found, truth in window]
+
+
+def _row(item: Item, truth: int | None, found: Prediction | str) -> Row:
+    name = writable(item.name)
+    if isinstance(found, Prediction) and is_finite(found):
+        return Row(name, found, truth, None, item.fraction)
+    error = found if isinstance(found, str) else "the model's answer is not a finite number"
+    return Row(name, None, truth, error, item.fraction)
+
+
+def predict_all(items: Iterable[Item], predictor: Predictor) -> list[Row]:
+    """All rows, for a small dataset."""
+    return [row for rows in predicted(items, predictor) for row in rows]
+
+
+def writable(name: str) -> str:
+    """``name`` with bytes that are not UTF-8, which JSON and Parquet cannot hold, as escapes."""
+    if name.isascii():
+        return name
+    try:
+        return os.fsencode(name).decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which JSON can hold.
+        return name.encode("utf-8", "backslashreplace").decode()

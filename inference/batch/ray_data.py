@@ -1,0 +1,121 @@
+"""Prediction on a Ray cluster with Ray Data: tasks read the input, and actors with a model each predict.
+
+Rows come back in the order of the input and are written by the same writer, so the file is the same as from one
+machine, and a stopped run can be resumed with either runner.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.errors import CkptError, FormatError
+
+from ..common.training_package import launchers
+from ..models.predictor import Predictor
+from .inputs import Part
+from .job import Job
+from .pipeline import AHEAD, predicted, window_of
+from .rows import Row
+
+if TYPE_CHECKING:
+    import numpy as np
+
+READ_CPUS = 0.1
+"""CPUs of a reading task, which mostly waits. More would keep readers and models waiting for each other."""
+
+WINDOWS = 2 * (AHEAD + 1)
+"""Windows per batch of an actor, which decodes ahead within a batch."""
+
+
+class Worker:
+    """Ray Data actor with a model of its own."""
+
+    def __init__(self, job: Job, digest: str) -> None:
+        self.predictor = job.load()
+        if self.predictor.identity.digest != digest:
+            raise FormatError(f"{job.model} has other weights on another machine, or was replaced meanwhile")
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[bytes]]:
+        items = (pickle.loads(each) for each in batch["item"])  # noqa: S301  # our own, from reading below
+        return {"row": [pickle.dumps(row) for rows in predicted(items, self.predictor) for row in rows]}
+
+
+def items_of(row: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
+    """Items of a part."""
+    part: Part = pickle.loads(row["part"])  # noqa: S301  # our own
+    for item in part.items():
+        yield {"item": pickle.dumps(item)}
+
+
+def predicted_on_ray(
+    parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | None
+) -> Generator[list[Row], None, None]:
+    """Rows in the order of the input. ``predictor`` is the model on this machine, which gives the batch size.
+
+    Raises:
+        CkptError: what the first failing worker raised.
+    """
+    if not parts:
+        return
+    with launchers.cluster((workers or 1) * (job.threads or 1) + 1):
+        rows = _rows(parts, job, predictor, workers)
+        try:
+            yield from _in_windows(rows, window_of(predictor))
+        except CkptError:
+            raise
+        except Exception as error:
+            raise _ours(error) from error
+
+
+def _rows(parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | None) -> Iterator[Row]:
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    # Ours is the only progress that a user is to see.
+    context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    threads = job.threads or 1
+    resources = ray.cluster_resources()
+    on_gpu = (job.device or "cpu").startswith("cuda")
+    fitting = int(resources.get("GPU", 0)) if on_gpu else int((resources.get("CPU", 1) - 1) // threads)
+    packed = [{"part": pickle.dumps(part)} for part in parts]
+    found = (
+        ray.data.from_items(packed, override_num_blocks=len(packed))
+        .flat_map(items_of, num_cpus=READ_CPUS)
+        .map_batches(
+            Worker,
+            fn_constructor_args=(job, predictor.identity.digest),
+            batch_size=WINDOWS * window_of(predictor),
+            concurrency=workers or max(1, fitting),
+            num_cpus=threads,
+            num_gpus=1 if on_gpu else None,
+        )
+    )
+    for each in found.iter_rows():
+        yield pickle.loads(each["row"])  # noqa: S301  # our own
+
+
+def _in_windows(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+    window: list[Row] = []
+    for row in rows:
+        window.append(row)
+        if len(window) == size:
+            yield window
+            window = []
+    if window:
+        yield window
+
+
+def _ours(error: Exception) -> Exception:
+    """The ``CkptError`` that a worker raised, unwrapped from Ray's errors."""
+    seen: Any = error
+    while seen is not None:
+        cause = getattr(seen, "cause", None)
+        if isinstance(cause, CkptError):
+            return cause
+        seen = seen.__cause__
+    return error

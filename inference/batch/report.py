@@ -1,0 +1,237 @@
+"""Report of predictions with known true labels: accuracy, confusion matrix and calibration."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
+
+from .rows import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FILES = ("report.json", "confusion.png", "calibration.png")
+
+NUM_NAMED = 3
+"""Bad inputs named in the error; all of them are in the output."""
+
+NUM_BINS = 15
+"""Confidence bins of the calibration, as in most papers."""
+
+MAX_NUMBERED, MAX_NAMED, NAME_CHARS = 24, 60, 14
+"""Most classes for which the confusion matrix shows counts, and names; and the length that names are cut to."""
+
+
+class BadInputsError(CkptError):
+    """Some inputs could not be read; all others were predicted."""
+
+    exit_code = 6
+
+
+@dataclass(slots=True)
+class Bin:
+    """Predictions of similar confidence; ``confidence`` is their sum."""
+
+    num: int = 0
+    num_correct: int = 0
+    confidence: float = 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over written rows, those of a resumed run included. ``confusion`` counts pairs (true, predicted class)."""
+
+    num_rows: int = 0
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
+    confusion: dict[tuple[int, int], int] = field(default_factory=dict)
+    bins: list[Bin] = field(default_factory=lambda: [Bin() for _ in range(NUM_BINS)])
+
+    def add(self, row: Row) -> None:
+        found = row.prediction
+        self._add(row.name, row.truth, row.error, row.label, None if found is None else found.probabilities)
+
+    def add_written(self, row: Mapping[str, Any]) -> None:
+        """Add a row as read back from the output."""
+        self._add(row["name"], row["truth"], row["error"], row.get("label"), row.get("probabilities"))
+
+    def _add(
+        self, name: str, truth: int | None, error: str | None, label: int | None, probabilities: Sequence[float] | None
+    ) -> None:
+        self.num_rows += 1
+        if error is not None:
+            self.num_bad += 1
+            self.bad = [*self.bad, name][:NUM_NAMED]
+        elif truth is not None and label is not None and probabilities is not None:
+            self._compare(truth, label, probabilities[label])
+
+    def _compare(self, truth: int, label: int, confidence: float) -> None:
+        self.confusion[truth, label] = self.confusion.get((truth, label), 0) + 1
+        found = self.bins[min(int(confidence * NUM_BINS), NUM_BINS - 1)]
+        found.num += 1
+        found.num_correct += truth == label
+        found.confidence += confidence
+
+    @property
+    def num_known(self) -> int:
+        """Predictions whose true label is known."""
+        return sum(self.confusion.values())
+
+    @property
+    def num_correct(self) -> int:
+        return sum(count for (truth, label), count in self.confusion.items() if truth == label)
+
+    @property
+    def calibration_error(self) -> float:
+        """Expected calibration error: the mean over predictions of abs(accuracy - confidence) of their bin."""
+        return sum(abs(found.num_correct - found.confidence) for found in self.bins) / max(1, self.num_known)
+
+    def check_bad(self, out: object) -> None:
+        """Raise BadInputsError if there is a row without a prediction."""
+        if not self.num_bad:
+            return
+        more = self.num_bad - len(self.bad)
+        names = ", ".join(self.bad) + (f" and {more:,} more" if more else "")
+        raise BadInputsError(
+            f"{self.num_bad:,} of {self.num_rows:,} inputs could not be predicted: {names}; their rows in {out} say why"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The files ``FILES`` in ``folder``, which is made; existing ones are only replaced if ``replaces``."""
+
+    folder: Path
+    replaces: bool
+
+    def check(self) -> None:
+        """Raise if the files cannot be written, or matplotlib is missing. Writes nothing."""
+        import matplotlib.figure  # noqa: F401
+
+        parent = self.folder.parent
+        if not parent.is_dir():
+            raise StoreError(f"the folder of --report, {parent}, does not exist; make it first")
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            raise DestinationExistsError(f"--report {self.folder} is a file")
+        if not os.access(self.folder if self.folder.is_dir() else parent, os.W_OK | os.X_OK):
+            raise StoreError(f"--report {self.folder} cannot be written to")
+        for name in FILES:
+            if os.path.lexists(self.folder / name) and not self.replaces:
+                raise DestinationExistsError(f"{self.folder / name} exists; --overwrite replaces it")
+
+    def write(self, tally: Tally, labels: tuple[str, ...] | None) -> None:
+        """Each file appears when it is complete."""
+        names = names_of(tally, labels)
+        self.folder.mkdir(exist_ok=True)
+        self._put("report.json", (json.dumps(figures(tally, names), indent=1) + "\n").encode())
+        self._put("confusion.png", confusion_picture(tally, names))
+        self._put("calibration.png", calibration_picture(tally))
+
+    def _put(self, name: str, data: bytes) -> None:
+        unfinished = self.folder / f".{name}.unfinished"
+        unfinished.write_bytes(data)
+        unfinished.replace(self.folder / name)
+
+
+def names_of(tally: Tally, labels: tuple[str, ...] | None) -> dict[int, str]:
+    """Names of the classes that occur, by number, in order."""
+    found = sorted({number for pair in tally.confusion for number in pair})
+    return {number: labels[number] if labels else str(number) for number in found}
+
+
+def figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
+    """The content of ``report.json``. A class never predicted has no precision, one that never occurs no recall."""
+    return {
+        "rows": tally.num_rows,
+        "errors": tally.num_bad,
+        "with_truth": tally.num_known,
+        "correct": tally.num_correct,
+        "accuracy": _ratio(tally.num_correct, tally.num_known),
+        "expected_calibration_error": tally.calibration_error if tally.num_known else None,
+        "calibration": [
+            {
+                "from": number / NUM_BINS,
+                "to": (number + 1) / NUM_BINS,
+                "predictions": found.num,
+                "confidence": found.confidence / found.num if found.num else None,
+                "accuracy": _ratio(found.num_correct, found.num),
+            }
+            for number, found in enumerate(tally.bins)
+        ],
+        "classes": [{"label": number, "name": name} | _of_class(tally, number) for number, name in names.items()],
+        "confusion": [
+            {"truth": truth, "label": label, "count": count}
+            for (truth, label), count in sorted(tally.confusion.items())
+        ],
+    }
+
+
+def _of_class(tally: Tally, number: int) -> dict[str, float | int | None]:
+    pairs = tally.confusion.items()
+    correct = tally.confusion.get((number, number), 0)
+    occurs = sum(count for (truth, _), count in pairs if truth == number)
+    predicted = sum(count for (_, label), count in pairs if label == number)
+    return {"rows": occurs, "precision": _ratio(correct, predicted), "recall": _ratio(correct, occurs)}
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def confusion_picture(tally: Tally, names: dict[int, str]) -> bytes:
+    """PNG of the confusion matrix: rows are true classes, columns predicted ones, shaded by their share of the row."""
+    from matplotlib.figure import Figure
+
+    classes = list(names)
+    counts = [[tally.confusion.get((truth, label), 0) for label in classes] for truth in classes]
+    # The square root makes rare confusions visible.
+    shares = [[(count / max(1, sum(row))) ** 0.5 for count in row] for row in counts]
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=f"{tally.num_correct:,} of {tally.num_known:,} correct", xlabel="predicted", ylabel="true")
+    if classes:
+        axes.imshow(shares, "Blues", vmin=0, vmax=1)
+    if len(classes) <= MAX_NAMED:
+        # A label may hold half of a surrogate pair.
+        texts = [name.encode(errors="replace").decode() for name in names.values()]
+        short = [text if len(text) <= NAME_CHARS else f"{text[: NAME_CHARS - 1]}…" for text in texts]
+        axes.set_xticks(range(len(short)), short, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(short)), short, parse_math=False)
+    if len(classes) <= MAX_NUMBERED:
+        for row, column in ((r, c) for r, each in enumerate(counts) for c, count in enumerate(each) if count):
+            colour = "white" if shares[row][column] > 0.6 else "black"
+            axes.text(column, row, str(counts[row][column]), ha="center", va="center", color=colour)
+    return _png(figure)
+
+
+def calibration_picture(tally: Tally) -> bytes:
+    """PNG of accuracy by confidence, and the number of predictions of each confidence below it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 7), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))
+    centres = [(number + 0.5) / NUM_BINS for number in range(NUM_BINS)]
+    upper.set(title=f"expected calibration error {tally.calibration_error:.4f}", ylabel="accuracy", ylim=(0, 1))
+    upper.bar(centres, [_ratio(found.num_correct, found.num) or 0 for found in tally.bins], 0.9 / NUM_BINS)
+    upper.plot((0, 1), (0, 1), color="black", label="accuracy = confidence")
+    upper.legend()
+    lower.bar(centres, [found.num for found in tally.bins], 0.9 / NUM_BINS, color="grey")
+    lower.set(xlabel="confidence", ylabel="predictions", xlim=(0, 1))
+    return _png(figure)
+
+
+def _png(figure: Figure) -> bytes:
+    file = BytesIO()
+    with warnings.catch_warnings():
+        # Of characters of a name that the font lacks.
+        warnings.simplefilter("ignore")
+        figure.savefig(file, format="png")
+    return file.getvalue()

@@ -1,0 +1,103 @@
+"""Output rows: a prediction or an error for each input, and the columns they are written in."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..models.results import Prediction
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Kind = Literal["label", "text", "embedding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the output: a prediction, or the ``error`` why there is none.
+
+    ``truth`` is the number of the true class, None if unknown. ``fraction`` is the share of the input done with this
+    row; it is not written.
+    """
+
+    name: str
+    prediction: Prediction | None
+    truth: int | None
+    error: str | None
+    fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert (self.prediction is None) == (self.error is not None)
+
+    @property
+    def label(self) -> int | None:
+        return None if self.prediction is None else self.prediction.label
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of the output, by the ``kind`` of answer; ``top`` is the number of most probable classes."""
+
+    kind: Kind
+    labels: tuple[str, ...] | None
+    top: int
+
+    def of(self, row: Row) -> dict[str, Any]:
+        """The row as written to JSON."""
+        return {"name": row.name, **self._answer(row.prediction), "truth": row.truth, "error": row.error}
+
+    def _answer(self, found: Prediction | None) -> dict[str, Any]:
+        if self.kind == "text":
+            return {"text": None if found is None else found.text}
+        if self.kind == "embedding":
+            return {"embedding": None if found is None else found.embedding}
+        if found is None or found.probabilities is None:
+            return {"label": None, "top": None, "probabilities": None}
+        return {"label": found.label, "top": self._top(found), "probabilities": found.probabilities}
+
+    def line(self, row: Row) -> bytes:
+        """``of`` as a line of JSON, from which floats are read back exactly."""
+        # Here, so that without it the command ends with a sentence.
+        import orjson
+
+        try:
+            return orjson.dumps(self.of(row), option=orjson.OPT_APPEND_NEWLINE)
+        except orjson.JSONEncodeError:
+            # A label or a text with half of a surrogate pair, which has no UTF-8. JSON has an escape for it.
+            return json.dumps(self.of(row), separators=(",", ":")).encode() + b"\n"
+
+    def _top(self, found: Prediction) -> list[dict[str, Any]]:
+        probabilities = found.probabilities or ()
+        return [
+            {"label": n, "name": self.labels[n] if self.labels else None, "probability": probabilities[n]}
+            for n in self._best(found)
+        ]
+
+    def _best(self, found: Prediction) -> list[int]:
+        """The most probable classes, the label first even if another class is equally probable."""
+        probabilities = found.probabilities or ()
+        ordered = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)
+        if ordered[0] != found.label and found.label is not None:
+            ordered.remove(found.label)
+            ordered.insert(0, found.label)
+        return ordered[: self.top]
+
+    def schema(self) -> pyarrow.Schema:
+        """Parquet schema of these columns."""
+        import pyarrow as pa
+
+        one = pa.struct({"label": pa.int64(), "name": pa.string(), "probability": pa.float64()})
+        answer = {
+            "label": {"label": pa.int64(), "top": pa.list_(one), "probabilities": pa.list_(pa.float64())},
+            "text": {"text": pa.string()},
+            "embedding": {"embedding": pa.list_(pa.float64())},
+        }[self.kind]
+        return pa.schema({"name": pa.string(), **answer, "truth": pa.int64(), "error": pa.string()})
+
+
+def is_finite(found: Prediction) -> bool:
+    """Whether all numbers are finite; others have no representation in JSON. Damaged weights give them."""
+    return math.isfinite(sum(found.probabilities or found.embedding or ()))

@@ -1,0 +1,272 @@
+"""Rows of Parquet, JSON Lines, CSV and text files as inputs, read on demand."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from ckpt_tools.errors import FormatError, UsageError
+
+from ..common.errors import one_line
+from ..common.urls import file_system, store_errors
+from .items import MAX_BYTES, Broken, Content, Item, Text
+
+INPUT_COLUMNS = ("text", "image", "path", "file")
+"""Input columns to look for without ``--column``."""
+
+PARQUET_ROWS = 64
+"""Rows read at once, which may be images of some megabytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Names of the columns of inputs and of true labels."""
+
+    content: str
+    truth: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TablePart:
+    """A file of rows, or one row group of a Parquet file. ``prefix`` begins the names of its rows.
+
+    ``first`` is the number of its first row. ``num_rows`` is None if that is known only after reading. ``span`` says
+    which part of the whole input it is, from 0 to 1.
+    """
+
+    url: str
+    kind: str
+    columns: Columns
+    prefix: str
+    base: str
+    span: tuple[float, float]
+    first: int = 0
+    num_rows: int | None = None
+    group: int | None = None
+
+    def items(self) -> Iterator[Item]:
+        """Items of the rows; a bad row is a ``Broken`` item. Raises FormatError if the file cannot be read at all."""
+        start, end = self.span
+        with opened(self.url) as file:
+            for number, (content, truth, share) in enumerate(self._rows(file), self.first):
+                yield Item(f"{self.prefix}{number}", content, truth, start + (end - start) * share)
+
+    def _rows(self, file: BinaryIO) -> Iterator[tuple[Content, str | int | None, float]]:
+        size = max(1, file.seek(0, io.SEEK_END))
+        file.seek(0)
+        if self.kind == "text":
+            for line in lines(file):
+                yield self._text(line), None, file.tell() / size
+            return
+        records = {"JSON Lines": _json_records, "CSV": _csv_records}
+        if self.kind == "Parquet":
+            yield from self._parquet_rows(file)
+            return
+        for record in records[self.kind](file):
+            yield *self._of(record), file.tell() / size
+
+    def _parquet_rows(self, file: BinaryIO) -> Iterator[tuple[Content, str | int | None, float]]:
+        from pyarrow import ArrowException, parquet
+
+        names = [self.columns.content, *([self.columns.truth] if self.columns.truth else [])]
+        done, total = 0, max(1, self.num_rows or 1)
+        try:
+            batches = parquet.ParquetFile(file).iter_batches(PARQUET_ROWS, row_groups=[self.group], columns=names)
+            for batch in batches:
+                for record in batch.to_pylist():
+                    done += 1
+                    yield *self._of(record), done / total
+        except (ArrowException, OSError) as error:
+            raise FormatError(f"{self.url} cannot be read ({one_line(error)})") from error
+
+    def _text(self, line: bytes | Broken) -> Content:
+        if isinstance(line, Broken):
+            return line
+        return Text(line.rstrip(b"\r\n").decode("utf-8", "surrogateescape"), self.base)
+
+    def _of(self, record: dict[str, Any] | Broken) -> tuple[Content, str | int | None]:
+        if isinstance(record, Broken):
+            return record, None
+        content, truth = self._content(record), record.get(self.columns.truth or "")
+        if truth is not None and (isinstance(truth, bool) or not isinstance(truth, str | int)):
+            return Broken(f"its {self.columns.truth} is neither a text nor a whole number"), None
+        return content, truth
+
+    def _content(self, record: dict[str, Any]) -> Content:
+        value = record.get(self.columns.content)
+        if isinstance(value, dict):
+            # As datasets of Hugging Face keep images: {"bytes": ..., "path": ...}.
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes):
+            return value if len(value) <= MAX_BYTES else Broken(f"it has more than {MAX_BYTES // 2**20} MiB")
+        if isinstance(value, str):
+            return Text(value, self.base)
+        return Broken(
+            f"it has no {self.columns.content}" if value is None else f"its {self.columns.content} is not a text"
+        )
+
+
+@contextmanager
+def opened(url: str) -> Iterator[BinaryIO]:
+    """The file at ``url``, local or remote, opened at its beginning. Raises FormatError."""
+    try:
+        if "://" in url:
+            fs, path = file_system(url)
+            # The files of some stores have a readline without a limit.
+            with store_errors(url), io.BufferedReader(fs.open(path, "rb")) as file:
+                yield file
+        else:
+            with open(url, "rb") as file:  # noqa: PTH123  # names may be of any bytes
+                yield file
+    except OSError as error:
+        raise FormatError(f"{url} cannot be read ({error.strerror or error})") from error
+
+
+def lines(file: BinaryIO) -> Iterator[bytes | Broken]:
+    """Lines of a file. A line longer than an input may be is ``Broken``, and is not held in memory."""
+    while line := file.readline(MAX_BYTES):
+        if len(line) < MAX_BYTES or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(MAX_BYTES)) and not rest.endswith(b"\n"):
+            pass
+        yield Broken(f"it has more than {MAX_BYTES // 2**20} MiB")
+
+
+def _json_records(file: BinaryIO) -> Iterator[dict[str, Any] | Broken]:
+    for line in lines(file):
+        if isinstance(line, Broken):
+            yield line
+        elif line.strip():
+            yield _json_record(line)
+
+
+def _json_record(line: bytes) -> dict[str, Any] | Broken:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Broken(f"it is not JSON ({one_line(error)})")
+    return found if isinstance(found, dict) else Broken("it is not a JSON object")
+
+
+def _csv_records(file: BinaryIO) -> Iterator[dict[str, Any] | Broken]:
+    """Records by the names in the first line. Bytes that are not UTF-8 are kept until a text is decoded."""
+    csv.field_size_limit(MAX_BYTES)
+    rows = csv.reader(_decoded_lines(file), strict=True)
+    names = next(rows, [])
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield Broken(f"it is not CSV ({error})")
+            continue
+        if row:
+            has_all = len(row) == len(names)
+            yield (
+                dict(zip(names, row, strict=True))
+                if has_all
+                else Broken(f"it has {len(row)} fields, and the first line has {len(names)}")
+            )
+
+
+def _decoded_lines(file: BinaryIO) -> Iterator[str]:
+    first = True
+    for line in lines(file):
+        text = "\n" if isinstance(line, Broken) else line.decode("utf-8", "surrogateescape")
+        yield text.removeprefix("\ufeff") if first else text
+        first = False
+
+
+# --- what columns there are
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One file, and its share (``span``) of the whole input."""
+
+    url: str
+    kind: str
+    prefix: str
+    span: tuple[float, float]
+
+    @property
+    def base(self) -> str:
+        return self.url.rpartition("/")[0] or "/"
+
+
+def parts_of(table: Table, column: str | None, truth: str | None) -> list[TablePart]:
+    """One part per row group of a Parquet file, one part for any other file. Checks the columns.
+
+    Raises:
+        UsageError: a column is not there, or which one holds the inputs is not clear. FormatError: the file is damaged.
+    """
+    url, kind = table.url, table.kind
+    if kind == "text":
+        if column or truth:
+            raise UsageError(f"{url} is a text: each line is an input, and there are no columns")
+        return [TablePart(url, kind, Columns("", None), table.prefix, table.base, table.span)]
+    names = names_of(url, kind)
+    columns = Columns(_content_column(url, names, column), truth)
+    if truth is not None:
+        _check_column(url, names, truth)
+    if kind == "Parquet":
+        return _groups(table, columns)
+    return [TablePart(url, kind, columns, table.prefix, table.base, table.span)]
+
+
+def _groups(table: Table, columns: Columns) -> list[TablePart]:
+    with opened(table.url) as file:
+        metadata = _parquet(table.url, file).metadata
+        sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    start, end = table.span
+    share, first, found = (end - start) / max(1, sum(sizes)), 0, []
+    for group, size in enumerate(sizes):
+        span = (start + share * first, start + share * (first + size))
+        found.append(TablePart(table.url, table.kind, columns, table.prefix, table.base, span, first, size, group))
+        first += size
+    return found
+
+
+def names_of(url: str, kind: str) -> list[str]:
+    """Names of the columns; for JSON Lines, those of the first row that has any."""
+    with opened(url) as file:
+        if kind == "Parquet":
+            return list(_parquet(url, file).schema_arrow.names)
+        if kind == "CSV":
+            return next(csv.reader(_decoded_lines(file), strict=True), [])
+        return list(next((record for record in _json_records(file) if isinstance(record, dict)), {}))
+
+
+def _parquet(url: str, file: BinaryIO) -> Any:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return parquet.ParquetFile(file)
+    except (ArrowException, OSError) as error:
+        raise FormatError(f"{url} is not a Parquet file ({one_line(error)})") from error
+
+
+def _content_column(url: str, names: list[str], column: str | None) -> str:
+    if column is not None:
+        _check_column(url, names, column)
+        return column
+    fitting = [name for name in INPUT_COLUMNS if name in names]
+    if len(fitting) != 1:
+        raise UsageError(f"{url} has the columns {_list(names)}; say by --column which one holds the inputs")
+    return fitting[0]
+
+
+def _check_column(url: str, names: list[str], column: str) -> None:
+    if column not in names:
+        raise UsageError(f"{url} has no column {column}; it has {_list(names)}")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:20]) or "none"

@@ -1,0 +1,49 @@
+"""Options that select and rename a checkpoint's tensors, for all commands that load a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Arguments of :func:`inference.load_model` that select and rename tensors. Can be sent to other processes."""
+
+    model_key: str | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    key_map: str | Path | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The given options, as arguments."""
+        return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Reading:
+        """Take these options out of a command's ``options``."""
+        return cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
+
+
+AS_IT_IS = Reading()
+
+
+def reading_options(command: Command) -> Command:
+    """Adds the options. Help and metavariables are those of ``ckpt-tools convert``."""
+    options = [
+        click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
+        click.option("--include", multiple=True, metavar="GLOB", help="Take only tensors whose names match."),
+        click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
+        click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename tensors, as '^model[.]='."),
+        click.option("--key-map", metavar="FILE", help="A JSON file that maps old names to new names."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

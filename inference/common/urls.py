@@ -1,0 +1,51 @@
+"""File systems of URLs, through fsspec, with the storage options of ``ckpt_tools``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from ckpt_tools.errors import CkptError, StoreError, UsageError
+
+from .errors import one_line
+
+SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
+"""S3 options with the same name in s3fs."""
+
+
+def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """fsspec's file system of ``url``, and the path in it. Listings are not cached, because others write there.
+
+    Raises:
+        UsageError: the scheme is unknown, or its package is missing.
+    """
+    try:
+        fs, path = url_to_fs(url, use_listings_cache=False, **_translated(url, options or {}))
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{url} cannot be used: {error}") from error
+    return fs, str(path).rstrip("/")
+
+
+@contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Within the block, errors of a store's client become StoreError, except missing and unreadable files. Clients
+    raise errors of many libraries."""
+    try:
+        yield
+    except (CkptError, FileNotFoundError, IsADirectoryError, PermissionError, FileExistsError):
+        raise
+    except Exception as error:
+        raise StoreError(f"{url}: the store failed ({one_line(error)})") from error
+
+
+def _translated(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """S3 options under the names of s3fs. Other stores take fsspec's options unchanged."""
+    if not url.startswith("s3://"):
+        return dict(options)
+    found = {name: value for name, value in options.items() if name in SAME_IN_S3FS}
+    if "region" in options:
+        found["client_kwargs"] = {"region_name": options["region"]}
+    return found

@@ -1,0 +1,1 @@
+"""From a checkpoint to a predictor: architectures, loading, and the tasks of image and text models."""

@@ -1,0 +1,217 @@
+"""Architectures: the module for a checkpoint's weights, from this package, a library, or the user.
+
+A checkpoint has no code. The architecture comes from a ``config.json`` of transformers or of our training beside the
+weights, or from the user:
+
+- ``ours``: the Vision Transformer of the training package, and ``ours:NAME`` another of its models
+- ``hf``: the class that ``config.json`` names, of transformers, without any code of the folder (``trust_remote_code``)
+- ``torchvision:NAME`` and ``timm:NAME``, with arguments as in ``torchvision:resnet18?num_classes=10``
+- ``module:function``: a function of the user's own that is called without arguments and returns the module
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.errors import FormatError, UsageError
+
+from ..common.errors import one_line
+from .config_folder import CONFIG, read_config
+from .programs import PROGRAMS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+OURS = "ours"
+HUGGING_FACE = "hf"
+LIBRARIES = ("torchvision", "timm")
+
+HOW_TO_NAME = "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME or module:function"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A parsed architecture. ``library`` is ``ours``, ``hf``, ``torchvision``, ``timm``, or the user's own module.
+
+    Raises:
+        UsageError: the text is none of these.
+    """
+
+    library: str
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Architecture:
+        """Parse ``--architecture``; imports nothing."""
+        if text in PROGRAMS:
+            raise UsageError(
+                f"{PROGRAMS[text]} does not say how an input is prepared for it; load it with inference.load_model"
+            )
+        if text in (OURS, HUGGING_FACE):
+            return cls(text)
+        library, has_name, rest = text.partition(":")
+        name, _, query = rest.partition("?")
+        if not has_name or not all(part.isidentifier() for part in library.split(".")) or not name:
+            raise UsageError(f"--architecture {text} is not an architecture; {HOW_TO_NAME}")
+        if query and library not in LIBRARIES:
+            raise UsageError(f"--architecture {text}: only torchvision and timm take arguments; {HOW_TO_NAME}")
+        return cls(library, name, _arguments(text, query))
+
+    def build(self, folder: Path | None, dtype: torch.dtype | None = None) -> nn.Module:
+        """The module on the CPU, with uninitialized parameters unless a function of the user's made it. ``folder`` has
+        ``config.json``; without a ``dtype``, parameters have the architecture's own.
+
+        Raises:
+            UsageError: there is no such model, or its package is missing. FormatError: ``config.json`` is not usable.
+        """
+        if self.library == OURS:
+            with _unfilled():
+                return self._of_training().to(dtype=dtype)
+        if self.library == HUGGING_FACE:
+            return _transformers_model(folder, dtype)
+        if self.library in LIBRARIES:
+            return self._of_library().to(dtype=dtype)
+        return self._of_user().to(dtype=dtype)
+
+    def _of_training(self) -> nn.Module:
+        from ..common.training_package import model_names, zoo
+
+        if self.our_name not in model_names.MODELS:
+            raise UsageError(f"--architecture {OURS}:{self.name}: training has no model of its own of this name")
+        return zoo.spec_of(self.our_name).build()
+
+    @property
+    def our_name(self) -> str:
+        """Name of the model in the training package."""
+        return self.name or "vit"
+
+    def _of_library(self) -> nn.Module:
+        library = _imported("torchvision.models" if self.library == "torchvision" else "timm", self.library)
+        try:
+            with _unfilled():
+                return self._made(library)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise UsageError(f"{self.library} cannot build {self.name}: {one_line(error)}") from error
+
+    def _made(self, library: Any) -> nn.Module:
+        if self.library == "torchvision":
+            return library.get_model(self.name, weights=None, **_no_backbone(library, self.name), **self.arguments)
+        return library.create_model(self.name, pretrained=False, **self.arguments)
+
+    def _of_user(self) -> nn.Module:
+        from torch import nn
+
+        module = _imported(self.library, self.library)
+        function = getattr(module, self.name, None)
+        if not callable(function):
+            raise UsageError(f"the module {self.library} has no function {self.name}")
+        model = function()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"{self.library}:{self.name} returned a {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+
+def _no_backbone(library: Any, name: str) -> dict[str, None]:
+    """Keeps torchvision from downloading a backbone's weights, which the checkpoint has."""
+    has_backbone = "weights_backbone" in signature(library.get_model_builder(name)).parameters
+    return {"weights_backbone": None} if has_backbone else {}
+
+
+def architecture_of(text: str | None, folder: Path | None) -> Architecture:
+    """The architecture that the user names, or that ``config.json`` in ``folder`` names, or our own model.
+
+    Raises:
+        UsageError: the user names none. FormatError: ``config.json`` is not usable.
+    """
+    if text is not None:
+        return Architecture.parse(text)
+    config = read_config(folder)
+    if "model_type" in config:
+        return Architecture(HUGGING_FACE)
+    return _named_in(config, f"{folder}/{CONFIG}") if "architecture" in config else Architecture(OURS)
+
+
+def _named_in(config: Mapping[str, Any], path: str) -> Architecture:
+    """The architecture in a ``config.json`` of the training package. A function of a module is refused: a file beside
+    weights does not choose code."""
+    text = config["architecture"]
+    try:
+        found = Architecture.parse(str(text))
+    except UsageError as error:
+        raise FormatError(f"{path} names {text!r}, which is not an architecture") from error
+    if found.library not in (OURS, *LIBRARIES):
+        raise FormatError(f"{path} names the function {text}; a file beside weights does not choose code, so name it")
+    return found
+
+
+def _arguments(text: str, query: str) -> dict[str, Any]:
+    """``num_classes=10&dropout=0.5`` as keyword arguments; a value that is no literal of Python is text."""
+    found: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        key, has_value, value = part.partition("=")
+        if not has_value or not key.isidentifier():
+            raise UsageError(f"--architecture {text}: {part!r} is not NAME=VALUE")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[key] = value
+    return found
+
+
+def _transformers_model(folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
+    """The class in ``architectures`` of ``config.json``, with transformers' defaults and without weights."""
+    found = read_config(folder)
+    if folder is None or "model_type" not in found:
+        raise FormatError(f"there is no {CONFIG} of transformers beside the weights, which says what the model is")
+    transformers = _imported("transformers", "transformers")
+    names = found.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise FormatError(f"{folder / CONFIG} does not name one class in architectures; name the model another way")
+    model_class = getattr(transformers, str(names[0]), None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise FormatError(
+            f"{folder / CONFIG} names {names[0]}, which this version of transformers does not have; a class that "
+            "comes with the checkpoint is code, and is not run"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with _default_dtype(dtype or getattr(config, "dtype", None)), _unfilled():
+            return model_class(config)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise FormatError(f"{folder / CONFIG} is not usable: {one_line(error)}") from error
+
+
+def _unfilled() -> AbstractContextManager[Any]:
+    from .uninitialized import Unfilled
+
+    return Unfilled()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Parameters made in the block have ``dtype``. Casting the model afterwards would also cast tables that
+    transformers keeps in float32."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the architecture needs the package {package}, which is not installed") from error

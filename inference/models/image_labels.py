@@ -1,0 +1,160 @@
+"""Image classifiers of torchvision, timm and transformers, with their libraries' preprocessing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from ckpt_tools.errors import FormatError, UsageError
+
+from ..common.errors import one_line
+from .prediction import Activation, activation_of, answers, decoded, embeddings_of, labels_of_config
+from .results import Prediction
+from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, in_passes
+from .tensor_specs import BATCH, TensorSpec
+
+Prepare = Callable[[Image.Image], Tensor]
+"""From an opened image to float32 [channels, height, width]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageLabels:
+    """Classifies images, float32 of ``shape``. ``logits`` is the forward pass of a batch. With ``num_features`` the
+    model has no head and gives embeddings of that size."""
+
+    model: nn.Module
+    logits: Callable[[Tensor], Tensor]
+    prepare: Prepare
+    shape: tuple[int, ...]
+    num_classes: int
+    labels: tuple[str, ...] | None
+    activation: Activation = "softmax"
+    is_exact: bool = True
+    num_features: int | None = None
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, self.num_classes)
+
+    @property
+    def max_batch(self) -> int:
+        return MAX_BATCH
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("image", "FP32", (BATCH, *self.shape)),)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return classifier_outputs(self.num_classes, self.num_features)
+
+    def decode(self, data: bytes, name: str) -> Tensor:
+        return decoded(BytesIO(data), name, self.prepare)
+
+    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
+        if not inputs:
+            return []
+        check_inputs(inputs, torch.float32, self.shape)
+        images = torch.stack(list(inputs))
+        logits = in_passes(images, self._forward, max_batch=self.max_batch, is_exact=self.is_exact)
+        return answers(logits, self.activation) if self.num_features is None else embeddings_of(logits)
+
+    @torch.inference_mode()
+    def _forward(self, images: Tensor) -> Tensor:
+        like = next(self.model.parameters())
+        return self.logits(images.to(like.device, like.dtype)).float().cpu()
+
+
+def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+    """A torchvision classifier, with the class names of its weights if their number fits.
+
+    Raises:
+        UsageError: the model is not a classifier of images.
+    """
+    from torchvision.models import get_model_weights
+    from torchvision.transforms._presets import ImageClassification
+
+    weights: Any = get_model_weights(name)
+    known = weights.DEFAULT if hasattr(weights, "DEFAULT") else next(iter(weights))
+    transforms = known.transforms()
+    if not isinstance(transforms, ImageClassification):
+        raise UsageError(f"torchvision:{name} does not classify images, which is what can be predicted here")
+    return _classifier(
+        model, lambda image: transforms(image.convert("RGB")), known.meta["categories"], labels, is_exact
+    )
+
+
+def of_timm(model: nn.Module, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+    """A timm classifier, with the preprocessing of its configuration."""
+    from timm import data
+
+    transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
+    return _classifier(model, lambda image: transform(image.convert("RGB")), (), labels, is_exact)
+
+
+def _classifier(
+    model: nn.Module, prepare: Prepare, known: Sequence[str], labels: tuple[str, ...] | None, is_exact: bool
+) -> ImageLabels:
+    """A classifier whose shapes are found by one forward pass."""
+    example = prepare(Image.new("RGB", (64, 64)))
+    like = next(model.parameters())
+    with torch.inference_mode():
+        num_classes = model(example.unsqueeze(0).to(like.device, like.dtype)).shape[1]
+    if labels is None and len(known) == num_classes:
+        labels = tuple(known)
+    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, is_exact=is_exact)
+
+
+def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+    """A transformers image classifier.
+
+    Raises:
+        FormatError: as ``image_task``; or the model has no classes.
+    """
+    found = image_task(
+        model,
+        lambda images: model(pixel_values=images).logits,
+        folder,
+        num_classes=model.config.num_labels,
+        labels=labels or labels_of_config(model.config),
+        is_exact=is_exact,
+    )
+    return replace(found, activation=activation_of(model.config))
+
+
+def image_task(
+    model: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    folder: Path,
+    *,
+    num_classes: int,
+    labels: tuple[str, ...] | None,
+    is_exact: bool,
+) -> ImageLabels:
+    """The task of a transformers image model, with the image processor beside the weights.
+
+    Raises:
+        FormatError: there are no such settings.
+    """
+    import transformers
+
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise FormatError(
+            f"the preparation of images that preprocessor_config.json beside the weights says is not usable "
+            f"({one_line(error)})"
+        ) from error
+
+    def prepare(image: Image.Image) -> Tensor:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+        return processor(images=upright, return_tensors="pt")["pixel_values"][0]
+
+    shape = tuple(prepare(Image.new("RGB", (64, 64))).shape)
+    return ImageLabels(model, forward, prepare, shape, num_classes, labels, is_exact=is_exact)

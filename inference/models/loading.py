@@ -1,0 +1,144 @@
+"""Loading: from a checkpoint of any format, consolidated or sharded, local or remote, to a module with its weights.
+
+The weights are read straight into the module, each byte once, and no pickle is executed. Names and shapes are strict:
+a tensor too many or too few is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ckpt_tools
+from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
+
+from ..common.garbage import libraries_left_alone
+from ..common.name_options import Reading
+from .architectures import architecture_of
+from .config_folder import config_folder
+from .programs import PROGRAMS, SCRIPTED, check_asked, load_program
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@refusing_empty
+@libraries_left_alone()
+def load_model(
+    url: str | Path,
+    *,
+    model: str | nn.Module | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    model_key: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """The model with the weights of the checkpoint at ``url``, in evaluation mode.
+
+    Each byte of a weight is read once, straight into the model. Every name and every shape has to fit.
+
+    Args:
+        url: A path, or a URL of a store: a safetensors or torch file, a Hugging Face folder, or a sharded checkpoint.
+        model: The module that the weights belong in. A text names it: ``"timm:NAME"``, ``"hf"``, ``"ours"``,
+            ``"torchvision:resnet18?num_classes=10"``, or a function of yours as ``"module:function"``. A module, also
+            one on the meta device, is filled itself. ``"torch.export"`` and ``"torchscript"`` say that the file at
+            ``url`` is such a program, and that you trust it: it is run. Default: what ``config.json`` beside the
+            weights says, else the training package's own model.
+        dtype: dtype of the parameters. Default: the architecture's own. Values are cast.
+        device: Device of the model.
+        model_key: Key of the model in a tree, such as ``"app.model"``. Default: found by its content.
+        include, exclude, rename, key_map: Which tensors of the checkpoint are taken, and their names in the model; as
+            for ``ckpt_tools.convert``. ``rename="^model[.]="`` takes a prefix off.
+        storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
+
+    Returns:
+        The module. Parameters and buffers have the shapes that the architecture gives them, and are on ``device``.
+
+    Raises:
+        UsageError: there is no such architecture, its package is not installed, or options do not fit.
+        FormatError: the checkpoint cannot be read, or is of another model: names of tensors that are missing, that the
+            model does not have, or that have another shape are listed.
+        CkptError: as ``ckpt_tools.load_into`` says.
+
+    Example:
+        >>> import inference, torch
+        >>> model = inference.load_model("run", model=torch.nn.ModuleDict({"encoder": torch.nn.Linear(8, 4)}))
+        >>> model["encoder"].weight[1, :3].tolist()
+        [8.0, 9.0, 10.0]
+    """
+    reading = Reading(model_key, include, exclude, rename, key_map).given()
+    if isinstance(model, str) and model in PROGRAMS:
+        if reading or dtype is not None:
+            raise UsageError(
+                f"{PROGRAMS[model]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}"
+            )
+        return load_program(model, url, device, storage_options)
+    check_asked(url)
+    built = _built(url, model, dtype, device, storage_options)
+    return filled(built, url, storage_options, reading)
+
+
+def _built(
+    url: str | Path,
+    model: str | nn.Module | None,
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+    storage_options: Mapping[str, Any] | None,
+) -> nn.Module:
+    if model is None or isinstance(model, str):
+        with config_folder(url, storage_options) as folder:
+            return architecture_of(model, folder).build(folder, dtype).to(device=device)
+    from .uninitialized import made_real
+
+    return made_real(model, device).to(device=device, dtype=dtype)
+
+
+def filled(
+    model: nn.Module,
+    url: str | Path,
+    storage_options: Mapping[str, Any] | None,
+    reading: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """``model`` (or a copy, if transformers has to rename tensors) with the weights of the checkpoint at ``url``.
+    ``reading`` are options of ``ckpt_tools.load_into``. Raises as ``load_model``."""
+    try:
+        ckpt_tools.load_into(model, None, url, storage_options=storage_options, **(reading or {}))
+    except UsageError as error:
+        if "does not fit the model" not in error.message:
+            raise
+        renamed = None if reading else _by_names_of_transformers(model, url, storage_options)
+        if renamed is None:
+            raise FormatError(f"{url}: {error.message}") from error
+        return renamed
+    except UnsupportedError as error:
+        if "TorchScript" in error.message:
+            error.message += f"; or name {SCRIPTED} as its architecture if you trust it, which runs it"
+        raise
+    return model.eval()
+
+
+def _by_names_of_transformers(
+    model: Any, url: str | Path, storage_options: Mapping[str, Any] | None
+) -> nn.Module | None:
+    """The model loaded by transformers, if all weights have the names that transformers writes.
+
+    Those differ from the modules' names where a class was rewritten after its first checkpoints. transformers has the
+    rules, and takes the given tensors without copying them.
+    """
+    if not hasattr(model, "_from_config"):
+        return None
+    with ckpt_tools.open(url, storage_options=storage_options) as checkpoint:
+        found = {name: checkpoint[name].torch() for name in checkpoint}
+    made, report = type(model).from_pretrained(
+        None, config=model.config, state_dict=found, dtype=model.dtype, output_loading_info=True
+    )
+    if any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")):
+        return None
+    return made.to(device=model.device).eval()

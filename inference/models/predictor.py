@@ -1,0 +1,294 @@
+"""Predictors: a loaded model with its preprocessing, used by the batch command and the service.
+
+A :class:`Predictor` has the inputs, outputs and weights of a model; its :class:`Task` maps inputs to predictions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ckpt_tools
+from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.errors import FormatError, UsageError
+
+from ..common.garbage import libraries_left_alone
+from ..common.name_options import Reading
+from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
+from .config_folder import CONFIG, config_folder, read_config
+from .loading import filled
+from .results import Prediction as Prediction
+from .task import Task as Task
+from .tensor_specs import TensorSpec as TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Identity of the loaded weights.
+
+    ``digest`` is of names, dtypes, shapes and bytes of the loaded model, equal for every format it was stored in.
+    ``step`` and ``world_size`` are None if the checkpoint does not record them.
+    """
+
+    digest: str
+    source: str
+    format: str
+    step: int | None
+    world_size: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictor:
+    """A loaded model and the name it is served under. One in another process (``is_elsewhere``) takes inputs while it
+    works on others."""
+
+    name: str
+    identity: Identity
+    task: Task
+    is_elsewhere: bool = False
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.task.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.task.outputs
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Class names in order, if known."""
+        return self.task.labels
+
+    @property
+    def max_batch(self) -> int:
+        """Inputs per forward pass; fewer are padded, more are split."""
+        return self.task.max_batch
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether an answer has the same bits whatever else is in the batch."""
+        return self.task.is_exact
+
+    def decode(self, data: bytes, name: str) -> Tensor:
+        """Decode an image file or a text in UTF-8 to one input of the model.
+
+        Raises:
+            FormatError: the bytes are not such a thing. One sentence, which begins with ``name``.
+        """
+        return self.task.decode(data, name)
+
+    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
+        """Predict each input, in order. An input is a result of ``decode``, or a row of a tensor of ``inputs``.
+
+        Raises:
+            FormatError: an input has another shape or dtype than the model takes.
+        """
+        return self.task.predict(inputs)
+
+
+@refusing_empty
+@libraries_left_alone()
+def load_predictor(
+    url: str | Path,
+    *,
+    name: str | None = None,
+    architecture: str | None = None,
+    labels: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    fast: bool = False,
+    embeddings: bool = False,
+    max_new_tokens: int | None = None,
+    model_key: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: str | Path | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Predictor:
+    """The model of the checkpoint at ``url``, ready to answer.
+
+    Args:
+        url: A path, or a URL of a store: as for :func:`inference.load_model`.
+        name: Name of the model. Default: the last part of ``url``, without its suffix.
+        architecture: As for ``load_model``. Default: as the files beside the weights say.
+        labels: Class names in order. Default: those that come with the model, if any.
+        dtype: dtype of the parameters. Default: the architecture's own.
+        device: Device of the model.
+        fast: Variable batch sizes; the last bits of an answer may depend on the other inputs of its batch.
+        embeddings: Give embeddings: the input of a classifier's last layer, or the pooled output of an encoder of
+            transformers without a head, else the mean over its tokens.
+        max_new_tokens: Maximum number of generated tokens. Default: what ``generation_config.json``
+            says, else 64.
+        model_key, include, exclude, rename, key_map: As for ``load_model``.
+        storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
+
+    Raises:
+        UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
+        CkptError: as ``ckpt_tools.load_into`` says.
+    """
+    if architecture is not None:
+        Architecture.parse(architecture)
+    reading = Reading(model_key, include, exclude, rename, key_map).given()
+    summary = ckpt_tools.inspect(url, storage_options=storage_options)
+    with config_folder(summary.source, storage_options) as folder:
+        chosen = architecture_of(architecture, folder)
+        model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
+        options = TaskOptions(
+            chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens, embeddings
+        )
+        digest, task = digest_of(model), task_of(model, options)
+        task = as_embeddings(task) if embeddings else task
+    identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
+    return Predictor(name or name_of(url), identity, task)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """Options of a task, and the folder with ``config.json``."""
+
+    architecture: Architecture
+    folder: Path | None
+    labels: tuple[str, ...] | None
+    is_exact: bool
+    max_new_tokens: int | None
+    embeddings: bool = False
+
+
+def task_of(model: nn.Module, options: TaskOptions) -> Task:
+    """The task of the model.
+
+    Raises:
+        UsageError: such models cannot be predicted with. FormatError: the files beside the weights do not say how an
+        input is prepared.
+    """
+    from . import image_labels
+
+    library, labels = options.architecture.library, options.labels
+    if library == OURS:
+        return _task_of_training(model, options)
+    if library == HUGGING_FACE:
+        return _task_of_transformers(model, options)
+    if library == "torchvision":
+        return image_labels.of_torchvision(model, options.architecture.name, labels, is_exact=options.is_exact)
+    if library == "timm":
+        return image_labels.of_timm(model, labels, is_exact=options.is_exact)
+    raise UsageError(
+        f"{library}:{options.architecture.name} builds a model, but does not say how an input is prepared for it; "
+        "load it with inference.load_model"
+    )
+
+
+def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
+    from ..common.training_package import model_names
+
+    facts = model_names.MODELS[options.architecture.our_name]
+    if facts.task == "text":
+        from .our_texts import OurTexts
+        from .texts import NEW_TOKENS
+
+        return OurTexts(model, facts.experts > 0, options.max_new_tokens or NEW_TOKENS, options.is_exact)
+    from .our_images import OurImages
+
+    _check_our_preparation(options.folder)
+    return OurImages(model, options.labels or _our_labels(options.folder), options.is_exact)
+
+
+def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
+    from . import encoders, image_labels, texts
+
+    kind, folder = type(model).__name__, options.folder
+    assert folder is not None
+    if kind.endswith("ForImageClassification"):
+        return image_labels.of_transformers(model, folder, options.labels, is_exact=options.is_exact)
+    if kind.endswith("ForSequenceClassification"):
+        return texts.TextLabels.from_folder(model, folder, options.labels, is_exact=options.is_exact)
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        return texts.TextWriter.from_folder(
+            model, folder, max_new_tokens=options.max_new_tokens, is_exact=options.is_exact
+        )
+    if not kind.endswith("Model"):
+        raise UsageError(
+            f"a {kind} does not label images or texts, and does not continue texts; load it with inference.load_model"
+        )
+    if not options.embeddings:
+        raise UsageError(f"a {kind} has no head, so it gives embeddings alone: ckpt-tools predict --embeddings")
+    return encoders.encoder_of(model, folder, is_exact=options.is_exact)
+
+
+def _our_labels(folder: Path | None) -> tuple[str, ...] | None:
+    found = read_config(folder).get("labels")
+    return tuple(map(str, found)) if isinstance(found, list) else None
+
+
+def _check_our_preparation(folder: Path | None) -> None:
+    """Raises FormatError if ``config.json`` records another image preprocessing than this version's."""
+    from ..common.training_package import model_config
+
+    stated, ours = read_config(folder).get("image"), model_config.preparation()
+    if stated is not None and stated != ours:
+        raise FormatError(
+            f"{folder}/{CONFIG} says that images are prepared by {json.dumps(stated)}; this version prepares them by "
+            f"{json.dumps(ours)}"
+        )
+
+
+def as_embeddings(task: Task) -> Task:
+    """The task with the last layer of its model taken out. A task that gives embeddings stays the same.
+
+    Raises:
+        UsageError: the model has no linear layer that gives its classes.
+    """
+    from .image_labels import ImageLabels
+    from .our_images import OurImages
+    from .texts import TextLabels
+
+    if not isinstance(task, ImageLabels | OurImages | TextLabels):
+        raise UsageError("--embeddings is for a model that tells classes apart, and for an encoder without a head")
+    if task.num_features is not None:
+        return task
+    num_classes = next(spec.shape[1] for spec in task.outputs if spec.name == "probabilities")
+    return replace(task, num_features=_take_head(task.model, num_classes), labels=None)
+
+
+def _take_head(model: nn.Module, num_classes: int) -> int:
+    """Replace the last linear layer by an identity; returns the number of features that go into it."""
+    from torch import nn
+
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == num_classes
+    ]
+    if not found:
+        raise UsageError("the model does not end in a linear layer, so it is not clear what an embedding is")
+    name, head = found[-1]
+    model.set_submodule(name, nn.Identity())
+    return head.in_features
+
+
+def digest_of(model: nn.Module) -> str:
+    """BLAKE3 of the state dict, sorted by name: name, dtype, shape and bytes of each tensor."""
+    import torch
+    from blake3 import blake3
+
+    found = blake3(max_threads=blake3.AUTO)
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return f"blake3:{found.hexdigest()}"
+
+
+def name_of(url: str | Path) -> str:
+    """Last part of a path or URL, without the suffix of a weights file."""
+    last = str(url).rstrip("/").rpartition("/")[2]
+    stem, _, suffix = last.rpartition(".")
+    return stem if stem and suffix in {"safetensors", "pt", "pth", "bin", "ckpt"} else last or "model"

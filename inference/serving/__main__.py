@@ -1,0 +1,337 @@
+"""``ckpt-tools serve`` (``python -m inference.serving``): a service over one or several checkpoints.
+
+It speaks the Open Inference Protocol v2 over HTTP and gRPC. ``POST /predict`` takes an image as the multipart form
+field ``image`` and gives the answer of the batch command for the same file; ``/`` is a page for browsers. Options are
+checked and the port is bound before torch is imported.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.signals import killed_by_interrupts
+
+with killed_by_interrupts():
+    import os
+    import re
+    import socket
+    import ssl
+    from collections.abc import Callable, Sequence
+    from contextlib import ExitStack
+    from dataclasses import dataclass, replace
+    from pathlib import Path
+    from typing import TYPE_CHECKING, Any, Literal
+
+    import click
+
+    import ckpt_tools
+    from ckpt_tools.arguments import refusing_empty
+    from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
+
+    from ..common.errors import printable, report_errors
+    from ..common.name_options import AS_IT_IS, Reading, reading_options
+    from ..common.training_package import commands
+    from .listening import GRPC_PORT, Listening, address_of, bind, check_port, is_loopback, listen, reserve, url_of
+    from .settings import Settings, read_token
+
+if TYPE_CHECKING:
+    import torch
+    from fastapi import FastAPI
+
+    from .repository import Load, Source
+
+NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
+
+DEFAULT_NAME = "model"
+
+RAY_EXTRA = "ray-serve"
+
+INSTEAD = {
+    "--watch": "its replicas serve the weights of the start",
+    "--drain": "Ray answers the requests that were taken, and then ends",
+    "--certfile": "Ray's proxy speaks plain HTTP; put a proxy with TLS before it",
+    "--access-log": "Ray keeps a log of its own",
+    GRPC_PORT: "Ray's proxy speaks HTTP",
+}
+"""Options refused with ``--runner ray``, and what applies instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """All options of the command line. ``models`` are ``URL`` or ``NAME=URL``. Without a ``grpc_port`` there is no
+    gRPC. Raises ``UsageError`` for options that do not fit together."""
+
+    models: Sequence[str]
+    settings: Settings
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int | None = None
+    allowed: Sequence[str] = ()
+    watch: float | None = None
+    architecture: str | None = None
+    reading: Reading = AS_IT_IS
+    threads: int | None = None
+    certfile: Path | None = None
+    keyfile: Path | None = None
+    device: str | None = None
+    runner: Literal["local", "ray"] = "local"
+    replicas: int | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        check_port(self.port)
+        check_port(self.grpc_port or 0, GRPC_PORT)
+        if not self.models:
+            raise UsageError("there is no model to serve; name one, as MODEL or by --model NAME=URL")
+        if self.watch is not None and not self.watch > 0:
+            raise UsageError(f"--watch is a number of seconds above 0, not {self.watch:g}")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is a number from 1, not {self.threads}")
+        if self.keyfile is not None and self.certfile is None:
+            raise UsageError("--keyfile needs --certfile")
+        self._check_replicas()
+        if self.runner == "ray":
+            self._check_ray()
+
+    def _check_replicas(self) -> None:
+        scaled = self.min_replicas is not None or self.max_replicas is not None
+        if self.runner == "local" and (scaled or self.replicas is not None):
+            raise UsageError("--replicas, --min-replicas and --max-replicas are for --runner ray")
+        if scaled and self.replicas is not None:
+            raise UsageError("--replicas is a fixed number; --min-replicas and --max-replicas are for one that changes")
+        if (self.min_replicas is not None) > (self.max_replicas is not None):
+            raise UsageError("--min-replicas needs --max-replicas")
+        if not 1 <= self.least_replicas <= self.most_replicas:
+            raise UsageError("there has to be at least one replica, and --max-replicas may not be below --min-replicas")
+
+    def _check_ray(self) -> None:
+        given = {
+            "--watch": self.watch is not None,
+            "--drain": self.settings.drain > 0,
+            "--certfile": self.certfile is not None,
+            "--access-log": self.settings.has_access_log,
+            GRPC_PORT: self.grpc_port is not None,
+        }
+        for option, is_given in given.items():
+            if is_given:
+                raise UsageError(f"{option} does not go with --runner ray: {INSTEAD[option]}")
+
+    @property
+    def least_replicas(self) -> int:
+        given = self.replicas if self.max_replicas is None else self.min_replicas
+        return 1 if given is None else given
+
+    @property
+    def most_replicas(self) -> int:
+        return self.least_replicas if self.max_replicas is None else self.max_replicas
+
+    def named(self) -> list[tuple[str, str]]:
+        """Each model's name and URL. An existing path with ``=`` in it is a path."""
+        return [_named(text) for text in self.models]
+
+    def sources(self) -> list[Source]:
+        from .repository import Source
+
+        return [Source(name, url) for name, url in self.named()]
+
+    def hosts(self, bound: socket.socket) -> frozenset[str] | None:
+        """Values of the Host header to accept: on loopback only these; elsewhere all (None) unless some are given."""
+        if not is_loopback(bound) and not self.allowed:
+            return None
+        return frozenset(name.lower() for name in ("localhost", self.host, *self.allowed))
+
+    def num_threads(self) -> int:
+        """Threads of a forward pass. By default one processor is left for everything else.
+
+        The threads of a forward pass wait for each other by spinning: if one has to give way to the threads that read
+        requests, the others burn what those need, and a forward pass takes many times as long.
+        """
+        return self.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+
+    def torch_device(self) -> torch.device:
+        import torch
+
+        try:
+            return torch.device(self.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError as error:
+            raise UsageError(f"--device {self.device} is not a device of torch") from error
+
+    def check(self) -> None:
+        """Check the certificate and the headers of the models. Raises ``CkptError``."""
+        if self.certfile is not None:
+            _check_certificate(self.certfile, self.keyfile)
+        for _, url in self.named():
+            ckpt_tools.inspect(url)
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, url = text.partition("=")
+    if equals and not (name and url) and not Path(text).exists():
+        raise UsageError(f"--model {text} has an empty {'URL' if name else 'NAME'}; it is NAME=URL")
+    match = None if Path(text).exists() else NAMED.fullmatch(text)
+    return (match[1], match[2]) if match else (DEFAULT_NAME, text)
+
+
+def _check_certificate(certificate: Path, key: Path | None) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        raise FormatError(f"--certfile and --keyfile are not a certificate and its key ({error.reason})") from error
+    except OSError as error:
+        raise StoreError(f"--certfile or --keyfile cannot be read ({error.strerror or error})") from error
+
+
+@refusing_empty
+def create_app(model: str | Path) -> FastAPI:
+    """The ASGI application over a checkpoint, loaded into this process now. Raises ``CkptError`` as ``load_model``."""
+    from ..models.predictor import load_predictor
+
+    options = Options([str(model)], Settings())
+    device = options.torch_device()
+    return application(options, lambda url, name: load_predictor(url, name=name, device=device))
+
+
+def application(options: Options, load: Load, grpc: Listening | None = None) -> FastAPI:
+    """The application over models that ``load`` loads. ``grpc`` is served while the application runs."""
+    from .http import app
+    from .repository import Repository
+    from .watching import Watcher
+
+    repository = Repository(options.sources(), load)
+    # Before the models are loaded: what it sees then is what is loaded.
+    watcher = None if options.watch is None else Watcher(repository, options.watch, tell)
+    repository.load_all()
+    return app.create_app(repository, options.settings, background=watcher, grpc=grpc)
+
+
+def tell(sentence: str) -> None:
+    """Print one line for the operator."""
+    click.echo(printable(sentence), err=True)
+
+
+@dataclass(slots=True)
+class _Ended:
+    """Handler for the end of the models' process, which may come before there is a server to stop."""
+
+    error: CkptError | None = None
+    fail: Callable[[CkptError], None] | None = None
+
+    def __call__(self, error: CkptError) -> None:
+        self.error = error
+        self.pass_on(self.fail)
+
+    def pass_on(self, fail: Callable[[CkptError], None] | None) -> None:
+        self.fail = fail
+        if fail and self.error:
+            fail(self.error)
+
+
+@click.command(cls=commands.Command, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.argument("model", required=False)
+@click.option(
+    "--model",
+    "models",
+    metavar="[NAME=]URL",
+    multiple=True,
+    help="Model to serve, with its name; can be repeated. The same name again is a newer version of that model.",
+)
+@click.option("--architecture", help="Architecture of the weights: ours, hf, torchvision:NAME, ...")
+@reading_options
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=int, default=8000, help="HTTP port; 0 takes a free one.")
+@click.option(GRPC_PORT, type=int, help="Serve gRPC too, on this port; 0 takes a free one.")
+@click.option(
+    "--allow-host",
+    "allowed",
+    metavar="NAME",
+    multiple=True,
+    help="Host name to accept in requests; can be repeated. On loopback, only localhost is accepted by default.",
+)
+@click.option("--watch", type=float, metavar="SECONDS", help="Check for a newer checkpoint every SECONDS and load it.")
+@click.option("--timeout", type=float, default=30.0, help="Seconds that a request may wait for the model.")
+@click.option("--drain", type=float, default=0.0, help="Seconds to keep serving after SIGTERM, reporting not ready.")
+@click.option("--token", type=click.Path(path_type=Path), metavar="FILE", help="File with the required bearer token.")
+@click.option("--certfile", type=click.Path(path_type=Path), help="TLS certificate (PEM): serve HTTPS.")
+@click.option("--keyfile", type=click.Path(path_type=Path), help="TLS private key, if not in --certfile.")
+@click.option("--access-log", is_flag=True, help="Print one line of JSON per request.")
+@click.option("--threads", type=int, help="Threads per forward pass.  [default: number of processors - 1]")
+@click.option("--device", metavar="TEXT", help="torch device, e.g. cuda:1.  [default: first GPU, else CPU]")
+@click.option("--runner", type=click.Choice(["local", "ray"]), default="local", help="Serve here or on Ray Serve.")
+@click.option("--replicas", type=int, help="With --runner ray: number of replicas.  [default: 1]")
+@click.option("--min-replicas", type=int, help="With --max-replicas: fewest replicas when autoscaling.  [default: 1]")
+@click.option("--max-replicas", type=int, help="With --runner ray: most replicas when autoscaling.")
+def main(
+    model: str | None,
+    models: tuple[str, ...],
+    timeout: float,
+    drain: float,
+    token: Path | None,
+    access_log: bool,
+    **others: Any,
+) -> None:
+    """Serve MODEL, a checkpoint of any format, local or remote, over HTTP and gRPC, until SIGTERM, SIGINT or SIGHUP.
+
+    \b
+    Exit codes: 1 the models' process ended, 2 usage, 3 not found, 4 not readable, or of another model, 5 the address
+    cannot be listened on, 7 refused as unsafe, 143, 130 and 129 ended by SIGTERM, SIGINT and SIGHUP.
+    """
+    with report_errors():
+        word = None if token is None else read_token(token)
+        settings = Settings(timeout=timeout, drain=drain, token=word, has_access_log=access_log)
+        named = (*([model] if model else []), *models)
+        run(Options(named, settings, reading=Reading.taken_from(others), **others))
+
+
+def run(options: Options) -> None:
+    """Serve until a signal; the addresses are printed once the service answers, so port 0 is of use."""
+    options.check()
+    if options.runner == "ray":
+        _serve_on_ray(options)
+        return
+    with ExitStack() as stack:
+        bound = stack.enter_context(bind(options.host, options.port))
+        grpc = None
+        if options.grpc_port is not None:
+            reserved = stack.enter_context(reserve(options.host, options.grpc_port))
+            grpc = Listening(address_of(reserved), options.certfile, options.keyfile)
+        _serve(replace(options, settings=replace(options.settings, hosts=options.hosts(bound))), bound, grpc)
+
+
+def _serve_on_ray(options: Options) -> None:
+    with reserve(options.host, options.port, "--port") as bound:
+        url, port, hosts = url_of(bound, options.host), bound.getsockname()[1], options.hosts(bound)
+    try:
+        from . import ray_serve as ray
+    except ModuleNotFoundError as error:
+        how = f"install it with: pip install 'ckpt-tools[{RAY_EXTRA}]'"
+        raise UsageError(f"--runner ray needs the package {error.name}; {how}") from error
+
+    settings = replace(options.settings, hosts=hosts)
+    model = options.architecture, options.reading, options.torch_device().type
+    served = ray.Served(tuple(options.sources()), settings, *model, options.threads or 1)
+    replicas = ray.Replicas(options.least_replicas, options.most_replicas)
+    ray.run(served, replicas, options.host, port, lambda: click.echo(f"serving on {url}"))
+
+
+def _serve(options: Options, bound: socket.socket, grpc: Listening | None) -> None:
+    from .processes.remote_models import RemoteModels
+
+    def announce() -> None:
+        url = url_of(bound, options.host)
+        click.echo(f"serving on {url.replace('http', 'https', 1) if options.certfile else url}")
+        if grpc is not None:
+            click.echo(f"serving gRPC on {grpc.address}")
+
+    ended, device = _Ended(), str(options.torch_device())
+    with RemoteModels.running(options.architecture, options.reading, device, options.num_threads(), ended) as models:
+        from .http.server import server_of
+
+        app = application(options, models.load, grpc)
+        listen(bound, options.host)
+        server = server_of(app, announce, options.settings.drain, options.certfile, options.keyfile)
+        ended.pass_on(server.fail)
+        server.serve_on(bound)
+
+
+if __name__ == "__main__":
+    with killed_by_interrupts():
+        main()

@@ -1,0 +1,208 @@
+"""Request batching: a bounded queue in front of the model.
+
+While the model is busy, requests wait, and the next forward pass takes as many as fit; none waits for a batch to fill
+up. A model in another process gets a full batch before it is done with the previous one, so that it never waits. A
+forward pass has a fixed shape, so other requests in the batch change no bit of an answer (see
+:mod:`training.loop.evaluation`), and thirty waiting images cost as much as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class QueueFullError(Exception):
+    """The queue is full; the client should retry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One call of ``work``: number of items, their total time in the queue, and its duration. A batch that was handed
+    over early counts as queued until the previous one was done."""
+
+    num_items: int
+    queue_seconds: float
+    work_seconds: float
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting(Generic[Item, Result]):
+    """An item and its future. ``is_gone`` once its request was cancelled."""
+
+    item: Item
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[Result]
+    since: float = field(default_factory=time.perf_counter)
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class Batcher(Generic[Item, Result]):
+    """Runs ``work`` on batches of at most ``max_batch`` items; it returns a result for each, in order.
+
+    At most ``max_waiting`` items wait. ``observe`` is called after each call of ``work``. With two or more threads, a
+    full batch is handed to ``work`` while it is busy. Use as a context manager: its threads end with the block, after
+    the work they have begun.
+    """
+
+    work: Callable[[Sequence[Item]], Sequence[Result]]
+    max_batch: int
+    max_waiting: int
+    observe: Callable[[Execution], None] = lambda _: None
+    num_threads: int = 1
+    _queue: deque[_Waiting[Item, Result]] = field(default_factory=deque, init=False, repr=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False, repr=False)
+    _is_closed: bool = field(default=False, init=False, repr=False)
+    _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)
+    _num_at_work: int = field(default=0, init=False, repr=False)
+    _last_end: float = field(default=0.0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1 or self.max_waiting < 1:
+            raise ValueError(f"a batch of {self.max_batch} and a queue of {self.max_waiting}: both must be at least 1")
+
+    def __enter__(self) -> Batcher[Item, Result]:
+        self._is_closed, self._num_at_work = False, 0
+        self._threads = [
+            threading.Thread(target=self._run, name="batcher", daemon=True) for _ in range(self.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the threads, after :meth:`close`."""
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def is_running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """Accept no more items. The threads end when the queue is empty; :meth:`join` waits for them."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    async def submit(self, item: Item) -> Result:
+        """The result for ``item``. A cancelled caller takes its item out of the queue.
+
+        Raises:
+            QueueFullError: too many wait. What ``work`` raises for this item alone.
+        """
+        return (await self.submit_all([item]))[0]
+
+    async def submit_all(self, items: Sequence[Item]) -> list[Result]:
+        """The results for ``items``, in order; either all enter the queue or none. Raises as :meth:`submit`."""
+        loop = asyncio.get_running_loop()
+        waiting: list[_Waiting[Item, Result]] = [_Waiting(item, loop, loop.create_future()) for item in items]
+        self._put(waiting)
+        try:
+            return [await each.result for each in waiting]
+        except BaseException:
+            self._withdraw(waiting)
+            raise
+
+    def _put(self, waiting: Sequence[_Waiting[Item, Result]]) -> None:
+        with self._changed:
+            if self._is_closed or len(self._queue) + len(waiting) > self.max_waiting:
+                raise QueueFullError
+            self._queue.extend(waiting)
+            self._changed.notify()
+
+    def _withdraw(self, waiting: Sequence[_Waiting[Item, Result]]) -> None:
+        with self._changed:
+            for each in waiting:
+                each.is_gone = True
+                if not each.result.cancel() and not each.result.cancelled():
+                    each.result.exception()  # Marks it retrieved; asyncio would warn otherwise.
+                if each in self._queue:
+                    self._queue.remove(each)
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            self._answer([waiting for waiting in batch if not waiting.is_gone])
+            with self._changed:
+                self._num_at_work -= 1
+                self._changed.notify()
+
+    def _next_batch(self) -> list[_Waiting[Item, Result]]:
+        """The longest waiting items, as soon as a batch may start; empty at the end."""
+        with self._changed:
+            self._changed.wait_for(self._may_take)
+            self._num_at_work += 1
+            return [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
+
+    def _may_take(self) -> bool:
+        """While the model is busy, only a full batch may start."""
+        is_full = len(self._queue) >= self.max_batch
+        return is_full or self._is_closed or (bool(self._queue) and not self._num_at_work)
+
+    def _answer(self, batch: Sequence[_Waiting[Item, Result]]) -> None:
+        if not batch:
+            return
+        begun = time.perf_counter()
+        try:
+            results = self.work([waiting.item for waiting in batch])
+        except Exception as error:
+            self._fail(batch, error)
+            return
+        self._observe(batch, begun, time.perf_counter())
+        _tell(batch, results)
+
+    def _observe(self, batch: Sequence[_Waiting[Item, Result]], begun: float, ended: float) -> None:
+        with self._changed:
+            begun, self._last_end = max(begun, self._last_end), ended
+        self.observe(Execution(len(batch), sum(begun - waiting.since for waiting in batch), ended - begun))
+
+    def _fail(self, batch: Sequence[_Waiting[Item, Result]], error: Exception) -> None:
+        """Retry each item alone, so that only the one that fails gets the error."""
+        if len(batch) == 1:
+            _tell(batch, [error])
+            return
+        for waiting in batch:
+            self._answer([waiting])
+
+
+def _tell(batch: Sequence[_Waiting[Item, Result]], outcomes: Sequence[Result | Exception]) -> None:
+    """Set results or errors, waking each event loop once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Result], Result | Exception]]] = {}
+    for waiting, outcome in zip(batch, outcomes, strict=True):
+        by_loop.setdefault(waiting.loop, []).append((waiting.result, outcome))
+    for loop, told in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_set_all, told)
+        except RuntimeError:
+            # The loop is closed, because the service has ended.
+            continue
+
+
+def _set_all(told: Sequence[tuple[asyncio.Future[Result], Result | Exception]]) -> None:
+    for future, outcome in told:
+        if future.done():
+            continue
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -1,0 +1,143 @@
+"""``ModelInfer`` messages to requests of the protocol's JSON, and predictions to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from ...models.predictor import Prediction, Predictor
+from ..protocol import (
+    BYTES,
+    MAX_DIMENSIONS,
+    BadRequestError,
+    InferRequest,
+    Json,
+    column,
+    fitting_request,
+    joined_texts,
+)
+from ..repository import Version
+from .messages import MESSAGES
+
+CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+"""Field of ``InferTensorContents`` by datatype; FP16 and BF16 have none."""
+
+MAX_FIELDS = 1000
+"""Most fields of a message, not counting nested ones: an empty tensor is two bytes on the wire, but many in memory."""
+
+FIXED_SIZES = {1: 8, 5: 4}
+"""Size on the wire by wire type."""
+
+
+def parsed(kind: Any, data: bytes) -> Any:
+    """The message of class ``kind`` in ``data``. Raises ``BadRequestError``."""
+    try:
+        if _num_fields(data) > MAX_FIELDS:
+            raise BadRequestError(f"the message has more than {MAX_FIELDS} inputs, outputs and parameters")
+        return kind.FromString(data)
+    except (DecodeError, IndexError) as error:
+        raise BadRequestError(f"the request is not a message of the kind {kind.DESCRIPTOR.name}") from error
+
+
+def _num_fields(data: bytes) -> int:
+    """Number of top-level fields, counted up to ``MAX_FIELDS``. IndexError for truncated data."""
+    at = count = 0
+    while at < len(data) and count <= MAX_FIELDS:
+        tag, at = _varint(data, at)
+        if tag & 7 == 0:
+            _, at = _varint(data, at)
+        elif tag & 7 == 2:
+            size, at = _varint(data, at)
+            at += size
+        else:
+            at += FIXED_SIZES.get(tag & 7, len(data))
+        count += 1
+    return count
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            break
+    return value, at
+
+
+def infer_request(message: Any, predictor: Predictor, max_rows: int) -> InferRequest:
+    """The request of a ``ModelInferRequest``. Raises ``BadRequestError`` if it does not fit the model."""
+    is_raw = bool(message.raw_input_contents)
+    if is_raw and len(message.raw_input_contents) != len(message.inputs):
+        raise BadRequestError(
+            f"the request has {len(message.inputs)} inputs and {len(message.raw_input_contents)} raw_input_contents"
+        )
+    pairs = [
+        _raw_input(tensor, message.raw_input_contents[place]) if is_raw else _typed_input(tensor)
+        for place, tensor in enumerate(message.inputs)
+    ]
+    request: Json = {
+        "id": message.id,
+        "parameters": {**_parameters(message.parameters), "binary_data_output": is_raw},
+        "inputs": [given for given, _ in pairs],
+        "outputs": [{"name": output.name} for output in message.outputs],
+    }
+    return fitting_request(request, b"".join(data for _, data in pairs), predictor, max_rows)
+
+
+def _parameters(given: Any) -> Json:
+    return {key: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for key, value in given.items()}
+
+
+def _input(tensor: Any) -> Json:
+    shape = list(tensor.shape[: MAX_DIMENSIONS + 1])
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape}
+
+
+def _raw_input(tensor: Any, data: bytes) -> tuple[Json, bytes]:
+    if tensor.HasField("contents"):
+        raise BadRequestError(f"the input {tensor.name[:60]!r} has contents, and the request has raw_input_contents")
+    return {**_input(tensor), "parameters": {"binary_data_size": len(data)}}, data
+
+
+def _typed_input(tensor: Any) -> tuple[Json, bytes]:
+    """``BYTES`` is passed as binary data, because its elements need not be UTF-8."""
+    filled = {field.name for field, _ in tensor.contents.ListFields()}
+    field = CONTENTS.get(tensor.datatype)
+    if field and filled - {field}:
+        raise BadRequestError(
+            f"the contents of the input {tensor.name[:60]!r} are in {min(filled - {field})}; "
+            f"those of {tensor.datatype} belong in {field}"
+        )
+    if tensor.datatype == BYTES:
+        joined = joined_texts(tensor.contents.bytes_contents)
+        return {**_input(tensor), "parameters": {"binary_data_size": len(joined)}}, joined
+    return {**_input(tensor), "data": list(getattr(tensor.contents, field)) if field else []}, b""
+
+
+def infer_response(request: InferRequest, predictions: Sequence[Prediction], version: Version) -> Any:
+    """The ``ModelInferResponse``, with raw contents if the request had them."""
+    response = MESSAGES["ModelInferResponse"](
+        model_name=version.name, model_version=str(version.number), id=request.id or ""
+    )
+    for wanted in request.outputs:
+        found = column(wanted, predictions)
+        output = response.outputs.add(name=found.spec.name, datatype=found.spec.datatype, shape=found.shape)
+        if wanted.is_binary:
+            response.raw_output_contents.append(found.binary())
+        else:
+            values = [str(value).encode() for value in found.flat()] if found.spec.datatype == BYTES else found.flat()
+            getattr(output.contents, CONTENTS[found.spec.datatype]).extend(values)
+    return response

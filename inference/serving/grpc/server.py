@@ -1,0 +1,288 @@
+"""gRPC server in the event loop of the HTTP service.
+
+Every call is handled as a stream of one message, which is the same on the wire, so that slow and malformed messages are
+refused here instead of by the library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+from google.protobuf.json_format import ParseDict
+
+from ..http.middleware import OPEN_PATHS, access_line, is_permitted, request_id_of
+from ..listening import Listening
+from ..protocol import BadRequestError, InferRequest
+from ..refusals import Refused
+from ..repository import Version
+from ..service import Service
+from ..settings import HEAD_SECONDS, MAX_BODY_BYTES
+from .messages import METHODS, SERVICE, Method
+from .requests import infer_request, infer_response, parsed
+
+LOG = logging.getLogger(__name__)
+
+GRACE_SECONDS = 10.0
+
+OPEN_METHODS = {"/v2/health/live": "ServerLive", "/v2/health/ready": "ServerReady"}
+"""Methods without a token, by their HTTP path."""
+
+CODES: Mapping[int, grpc.StatusCode] = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""gRPC codes by HTTP status of ``Refused``."""
+
+
+@asynccontextmanager
+async def serving(service: Service, listening: Listening) -> AsyncIterator[None]:
+    """Serve gRPC within the block; at its end, accept no calls and answer those in flight."""
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 1),
+            ("grpc.max_receive_message_length", MAX_BODY_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.server_handshake_timeout_ms", round(HEAD_SECONDS * 1000)),
+        ]
+    )
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, Calls(service).handlers())])
+    _listen(server, listening)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(GRACE_SECONDS)
+
+
+def _listen(server: grpc.aio.Server, listening: Listening) -> None:
+    if listening.certificate is None:
+        server.add_insecure_port(listening.address)
+        return
+    pair = ((listening.key or listening.certificate).read_bytes(), listening.certificate.read_bytes())
+    server.add_secure_port(listening.address, grpc.ssl_server_credentials([pair]))
+
+
+@dataclass(slots=True)
+class Call:
+    """State of one call, for the access log."""
+
+    name: str
+    context: Any
+    metadata: Mapping[str, str | bytes]
+    request_id: str
+    log_fields: dict[str, str] = field(default_factory=dict)
+    begun: float = field(default_factory=time.perf_counter)
+    begun_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    @classmethod
+    def of(cls, name: str, context: Any) -> Call:
+        metadata = dict(context.invocation_metadata() or ())
+        return cls(name, context, metadata, request_id_of(metadata.get("x-request-id", "")))
+
+    def log_line(self) -> str:
+        return access_line(
+            self.begun,
+            self.begun_at,
+            request_id=self.request_id,
+            client=client_of(self.context.peer()),
+            method="gRPC",
+            path=f"/{SERVICE}/{self.name}",
+            status=self.code.name,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            log_fields=self.log_fields,
+        )
+
+
+def client_of(peer: str) -> str:
+    """The address in a gRPC peer: ``ipv4:127.0.0.1:5000``, ``ipv6:%5B::1%5D:5000``."""
+    return unquote(peer.partition(":")[2]).rpartition(":")[0].strip("[]")
+
+
+Handler = Callable[[Any, Call], Awaitable[Any]]
+
+
+class Calls:
+    """The service's methods, with token check, limits, counting and access log for every call."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.settings, self.traffic = service, service.settings, service.traffic
+
+    def handlers(self) -> dict[str, Any]:
+        named: dict[str, Handler] = {
+            "ServerLive": self.live,
+            "ServerReady": self.ready,
+            "ModelReady": self.model_ready,
+            "ServerMetadata": self.server,
+            "ModelMetadata": self.metadata,
+            "ModelInfer": self.infer,
+            "ModelConfig": self.configuration,
+            "ModelStatistics": self.statistics,
+            "RepositoryIndex": self.index,
+            "RepositoryModelLoad": self.load,
+            "RepositoryModelUnload": self.unload,
+        }
+        assert named.keys() == METHODS.keys()
+        return {
+            name: grpc.stream_unary_rpc_method_handler(partial(self.answer, name, METHODS[name], handler))
+            for name, handler in named.items()
+        }
+
+    # --- every call
+
+    async def answer(self, name: str, method: Method, handler: Handler, _: object, context: Any) -> bytes:
+        call = Call.of(name, context)
+        self.traffic.in_flight += 1
+        try:
+            return await self._answer(method, handler, call)
+        except Refused as refused:
+            await self._refuse(call, refused)
+            raise
+        except asyncio.CancelledError:
+            call.code = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            self.traffic.in_flight -= 1
+            self.traffic.by_code[call.code.name] += 1
+            if self.settings.has_access_log:
+                print(call.log_line(), flush=True)
+
+    async def _answer(self, method: Method, handler: Handler, call: Call) -> bytes:
+        self._check_sender(call)
+        call.context.set_trailing_metadata((("x-request-id", call.request_id),))
+        try:
+            request = parsed(method.request, await self._message(call))
+            response: bytes = (await handler(request, call)).SerializeToString()
+        except BadRequestError as error:
+            raise Refused(400, str(error)) from error
+        except (Refused, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            LOG.error("the call %s failed", call.name, exc_info=error)
+            raise Refused(500, "the service failed on this request; its log says why") from error
+        call.bytes_out = len(response)
+        return response
+
+    def _check_sender(self, call: Call) -> None:
+        is_open = call.name in {OPEN_METHODS.get(path) for path in OPEN_PATHS}
+        given = call.metadata.get("authorization", "")
+        if not is_open and not is_permitted(self.settings, given if isinstance(given, bytes) else given.encode()):
+            raise Refused(401, "the call needs the metadata authorization: Bearer TOKEN")
+
+    async def _message(self, call: Call) -> bytes:
+        try:
+            async with asyncio.timeout(self.settings.body_seconds):
+                message = await call.context.read()
+        except TimeoutError as error:
+            raise Refused(408, "the request took too long to arrive") from error
+        if message is grpc.aio.EOF:
+            raise Refused(400, "the call has no message")
+        call.bytes_in = len(message)
+        return bytes(message)
+
+    async def _refuse(self, call: Call, refused: Refused) -> None:
+        """Abort with the code, and with the delay that clients' retry policies follow."""
+        call.code = CODES[refused.status]
+        trailing = [("x-request-id", call.request_id)]
+        if seconds := refused.headers.get("Retry-After"):
+            trailing.append(("grpc-retry-pushback-ms", str(int(seconds) * 1000)))
+        await call.context.abort(call.code, refused.sentence, tuple(trailing))
+
+    # --- the methods
+
+    async def live(self, _: Any, call: Call) -> Any:
+        return _response(call, {"live": True})
+
+    async def ready(self, _: Any, call: Call) -> Any:
+        return _response(call, {"ready": _holds(self.service.check_ready)})
+
+    async def model_ready(self, request: Any, call: Call) -> Any:
+        return _response(call, {"ready": _holds(partial(self.service.version, *_asked_of(request)))})
+
+    async def server(self, _: Any, call: Call) -> Any:
+        return _response(call, self.service.server())
+
+    async def metadata(self, request: Any, call: Call) -> Any:
+        found = self.service.metadata(*_asked_of(request))
+        known = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in found["parameters"].items()
+            if value is not None
+        }
+        return _response(call, {**found, "properties": known})
+
+    async def configuration(self, request: Any, call: Call) -> Any:
+        return _response(call, {"config": self.service.configuration(*_asked_of(request))})
+
+    async def statistics(self, request: Any, call: Call) -> Any:
+        return _response(call, await self.service.statistics(request.name or None, request.version or None))
+
+    async def infer(self, request: Any, call: Call) -> Any:
+        def parse(version: Version) -> InferRequest:
+            return infer_request(request, version.predictor, version.batcher.max_waiting)
+
+        return await self.service.infer(
+            request.model_name,
+            request.model_version or None,
+            parse,
+            infer_response,
+            num_bytes=call.bytes_in,
+            log_fields=call.log_fields,
+            seconds=call.context.time_remaining(),
+        )
+
+    async def index(self, request: Any, call: Call) -> Any:
+        return _response(call, {"models": self.service.index(only_ready=request.ready)})
+
+    async def load(self, request: Any, call: Call) -> Any:
+        name = _name_of(request)
+        await self.service.load(name, dict.fromkeys(request.parameters, "..."))
+        return _response(call, {"model_name": name, "isLoaded": True})
+
+    async def unload(self, request: Any, call: Call) -> Any:
+        name = _name_of(request)
+        await self.service.unload(name)
+        return _response(call, {"model_name": name, "isUnloaded": True})
+
+
+def _response(call: Call, found: Mapping[str, Any]) -> Any:
+    """The response message with the fields of HTTP's JSON that it has."""
+    return ParseDict(found, METHODS[call.name].response(), ignore_unknown_fields=True)
+
+
+def _holds(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except Refused:
+        return False
+    return True
+
+
+def _asked_of(request: Any) -> tuple[str, str | None]:
+    return request.name, request.version or None
+
+
+def _name_of(request: Any) -> str:
+    """Name of the model in a repository request: ``model_name`` from Triton's clients, ``repository_name`` from
+    KServe's."""
+    name: str = request.model_name or request.repository_name
+    return name

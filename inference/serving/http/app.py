@@ -1,0 +1,216 @@
+"""The HTTP application: page, ``POST /predict``, Open Inference Protocol, ``/metrics``, ``/healthz``.
+
+Nothing that is posted is ever written to the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from torch import Tensor
+
+from ckpt_tools.errors import FormatError
+
+from ...models.predictor import Prediction, Predictor
+from ..listening import Listening
+from ..metrics import CONTENT_TYPE, exposition
+from ..refusals import Refused, answer
+from ..repository import Repository
+from ..service import Service, Snapshots, holding, predictions
+from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
+from .endpoints import Endpoints, FastPath
+from .middleware import TOO_LARGE, Middleware, Traffic
+from .openapi import describe
+
+HOW_TO_POST = "post the image as the one file of a multipart form field named image"
+HOW_TO_POST_TEXT = "post the text as the one multipart form field named text"
+PAGE = Path(__file__).with_name("page.html")
+
+# The page is one file and sends requests to this service only.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+if not (find_spec("python_multipart") or find_spec("multipart")):
+    # starlette finds this out only when a form comes in.
+    raise ModuleNotFoundError("No module named 'python_multipart'", name="python_multipart")
+
+Result = TypeVar("Result")
+
+
+class Application(FastAPI):
+    """FastAPI application with ``answer`` in front of it for HTTP requests."""
+
+    answer: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.answer if scope["type"] == "http" else self.through_fastapi)(scope, receive, send)
+
+    async def through_fastapi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
+
+
+class InMemoryParser(MultiPartParser):
+    """starlette's form parser without spooling to disk; body sizes are limited before it."""
+
+    spool_max_size = MAX_BODY_BYTES
+    max_file_size = MAX_BODY_BYTES  # its name in older versions of starlette
+
+
+def create_app(
+    repository: Repository,
+    settings: Settings | None = None,
+    *,
+    background: AbstractContextManager[object] | None = None,
+    grpc: Listening | None = None,
+    traffic: Traffic | None = None,
+    snapshots_of_all: Snapshots | None = None,
+) -> Application:
+    """The application over loaded models, which it closes at its end.
+
+    ``background`` is entered while it runs, ``grpc`` is served, and ``snapshots_of_all`` gets the counts of all
+    replicas.
+    """
+    chosen, traffic = settings or Settings(), traffic or Traffic()
+    service = Service(repository, chosen, traffic, snapshots_of_all)
+
+    @asynccontextmanager
+    async def run(_: FastAPI) -> AsyncIterator[None]:
+        with background or nullcontext():
+            async with nullcontext() if grpc is None else serving_grpc(service, grpc):
+                yield
+        repository.close()
+
+    async def predict(request: Request) -> Response:
+        form = await read_form(request)
+        name = the_model(repository, request.query_params.get("model"))
+        with holding(repository, request.scope["state"], name, None) as version:
+            item = await read_item(form, version.predictor)
+            (prediction,) = await predictions(version, [item], chosen.timeout)
+        headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}
+        return JSONResponse(shown(prediction, version.predictor), headers=headers)
+
+    endpoints = Endpoints(service)
+    app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
+    app.state.traffic = traffic
+    app.answer = Middleware(FastPath(app.through_fastapi, endpoints, refuse), chosen, traffic)
+    # Not FastAPI's own kind of route: that costs much of the processor time of an answer.
+    app.router.routes.append(Route("/predict", predict, methods=["POST"]))
+    app.router.routes.extend(endpoints.routes())
+    describe(app)
+    for kind in (Refused, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(page_text(), headers=PAGE_HEADERS)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(exposition(await service.snapshots()), media_type=CONTENT_TYPE)
+
+    return app
+
+
+def serving_grpc(service: Service, listening: Listening) -> AbstractAsyncContextManager[None]:
+    """Imported on use, which keeps start-up fast."""
+    from ..grpc.server import serving
+
+    return serving(service, listening)
+
+
+@cache
+def page_text() -> str:
+    return PAGE.read_text(encoding="utf-8")
+
+
+async def refuse(request: Request, error: Exception) -> JSONResponse:
+    """Error response in the format of the path's protocol."""
+    if isinstance(error, HTTPException):
+        error = Refused(error.status_code, error.detail, error.headers)
+    if not isinstance(error, Refused):
+        error = Refused(500, "the service failed on this request; its log says why")
+    return answer(request.url.path, error)
+
+
+def the_model(repository: Repository, name: str | None) -> str:
+    """The requested model's name, or that of the only one. Raises ``Refused`` 400."""
+    if name is not None:
+        return name
+    if len(repository.names) > 1:
+        raise Refused(400, f"say which model: ?model=NAME with one of {', '.join(repository.names)}")
+    return repository.names[0]
+
+
+def shown(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
+    """Fields of the prediction, and the name of its label if known."""
+    fields = ("label", "probabilities", "text", "embedding")
+    found = {name: getattr(prediction, name) for name in fields if getattr(prediction, name) is not None}
+    if predictor.labels and prediction.label is not None:
+        found["name"] = predictor.labels[prediction.label]
+    return found
+
+
+async def read_form(request: Request) -> FormData:
+    """The posted form, in memory. Raises ``Refused``: 422 for another content type, 400 for a malformed form."""
+    if not request.headers.get("Content-Type", "").lower().startswith("multipart/form-data"):
+        raise Refused(422, HOW_TO_POST)
+    try:
+        return await InMemoryParser(request.headers, request.stream()).parse()
+    except MultiPartException as error:
+        raise Refused(400, f"the form cannot be read ({error.message}); {HOW_TO_POST}") from error
+    except ClientDisconnect as error:
+        raise Refused(400, "the connection was closed before the whole form was there") from error
+
+
+async def read_item(form: FormData, predictor: Predictor) -> Tensor:
+    """The model's input in a form: an image, or a text for a text model. Raises ``Refused`` 422, 413 or 400."""
+    if predictor.inputs[0].datatype == "BYTES":
+        text = the_field(form, "text", str, HOW_TO_POST_TEXT)
+        return await decoded(predictor, text.encode("utf-8", "surrogatepass"), "the posted text")
+    image = the_field(form, "image", UploadFile, HOW_TO_POST)
+    if (image.size or 0) > MAX_UPLOAD_BYTES:
+        raise Refused(413, TOO_LARGE)
+    return await decoded(predictor, await image.read(), image.filename or "the posted file")
+
+
+def the_field(form: FormData, name: str, kind: type[Result], how: str) -> Result:
+    """The one field of a form. Raises ``Refused`` 422 for other fields, or a value that is not a ``kind``."""
+    items = form.multi_items()
+    if unknown := sorted({key for key, _ in items if key != name}):
+        raise Refused(422, f"the form has the unknown field {unknown[0][:100]!r}; {how}")
+    if len(items) > 1:
+        raise Refused(422, f"the form has {len(items)} fields named {name}; {how}")
+    if not items or not isinstance(items[0][1], kind):
+        raise Refused(422, how)
+    return items[0][1]
+
+
+async def decoded(predictor: Predictor, data: bytes, name: str) -> Tensor:
+    """One input of the model. Raises ``Refused`` 400 if the bytes cannot be decoded."""
+    try:
+        return await asyncio.to_thread(predictor.decode, data, name)
+    except FormatError as error:
+        raise Refused(400, str(error)) from error

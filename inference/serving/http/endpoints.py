@@ -1,0 +1,196 @@
+"""Endpoints of the Open Inference Protocol v2, and Triton's for repository, statistics and configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...models.predictor import Prediction
+from ..protocol import InferRequest, infer_response, parse_infer
+from ..refusals import CLOSE, Refused
+from ..repository import Version
+from ..service import Service
+from ..settings import MAX_BODY_BYTES
+from .middleware import too_large
+
+JSON_LENGTH = "Inference-Header-Content-Length"
+
+INFER = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
+
+Json = dict[str, Any]
+Handler = Callable[[Request], Awaitable[Response]]
+Refuse = Callable[[Request, Exception], Awaitable[Response]]
+
+
+class Endpoints:
+    """HTTP handlers over the functions of the service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def routes(self) -> list[Route]:
+        model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+        gets: dict[str, Handler] = {
+            **dict.fromkeys(("/v2", "/v2/"), self.server),
+            "/v2/health/live": self.live,
+            "/v2/health/ready": self.ready,
+            "/v2/models/stats": self.statistics,
+            **dict.fromkeys((model, version), self.metadata),
+            **{f"{base}/ready": self.model_ready for base in (model, version)},
+            **{f"{base}/stats": self.statistics for base in (model, version)},
+            **{f"{base}/config": self.configuration for base in (model, version)},
+        }
+        posts: dict[str, Handler] = {
+            **{f"{base}/infer": self.infer for base in (model, version)},
+            "/v2/repository/index": self.index,
+            "/v2/repository/models/{name}/load": self.load,
+            "/v2/repository/models/{name}/unload": self.unload,
+        }
+        return [
+            *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
+            *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
+        ]
+
+    async def server(self, _: Request) -> Response:
+        return JSONResponse(self.service.server())
+
+    async def live(self, _: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def ready(self, _: Request) -> Response:
+        self.service.check_ready()
+        return JSONResponse({"ready": True})
+
+    async def metadata(self, request: Request) -> Response:
+        return JSONResponse(self.service.metadata(*_asked_of(request)))
+
+    async def model_ready(self, request: Request) -> Response:
+        return JSONResponse({"name": self.service.version(*_asked_of(request)).name, "ready": True})
+
+    async def configuration(self, request: Request) -> Response:
+        return JSONResponse(self.service.configuration(*_asked_of(request)))
+
+    async def statistics(self, request: Request) -> Response:
+        found = request.path_params
+        return JSONResponse(await self.service.statistics(found.get("name"), found.get("version")))
+
+    async def infer(self, request: Request) -> Response:
+        """Infer. Reads the body first, so that a slow client does not keep a version loaded."""
+        name, number = _asked_of(request)
+        body, length = await read_body(request), request.headers.get(JSON_LENGTH)
+
+        def parse(version: Version) -> InferRequest:
+            return parse_infer(body, length, version.predictor, version.batcher.max_waiting)
+
+        state = request.scope["state"]
+        return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), log_fields=state)
+
+    # --- the repository
+
+    async def index(self, request: Request) -> Response:
+        only_ready = (await _json_object(request)).get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise Refused(400, "ready has to be true or false")
+        return JSONResponse(self.service.index(only_ready=only_ready))
+
+    async def load(self, request: Request) -> Response:
+        parameters = (await _json_object(request)).get("parameters") or {}
+        await self.service.load(request.path_params["name"], parameters)
+        return JSONResponse({})
+
+    async def unload(self, request: Request) -> Response:
+        await _json_object(request)
+        await self.service.unload(request.path_params["name"])
+        return JSONResponse({})
+
+
+class FastPath:
+    """Answers inference requests, and passes all others to ``app``. ``refuse`` renders an error.
+
+    A request through FastAPI passes eight layers that do nothing for it, and the patterns of all other paths. They cost
+    more processor time than reading the request, waiting in the queue and writing the answer together.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Endpoints, refuse: Refuse) -> None:
+        self.app, self.endpoints, self.refuse = app, endpoints, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = INFER.fullmatch(scope["path"]) if scope["method"] == "POST" else None
+        if found is None:
+            await self.app(scope, receive, send)
+            return
+        scope["path_params"] = found.groupdict()
+        request = Request(scope, receive)
+        try:
+            response = await self.endpoints.infer(request)
+        except Refused as error:
+            response = await self.refuse(request, error)
+        except Exception as error:
+            await (await self.refuse(request, error))(scope, receive, send)
+            raise  # For the log.
+        await response(scope, receive, send)
+
+
+def _asked_of(request: Request) -> tuple[str, str | None]:
+    """Model and version from the path."""
+    return request.path_params["name"], request.path_params.get("version")
+
+
+def _inferred(asked: InferRequest, answers: Sequence[Prediction], version: Version) -> Response:
+    answer = infer_response(asked, answers, version.name, str(version.number))
+    if answer.json_bytes is None:
+        return Response(answer.content, media_type="application/json")
+    length = {JSON_LENGTH: str(answer.json_bytes)}
+    return Response(answer.content, media_type="application/octet-stream", headers=length)
+
+
+# --- bodies
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body, decompressed. Raises ``Refused``."""
+    try:
+        body = await request.body()
+    except ClientDisconnect as error:
+        raise Refused(400, "the connection was closed before the whole request was there", CLOSE) from error
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding == "identity":
+        return body
+    if encoding not in {"gzip", "deflate"}:
+        raise Refused(415, f"the content encoding {encoding[:40]!r} is not known; gzip and deflate are")
+    return await asyncio.to_thread(_inflated, body, request.url.path)
+
+
+def _inflated(body: bytes, path: str) -> bytes:
+    """Decompress gzip or zlib, up to the size limit of a body."""
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    try:
+        found = unpacker.decompress(body, MAX_BODY_BYTES + 1)
+    except zlib.error as error:
+        raise Refused(400, "the compressed request is damaged") from error
+    if len(found) > MAX_BODY_BYTES:
+        raise too_large(path)
+    if not unpacker.eof or unpacker.unused_data:
+        raise Refused(400, "the compressed request is damaged")
+    return found
+
+
+async def _json_object(request: Request) -> Json:
+    """The body as a JSON object; empty without a body."""
+    body = await read_body(request)
+    try:
+        found = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "the request is not JSON") from error
+    if not isinstance(found, dict):
+        raise Refused(400, "the request has to be a JSON object")
+    return found

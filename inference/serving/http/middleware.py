@@ -1,0 +1,218 @@
+"""Middleware: request id, authorization, size and time limits, access log."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from ipaddress import ip_address
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..refusals import CLOSE, Refused, answer
+from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
+
+TOO_LARGE = f"the image is larger than {MAX_UPLOAD_BYTES // 2**20} MiB"
+TOO_LARGE_BODY = f"the request is larger than {MAX_UPLOAD_BYTES // 2**20} MiB"
+STOPPING = "the service is stopping"
+
+OPEN_PATHS = frozenset({"/", "/healthz", "/v2/health/live", "/v2/health/ready"})
+"""Paths without a token: for probes, and for the page, which asks for the token."""
+
+HOST_PORT = re.compile(r":\d*$")
+
+WATCH_SECONDS = 0.05
+"""Delay before watching for a disconnect; most answers are sent before it."""
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Requests in flight and answered, of all models: HTTP answers by status, gRPC answers by code."""
+
+    in_flight: int = 0
+    by_status: Counter[int] = field(default_factory=Counter)
+    by_code: Counter[str] = field(default_factory=Counter)
+    is_draining: bool = False
+
+
+class Middleware:
+    """ASGI middleware. It also cancels the work for a client that disconnects, and answers 503 to requests cancelled by
+    a shutdown."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, traffic: Traffic) -> None:
+        self.app, self.settings, self.traffic = app, settings, traffic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        visit = Visit(scope, receive, send, self.settings.body_seconds)
+        self.traffic.in_flight += 1
+        try:
+            await self._answer(visit)
+        finally:
+            visit.end()
+            self.traffic.in_flight -= 1
+            self.traffic.by_status[visit.status] += 1
+            if self.settings.has_access_log:
+                print(visit.log_line(), flush=True, file=sys.stdout)
+
+    async def _answer(self, visit: Visit) -> None:
+        if refused := self._refusal(visit):
+            await visit.refuse(refused)
+            return
+        try:
+            await self.app(visit.scope, visit.receive, visit.send)
+        except asyncio.CancelledError:
+            if visit.has_left:
+                return
+            if not visit.has_started:
+                await visit.refuse(Refused(503, STOPPING, CLOSE))
+
+    def _refusal(self, visit: Visit) -> Refused | None:
+        """Refusal by the head alone; the connection is closed without reading the body."""
+        headers = visit.headers
+        if refused := self._wrong_sender(visit.path, headers):
+            return refused
+        if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
+            return too_large(visit.path)
+        return None
+
+    def _wrong_sender(self, path: str, headers: Mapping[bytes, bytes]) -> Refused | None:
+        """Refuse a missing token, another origin (CSRF) and another host name (DNS rebinding)."""
+        origin = headers.get(b"origin")
+        if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+            return Refused(403, "a page of another origin may not ask this service", CLOSE)
+        if is_misnamed(self.settings, headers.get(b"host", b"").decode("latin-1")):
+            return Refused(403, "ask this service by its address, as localhost, or by a name of --allow-host", CLOSE)
+        if path in OPEN_PATHS or is_permitted(self.settings, headers.get(b"authorization", b"")):
+            return None
+        how = {**CLOSE, "WWW-Authenticate": "Bearer"}
+        return Refused(401, "the request needs the header Authorization: Bearer TOKEN", how)
+
+
+def is_permitted(settings: Settings, authorization: bytes) -> bool:
+    """Whether this ``Authorization`` header has the token."""
+    if settings.token is None:
+        return True
+    return hmac.compare_digest(authorization, f"Bearer {settings.token}".encode())
+
+
+def is_misnamed(settings: Settings, host: str) -> bool:
+    """Whether the Host header has a name that is not accepted. IP addresses are accepted."""
+    name = HOST_PORT.sub("", host).lower().rstrip(".")
+    if settings.hosts is None or not name or name in settings.hosts or name.endswith(".localhost"):
+        return False
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return True
+    return False
+
+
+def request_id_of(given: str | bytes) -> str:
+    """The client's request id, or a new one."""
+    text = given.decode("latin-1") if isinstance(given, bytes) else given
+    return text if REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
+
+
+def access_line(begun: float, begun_at: datetime, *, log_fields: Mapping[str, str], **found: object) -> str:
+    """Access log line in JSON; ``log_fields`` has the model that answered."""
+    return json.dumps(
+        {
+            "time": begun_at.isoformat(timespec="milliseconds"),
+            **found,
+            "seconds": round(time.perf_counter() - begun, 6),
+            "model": log_fields.get("model"),
+            "version": log_fields.get("version"),
+        }
+    )
+
+
+def too_large(path: str) -> Refused:
+    return Refused(413, TOO_LARGE if path == "/predict" else TOO_LARGE_BODY, CLOSE)
+
+
+class Visit:
+    """State of one request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, body_seconds: float) -> None:
+        self.scope, self._receive, self._send = scope, receive, send
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.begun = time.perf_counter()
+        self.begun_at = time.time()
+        self.body_until = asyncio.get_running_loop().time() + body_seconds
+        self.task = asyncio.current_task()
+        self.leaving: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        self.status, self.bytes_in, self.bytes_out = 499, 0, 0
+        self.has_started = self.has_finished = self.has_left = False
+        self.request_id = request_id_of(self.headers.get(b"x-request-id", b""))
+        scope.setdefault("state", {})
+
+    async def receive(self) -> Message:
+        """Receive with size and time limits; starts watching for a disconnect after the body."""
+        try:
+            async with asyncio.timeout_at(self.body_until if self.leaving is None else None):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise Refused(408, "the request took too long to arrive", CLOSE) from error
+        self.bytes_in += len(message.get("body", b""))
+        if self.bytes_in > MAX_BODY_BYTES:
+            raise too_large(self.path)
+        if message["type"] == "http.request" and not message.get("more_body") and self.leaving is None:
+            self.leaving = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._begin_to_watch)
+        return message
+
+    def _begin_to_watch(self) -> None:
+        self.leaving = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self.has_finished:
+            self.has_left = True
+            assert self.task is not None
+            self.task.cancel()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started, self.status = True, message["status"]
+            headers = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+            message = {**message, "headers": headers}
+        else:
+            self.bytes_out += len(message.get("body", b""))
+            self.has_finished = not message.get("more_body")
+        await self._send(message)
+
+    async def refuse(self, refused: Refused) -> None:
+        await answer(self.path, refused)(self.scope, self._receive, self.send)
+
+    def end(self) -> None:
+        if self.leaving is not None:
+            self.leaving.cancel()
+
+    def log_line(self) -> str:
+        client = self.scope.get("client")
+        return access_line(
+            self.begun,
+            datetime.fromtimestamp(self.begun_at, UTC),
+            request_id=self.request_id,
+            client=client[0] if client else None,
+            method=self.scope["method"],
+            path=self.path,
+            status=self.status,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            log_fields=self.scope["state"],
+        )

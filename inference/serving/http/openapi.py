@@ -1,0 +1,189 @@
+"""OpenAPI description of the Open Inference Protocol's paths, added to FastAPI's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+Json = dict[str, Any]
+
+TEXT: Json = {"type": "string"}
+NUMBER: Json = {"type": "integer"}
+SHAPE: Json = {"type": "array", "items": NUMBER}
+FREE: Json = {"type": "object"}
+
+
+def _object(required: Mapping[str, Json], optional: Mapping[str, Json] | None = None, *, closed: bool = False) -> Json:
+    found: Json = {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
+    return {**found, "additionalProperties": False} if closed else found
+
+
+def _list(of: Json) -> Json:
+    return {"type": "array", "items": of}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+SCHEMAS: Mapping[str, Json] = {
+    "Answer": _object(
+        {}, {"label": NUMBER, "name": TEXT, "probabilities": _list({"type": "number"}), "text": TEXT}, closed=True
+    ),
+    "Detail": _object({"detail": TEXT}, closed=True),
+    "Error": _object({"error": TEXT}, closed=True),
+    "Server": _object({"name": TEXT, "version": TEXT, "extensions": _list(TEXT)}),
+    "TensorMetadata": _object({"name": TEXT, "datatype": TEXT, "shape": SHAPE}),
+    "Model": _object(
+        {
+            "name": TEXT,
+            "versions": _list(TEXT),
+            "platform": TEXT,
+            "inputs": _list(_ref("TensorMetadata")),
+            "outputs": _list(_ref("TensorMetadata")),
+            "parameters": FREE,
+        }
+    ),
+    "Data": {
+        "type": "array",
+        "items": {"anyOf": [_ref("Data"), *({"type": t} for t in ("number", "string", "boolean"))]},
+    },
+    "RequestInput": _object(
+        {"name": TEXT, "shape": SHAPE, "datatype": TEXT}, {"parameters": FREE, "data": _ref("Data")}, closed=True
+    ),
+    "RequestOutput": _object({"name": TEXT}, {"parameters": FREE}, closed=True),
+    "InferRequest": _object(
+        {"inputs": _list(_ref("RequestInput"))},
+        {"id": TEXT, "model_name": TEXT, "parameters": FREE, "outputs": _list(_ref("RequestOutput"))},
+        closed=True,
+    ),
+    "ResponseOutput": _object(
+        {"name": TEXT, "shape": SHAPE, "datatype": TEXT}, {"parameters": FREE, "data": _ref("Data")}
+    ),
+    "InferResponse": _object(
+        {"model_name": TEXT, "model_version": TEXT, "outputs": _list(_ref("ResponseOutput"))}, {"id": TEXT}
+    ),
+    "IndexRequest": _object({}, {"ready": {"type": "boolean"}}),
+    "Index": _list(_object({"name": TEXT, "version": TEXT, "state": TEXT, "reason": TEXT})),
+    "Live": _object({"live": {"type": "boolean"}}),
+    "Ready": _object({"ready": {"type": "boolean"}}, {"name": TEXT}),
+    "Configuration": _object({"name": TEXT, "max_batch_size": NUMBER, "input": _list(FREE), "output": _list(FREE)}),
+    "Statistics": _object({"model_stats": _list(FREE)}),
+    "Nothing": _object({}, closed=True),
+}
+
+REFUSALS: Mapping[int, str] = {
+    400: "The request does not fit the model, or is damaged",
+    401: "The token is missing or wrong",
+    403: "A page of another origin asks, or the host has another name",
+    404: "There is no such model or version, or it is not loaded",
+    408: "The request took too long to arrive",
+    413: "The request is too large",
+    415: "A compression that is not known",
+    500: "The model failed",
+    503: "Too many inputs wait, or the service is stopping",
+    504: "The model took too long",
+}
+
+GETS: Mapping[str, tuple[str, str]] = {
+    "": ("Server", "What the server is"),
+    "/health/live": ("Live", "Whether the process answers"),
+    "/health/ready": ("Ready", "Whether every model is loaded"),
+    "/models/stats": ("Statistics", "What was counted of all models"),
+    "/models/{name}": ("Model", "What a model takes and gives, and which weights it has"),
+    "/models/{name}/ready": ("Ready", "Whether a model is loaded"),
+    "/models/{name}/stats": ("Statistics", "What was counted of a model"),
+    "/models/{name}/config": ("Configuration", "A model's configuration in the form of Triton"),
+}
+
+POSTS: Mapping[str, tuple[str | None, str, str]] = {
+    "/models/{name}/infer": ("InferRequest", "InferResponse", "The answer of a model"),
+    "/repository/index": ("IndexRequest", "Index", "The models and their states"),
+    "/repository/models/{name}/load": (None, "Nothing", "Load or reload a model"),
+    "/repository/models/{name}/unload": (None, "Nothing", "Unload a model"),
+}
+
+
+FORM: Json = {
+    "content": {
+        "multipart/form-data": {
+            # One of the two, by what the model takes.
+            "schema": _object({}, {"image": {"type": "string", "format": "binary"}, "text": TEXT}),
+        }
+    },
+    "required": True,
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Add the protocol's paths to the app's ``/openapi.json``."""
+
+    def openapi() -> Json:
+        if app.openapi_schema is None:
+            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            found.setdefault("components", {}).setdefault("schemas", {}).update(SCHEMAS)
+            found["paths"].update({"/predict": {"post": _predict()}, **_paths()})
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _predict() -> Json:
+    return {
+        "summary": "The answer of a model to one image or text",
+        "operationId": "predict",
+        "parameters": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
+        "requestBody": FORM,
+        "responses": {
+            "200": {"description": "The answer", "content": _json("Answer")},
+            **_refusals("Detail"),
+            "422": {"description": "The form does not hold one image or one text", "content": _json("Detail")},
+        },
+    }
+
+
+def _paths() -> Json:
+    found: Json = {}
+    for path, (answer, summary) in GETS.items():
+        for full in _with_versions(path):
+            found[full] = {"get": _operation(full, "get", summary, answer)}
+    for path, (asked, answer, summary) in POSTS.items():
+        for full in _with_versions(path):
+            found[full] = {"post": _operation(full, "post", summary, answer, asked)}
+    return found
+
+
+def _with_versions(path: str) -> list[str]:
+    """The path, and for a model's path its variant with a version."""
+    model = "/models/{name}"
+    versioned = [path.replace(model, f"{model}/versions/{{version}}")] if path.startswith(model) else []
+    return [f"/v2{each}" for each in (path, *versioned)]
+
+
+def _operation(path: str, method: str, summary: str, answer: str, asked: str | None = None) -> Json:
+    found: Json = {
+        "summary": summary,
+        "operationId": "_".join([method, *(part.strip("{}") for part in path.split("/") if part)]),
+        "responses": {
+            "200": {"description": "The answer", "content": _json(answer)},
+            **_refusals("Error"),
+        },
+    }
+    names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
+    if names:
+        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
+    if asked:
+        found["requestBody"] = {"content": _json(asked), "required": asked == "InferRequest"}
+    return found
+
+
+def _refusals(schema: str) -> Json:
+    return {str(code): {"description": text, "content": _json(schema)} for code, text in REFUSALS.items()}
+
+
+def _json(schema: str) -> Json:
+    return {"application/json": {"schema": _ref(schema)}}

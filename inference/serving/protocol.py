@@ -1,0 +1,417 @@
+"""Open Inference Protocol v2 requests and responses as bytes: JSON, optionally followed by binary tensors.
+
+Independent of HTTP and of loaded models. A request is checked against the model's inputs before its tensors are made,
+so its cost is bounded by its size.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+
+from ckpt_tools.errors import FormatError
+
+from ..models.predictor import Prediction, Predictor, TensorSpec
+
+BYTES = "BYTES"
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    **{
+        f"{sign}INT{bits}": np.dtype(f"<{'u' if sign else 'i'}{bits // 8}")
+        for sign in ("", "U")
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"FP{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Element types in memory and in the binary extension: little-endian. ``BYTES`` elements have a length prefix."""
+
+MAX_DIMENSIONS = 16
+MAX_SIZE = 2**40
+"""Limit of one dimension; products of larger sizes would overflow."""
+
+REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
+"""``model_name`` is not in the protocol, but KServe's client sends it."""
+
+TENSOR_FIELDS = {"name", "shape", "datatype", "parameters", "data"}
+OUTPUT_FIELDS = {"name", "parameters"}
+
+TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
+
+Json = dict[str, Any]
+
+
+class BadRequestError(Exception):
+    """The request is invalid; the message is for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedOutput:
+    """A requested output, and whether as binary data."""
+
+    spec: TensorSpec
+    is_binary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """A valid request: one item per row of its input; ``timeout`` in seconds."""
+
+    id: str | None
+    items: tuple[Tensor, ...]
+    outputs: tuple[WantedOutput, ...]
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Response body. ``json_bytes`` is the length of the JSON if binary tensors follow."""
+
+    content: bytes
+    json_bytes: int | None = None
+
+
+# --- requests
+
+
+def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
+    """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``.
+
+    Raises:
+        BadRequestError: it is not a request, or does not fit the model.
+    """
+    text, binary = _split(body, json_bytes)
+    return fitting_request(_object(_loads(text), "the request"), binary, predictor, max_rows)
+
+
+def fitting_request(request: Json, binary: bytes, predictor: Predictor, max_rows: int) -> InferRequest:
+    """Check a request in the protocol's JSON, received over HTTP or gRPC. ``binary`` is the concatenated data of inputs
+    with ``binary_data_size``. Raises as :func:`parse_infer`."""
+    _known(request, REQUEST_FIELDS, "the request")
+    _check_name(request, predictor)
+    parameters = _parameters(request, "the request")
+    items = _items(_list(request, "inputs"), memoryview(binary), predictor, max_rows)
+    outputs = _outputs(request, parameters.get("binary_data_output") is True, predictor)
+    return InferRequest(_id(request), items, outputs, _timeout(parameters))
+
+
+def _split(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
+    if json_bytes is None:
+        return body, b""
+    if not (json_bytes.isascii() and json_bytes.isdigit() and len(json_bytes) < 20) or int(json_bytes) > len(body):
+        raise BadRequestError(
+            f"Inference-Header-Content-Length is {json_bytes[:20]!r}; it has to be a number up to the length of the "
+            f"body, {len(body)}"
+        )
+    return body[: int(json_bytes)], body[int(json_bytes) :]
+
+
+def _loads(text: bytes) -> object:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the request is not JSON: {str(error)[:200]}") from error
+
+
+def _items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Tensor, ...]:
+    if len(inputs) != len(predictor.inputs):
+        raise BadRequestError(f"the request has {len(inputs)} inputs; the model takes {_names(predictor.inputs)}")
+    (spec,) = predictor.inputs
+    given = _object(inputs[0], "an input")
+    _known(given, TENSOR_FIELDS, "an input")
+    if given.get("name") != spec.name:
+        raise BadRequestError(
+            f"the input is called {_shown(given.get('name'))}; the model takes {_names(predictor.inputs)}"
+        )
+    shape = _shape(given, spec, max_rows)
+    if given.get("datatype") != spec.datatype:
+        raise BadRequestError(
+            f"the input {spec.name} has the datatype {_shown(given.get('datatype'))}; it must be {spec.datatype}"
+        )
+    size = _parameters(given, f"the input {spec.name}").get("binary_data_size")
+    used = 0 if size is None else _binary_size(size, spec, binary)
+    if len(binary) != used:
+        raise BadRequestError(f"{len(binary) - used} bytes follow the binary data of the inputs")
+    return _rows(given, shape, spec, None if size is None else binary[:used], predictor)
+
+
+def _binary_size(size: object, spec: TensorSpec, binary: memoryview) -> int:
+    if type(size) is not int or not 0 <= size <= len(binary):
+        raise BadRequestError(
+            f"binary_data_size of the input {spec.name} is {_shown(size)}; {len(binary)} bytes follow the JSON"
+        )
+    return size
+
+
+def _rows(
+    given: Json, shape: tuple[int, ...], spec: TensorSpec, binary: memoryview | None, predictor: Predictor
+) -> tuple[Tensor, ...]:
+    if binary is None and "data" not in given:
+        raise BadRequestError(f"the input {spec.name} has neither data nor the parameter binary_data_size")
+    if binary is not None and "data" in given:
+        raise BadRequestError(f"the input {spec.name} has both data and the parameter binary_data_size")
+    if spec.datatype == BYTES:
+        texts = _texts_of_json(given, shape, spec) if binary is None else _texts_of_binary(binary, shape, spec)
+        try:
+            return tuple(
+                predictor.decode(text, f"row {row} of the input {spec.name}") for row, text in enumerate(texts)
+            )
+        except FormatError as error:
+            raise BadRequestError(str(error)) from error
+    rows = _array_of_json(given, shape, spec) if binary is None else _array_of_binary(binary, shape, spec)
+    _check_finite(rows, spec)
+    return tuple(_tensor(rows).unbind())
+
+
+def _shape(given: Json, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
+    shape = given.get("shape")
+    is_shape = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+    if not is_shape or not all(type(size) is int and 0 < size <= MAX_SIZE for size in shape or ()):
+        raise BadRequestError(f"the shape of the input {spec.name} has to be a list of sizes, each at least 1")
+    assert isinstance(shape, list)
+    wanted = spec.shape
+    if len(shape) != len(wanted) or any(want not in (-1, size) for want, size in zip(wanted, shape, strict=False)):
+        raise BadRequestError(
+            f"the input {spec.name} has the shape {shape}; it must be {list(wanted)}, -1 being any size"
+        )
+    if shape[0] > max_rows:
+        raise BadRequestError(f"the input {spec.name} has {shape[0]} rows; a request may have {max_rows}")
+    return tuple(shape)
+
+
+def _array_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> np.ndarray[Any, Any]:
+    dtype = DTYPES[spec.datatype]
+    if len(binary) != prod(shape) * dtype.itemsize:
+        raise BadRequestError(
+            f"the input {spec.name} has {len(binary)} bytes; {list(shape)} of {spec.datatype} is "
+            f"{prod(shape) * dtype.itemsize}"
+        )
+    if dtype.kind == "b" and any(byte > 1 for byte in binary):
+        raise BadRequestError(f"the input {spec.name} has bytes that are not 0 or 1; it is of BOOL")
+    return np.frombuffer(binary, dtype).reshape(shape)
+
+
+def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> np.ndarray[Any, Any]:
+    values = _flat(given, shape, spec)
+    dtype = DTYPES[spec.datatype]
+    by_kind: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}}
+    if not set(map(type, values)) <= by_kind.get(dtype.kind, {int, float}):
+        raise BadRequestError(f"the data of the input {spec.name} has elements that are not of {spec.datatype}")
+    try:
+        found = np.frombuffer(_packed(values, dtype), dtype if dtype.kind in "biu" else np.float64)
+    except OverflowError as error:
+        raise BadRequestError(
+            f"the data of the input {spec.name} has numbers that {spec.datatype} cannot hold"
+        ) from error
+    with np.errstate(over="ignore"):
+        return found.astype(dtype, copy=False).reshape(shape)
+
+
+def _packed(values: list[Any], dtype: np.dtype[Any]) -> array[Any]:
+    """Pack values as the dtype, or as float64 for floats. Checks their range, in a fifth of numpy's time."""
+    return array({"b": "B", "i": dtype.char, "u": dtype.char}.get(dtype.kind, "d"), values)
+
+
+def _flat(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
+    """``data`` flattened in row-major order and checked against the shape; it may be flat or nested."""
+    values = given["data"]
+    if not isinstance(values, list):
+        raise BadRequestError(f"the data of the input {spec.name} has to be a list")
+    if values and isinstance(values[0], list):
+        for depth, size in enumerate(shape[1:]):
+            _check_nested(values, prod(shape[: depth + 1]), size, spec)
+            values = [each for value in values for each in value]
+    if len(values) != prod(shape):
+        raise BadRequestError(
+            f"the data of the input {spec.name} has {len(values)} elements; its shape {list(shape)} has {prod(shape)}"
+        )
+    return values
+
+
+def _check_nested(values: Sequence[object], many: int, size: int, spec: TensorSpec) -> None:
+    if len(values) != many or not all(isinstance(value, list) and len(value) == size for value in values):
+        raise BadRequestError(f"the data of the input {spec.name} is not nested as its shape is")
+
+
+def _texts_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
+    """Elements with a 4-byte length prefix each."""
+    texts: list[bytes] = []
+    at = 0
+    while at < len(binary):
+        end = at + 4 + int.from_bytes(binary[at : at + 4], "little")
+        if at + 4 > len(binary) or end > len(binary):
+            raise BadRequestError(f"the binary data of the input {spec.name} is cut off in element {len(texts)}")
+        texts.append(bytes(binary[at + 4 : end]))
+        at = end
+        if len(texts) > prod(shape):
+            break
+    if len(texts) != prod(shape):
+        raise BadRequestError(f"the input {spec.name} has other elements than the {prod(shape)} of its shape")
+    return texts
+
+
+def _texts_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
+    values = _flat(given, shape, spec)
+    if not all(isinstance(value, str) for value in values):
+        raise BadRequestError(f"the data of the input {spec.name} has elements that are not texts")
+    return [value.encode("utf-8", "surrogatepass") for value in values]
+
+
+def _check_finite(rows: np.ndarray[Any, Any], spec: TensorSpec) -> None:
+    if rows.dtype.kind not in "biu" and not np.isfinite(rows.astype(np.float64)).all():
+        raise BadRequestError(f"the input {spec.name} has elements that are NaN or infinite in {spec.datatype}")
+
+
+def _tensor(rows: np.ndarray[Any, Any]) -> Tensor:
+    """An aligned copy, which the model may keep."""
+    if rows.dtype == DTYPES["BF16"]:
+        return torch.from_numpy(rows.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(rows.copy())
+
+
+def _outputs(request: Json, is_binary: bool, predictor: Predictor) -> tuple[WantedOutput, ...]:
+    """The requested outputs in the client's order; all if none are named."""
+    if "outputs" not in request:
+        return tuple(WantedOutput(spec, is_binary) for spec in predictor.outputs)
+    wanted = [_output(_object(each, "an output"), is_binary, predictor) for each in _list(request, "outputs")]
+    if len({each.spec.name for each in wanted}) < len(wanted):
+        raise BadRequestError("the request names an output twice")
+    return tuple(wanted) or tuple(WantedOutput(spec, is_binary) for spec in predictor.outputs)
+
+
+def _output(given: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
+    _known(given, OUTPUT_FIELDS, "an output")
+    for spec in predictor.outputs:
+        if spec.name == given.get("name"):
+            binary = _parameters(given, f"the output {spec.name}").get("binary_data", is_binary)
+            if not isinstance(binary, bool):
+                raise BadRequestError(f"binary_data of the output {spec.name} has to be true or false")
+            return WantedOutput(spec, binary)
+    raise BadRequestError(
+        f"there is no output {_shown(given.get('name'))}; the model gives {_names(predictor.outputs)}"
+    )
+
+
+def _check_name(request: Json, predictor: Predictor) -> None:
+    name = request.get("model_name", predictor.name)
+    if name != predictor.name:
+        raise BadRequestError(f"the request is to the model {predictor.name}, and its model_name is {_shown(name)}")
+
+
+def _id(request: Json) -> str | None:
+    if not isinstance(request.get("id", ""), str):
+        raise BadRequestError("the id of the request has to be a text")
+    return request.get("id")
+
+
+def _timeout(parameters: Json) -> float | None:
+    """Timeout in seconds; the protocol has microseconds, and 0 for none."""
+    given = parameters.get("timeout", 0)
+    if type(given) is not int or not 0 <= given < 2**63:
+        raise BadRequestError("timeout has to be a number of microseconds")
+    return given / 1e6 or None
+
+
+def _parameters(given: Json, where: str) -> Json:
+    return _object(given.get("parameters", {}), f"the parameters of {where}")
+
+
+def _object(value: object, where: str) -> Json:
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{where} has to be a JSON object")
+    return value
+
+
+def _list(request: Json, key: str) -> list[Any]:
+    value = request.get(key)
+    if not isinstance(value, list):
+        raise BadRequestError(f"the request needs {key}, a list")
+    return value
+
+
+def _known(given: Json, fields: set[str], where: str) -> None:
+    if unknown := sorted(set(given) - fields):
+        raise BadRequestError(f"{where} has the unknown field {_shown(unknown[0])}")
+
+
+def _names(specs: Any) -> str:
+    return ", ".join(spec.name for spec in specs)
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60]
+
+
+# --- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One output for all rows of a request."""
+
+    spec: TensorSpec
+    values: Sequence[Any]
+
+    @property
+    def shape(self) -> list[int]:
+        inner = np.shape(self.values[0]) if self.spec.datatype != BYTES else ()
+        return [len(self.values), *inner]
+
+    def flat(self) -> list[Any]:
+        """The elements in row-major order."""
+        if isinstance(self.values[0], tuple | list):
+            return [each for value in self.values for each in value]
+        return list(self.values)
+
+    def binary(self) -> bytes:
+        """The elements in the binary extension's format."""
+        datatype: str = self.spec.datatype
+        if datatype == BYTES:
+            return joined_texts([str(value).encode() for value in self.flat()])
+        wide = np.float64 if datatype == "BF16" else None
+        return np.asarray(self.values, wide).astype(DTYPES[datatype]).tobytes()
+
+
+def joined_texts(texts: Iterable[bytes]) -> bytes:
+    """``BYTES`` elements with a length prefix each."""
+    return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+
+
+def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
+    """A requested output, from one prediction per row."""
+    return Column(wanted.spec, [getattr(prediction, wanted.spec.name) for prediction in predictions])
+
+
+def infer_response(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> Body:
+    """The response to ``request`` with one prediction per row."""
+    outputs: list[Json] = []
+    tails: list[bytes] = []
+    for wanted in request.outputs:
+        found = column(wanted, predictions)
+        described: Json = {"name": found.spec.name, "datatype": found.spec.datatype, "shape": found.shape}
+        if wanted.is_binary:
+            tails.append(found.binary())
+            described["parameters"] = {"binary_data_size": len(tails[-1])}
+        else:
+            described["data"] = found.flat()
+        outputs.append(described)
+    answer: Json = {"model_name": name, "model_version": version, "outputs": outputs}
+    if request.id:
+        answer["id"] = request.id
+    text = TO_JSON(answer).encode()
+    return Body(b"".join([text, *tails]), len(text)) if tails else Body(text)
+
+
+def tensor_metadata(spec: TensorSpec) -> Json:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}

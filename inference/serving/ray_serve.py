@@ -1,0 +1,251 @@
+"""The service on a Ray cluster: Ray Serve's proxy takes requests, and replicas hold the models and answer.
+
+All replicas serve the weights that were there at the start; one that finds others does not begin. They cannot be
+reloaded, because Ray starts and ends replicas at any time, and could not reload all at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from ckpt_tools.errors import FormatError, StoreError
+from ckpt_tools.signals import held_back, starting_processes
+
+from ..common.name_options import Reading
+from ..common.training_package import launchers
+from ..models.predictor import Predictor, load_predictor
+from .http.middleware import Traffic
+from .metrics import Snapshot
+from .refusals import Refused
+from .repository import MAX_WAITING, Repository, Source
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from .http.app import Application
+
+APPLICATION = "ckpt-tools"
+
+TELLING_SECONDS = 1.0
+"""Interval at which a replica reports its counts."""
+
+FORGOTTEN_SECONDS = 15.0
+"""A replica without a report for so long has ended; its counts are dropped."""
+
+GRACE_SECONDS = 40.0
+"""Time for a stopping replica to answer its requests before it is killed."""
+
+CHECK_SECONDS = 0.5
+
+FIXED = "the models of a service on Ray do not change; start it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Number of replicas: from ``least`` to ``most``, by load."""
+
+    least: int
+    most: int
+
+    def options(self) -> dict[str, Any]:
+        if self.least == self.most:
+            return {"num_replicas": self.least}
+        return {"autoscaling_config": {"min_replicas": self.least, "max_replicas": self.most}}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Arguments of each replica, sent to its process."""
+
+    sources: tuple[Source, ...]
+    settings: Settings
+    architecture: str | None
+    reading: Reading
+    device: str
+    threads: int
+    digests: tuple[str, ...] = ()
+
+    def load(self, url: str, name: str) -> Predictor:
+        import torch
+
+        torch.set_num_threads(self.threads)
+        names = self.reading.given()
+        return load_predictor(url, name=name, architecture=self.architecture, device=self.device, **names)
+
+    def known(self) -> Served:
+        """With the digests of the weights that are there now. Loads the models once, so that one that cannot be served
+        fails here."""
+        found = tuple(self.load(each.url, each.name).identity.digest for each in self.sources)
+        return replace(self, digests=found)
+
+
+class FixedRepository(Repository):
+    """Models that cannot be loaded or unloaded while they are served."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(served.sources, served.load)
+        self._digests = served.digests
+
+    def load_all(self) -> None:
+        for slot, digest in zip(self.slots, self._digests, strict=True):
+            predictor = self.read(slot)
+            if predictor.identity.digest != digest:
+                raise FormatError(f"{slot.source.url} has other weights on another machine, or was replaced meanwhile")
+            self.put(slot, predictor)
+
+    def load(self, name: str) -> None:
+        raise Refused(400, FIXED)
+
+    def unload(self, name: str) -> None:
+        raise Refused(400, FIXED)
+
+
+class Tally:
+    """Actor that collects the latest counts of each replica."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._found: dict[str, tuple[float, Snapshot]] = {}
+
+    def tell(self, replica: str, snapshot: Snapshot) -> list[Snapshot]:
+        """Store a replica's counts; returns those of all, with the number of each replica."""
+        now, number = time.monotonic(), self._numbers.setdefault(replica, len(self._numbers))
+        self._found[replica] = now, replace(snapshot, worker=number)
+        self._found = {who: each for who, each in self._found.items() if now - each[0] < FORGOTTEN_SECONDS}
+        return sorted((each for _, each in self._found.values()), key=lambda each: each.worker or 0)
+
+
+@dataclass(slots=True)
+class Telling:
+    """Reports a replica's counts to the tally from a thread, within the block."""
+
+    tally: Any
+    repository: Repository
+    traffic: Traffic
+    replica: str
+    _ending: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def __enter__(self) -> Telling:
+        threading.Thread(target=self._run, name="telling", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+
+    def _run(self) -> None:
+        while not self._ending.wait(TELLING_SECONDS):
+            self._tell()
+
+    def _tell(self) -> Any:
+        return self.tally.tell.remote(self.replica, Snapshot.of(self.repository, self.traffic))
+
+    async def snapshots_of_all(self) -> list[Snapshot]:
+        found: list[Snapshot] = await self._tell()
+        return found
+
+
+class RaysRequestId:
+    """Drops the service's ``X-Request-Id``, because Ray's proxy sets one on each answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [each for each in message["headers"] if each[0] != b"x-request-id"]}
+            await send(message)
+
+        await self.app(scope, receive, send_without_id)
+
+
+def application(served: Served, tally: Any) -> Application:
+    """The application of a replica. Called by Ray, which starts the replica when it returns."""
+    from .http.app import create_app
+
+    repository, traffic = FixedRepository(served), Traffic()
+    repository.load_all()
+    telling = Telling(tally, repository, traffic, serve.get_replica_context().replica_id.unique_id)
+    app = create_app(
+        repository, served.settings, background=telling, traffic=traffic, snapshots_of_all=telling.snapshots_of_all
+    )
+    app.answer = RaysRequestId(app.answer)
+    return app
+
+
+def run(served: Served, replicas: Replicas, host: str, port: int, announce: Callable[[], None]) -> None:
+    """Serve until a stop signal.
+
+    Raises:
+        CkptError: a model cannot be served, or replicas do not start.
+    """
+    known = served.known()
+    with launchers.cluster(replicas.most * served.threads):
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        try:
+            _start(known, replicas, host, port)
+            announce()
+            threading.Event().wait()
+        finally:
+            # A second signal waits: requests that were taken are being answered.
+            with held_back():
+                _end()
+
+
+def _start(served: Served, replicas: Replicas, host: str, port: int) -> None:
+    tally = ray.remote(num_cpus=0)(Tally).remote()
+
+    def build() -> Application:  # Ray takes nothing but a function for what makes an application.
+        return application(served, tally)
+
+    made = serve.deployment(
+        serve.ingress(build)(),
+        name=APPLICATION,
+        max_ongoing_requests=MAX_WAITING,
+        graceful_shutdown_timeout_s=GRACE_SECONDS,
+        ray_actor_options={"num_cpus": served.threads, "num_gpus": int(served.device.startswith("cuda"))},
+        **replicas.options(),
+    )
+    try:
+        with starting_processes():
+            serve.start(http_options={"host": host, "port": port})
+            serve.run(made.bind(), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        raise StoreError(f"the replicas do not start on this cluster ({str(error).splitlines()[0][:200]})") from error
+
+
+def _end() -> None:
+    """End the replicas, each after answering its requests, then the proxy.
+
+    A signal to all processes at once ends Ray's too. Its client would wait for them for a minute, and abort.
+    """
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    ending = threading.Thread(target=_end_serve, daemon=True)
+    ending.start()
+    while ending.is_alive() and _is_listening(host, int(port)):
+        ending.join(CHECK_SECONDS)
+
+
+def _end_serve() -> None:
+    with suppress(Exception):
+        serve.delete(APPLICATION)
+        serve.shutdown()
+
+
+def _is_listening(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=10).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,230 @@
+"""The models of a service: names, versions, and a batcher for each; they can change while it serves.
+
+A request keeps the version it began with. A new version is loaded beside the old one, then replaces it in one step; the
+old one is closed after its last request. So no request fails, and no answer mixes two models.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ckpt_tools.errors import CkptError, UsageError
+
+from ..models.predictor import Prediction, Predictor
+from .batching import Batcher
+from .statistics import Statistics
+
+MAX_WAITING = 256
+"""Rows that may wait for one model, about nine forward passes. With a full queue, clients get 503 at once."""
+
+READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
+UNLOADED = "unloaded"
+"""Reason of a model that was unloaded on request."""
+
+Load = Callable[[str, str], Predictor]
+"""Loads the model at a URL under a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """``NAME=URL`` of the command line. Several with one name are versions of one model."""
+
+    name: str
+    url: str
+
+
+class UnknownModelError(Exception):
+    """The model or version does not exist."""
+
+
+class NotReadyError(Exception):
+    """The model exists and is not loaded."""
+
+
+@dataclass(eq=False, slots=True)
+class Version:
+    """A loaded model. ``is_retired`` once replaced; it is closed after its last user."""
+
+    name: str
+    number: int
+    predictor: Predictor
+    batcher: Batcher[Tensor, Prediction]
+    statistics: Statistics
+    loaded_at: float = field(default_factory=time.time)
+    num_users: int = 0
+    is_retired: bool = False
+
+    @classmethod
+    def of(cls, name: str, number: int, predictor: Predictor, max_waiting: int) -> Version:
+        counts = Statistics()
+        threads = 2 if predictor.is_elsewhere else 1
+        batcher = Batcher(predictor.predict, predictor.max_batch, max_waiting, counts.executed, threads)
+        return cls(name, number, predictor, batcher.__enter__(), counts)
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A source and the version that answers for it, if any; ``reason`` why there is none, or none newer."""
+
+    source: Source
+    version: Version | None = None
+    state: str = UNAVAILABLE
+    reason: str = ""
+    is_changing: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the repository's index."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+class Repository:
+    """All models of the service. Methods are thread-safe; :meth:`load` blocks while it reads."""
+
+    def __init__(self, sources: Sequence[Source], load: Load, *, max_waiting: int = MAX_WAITING) -> None:
+        if not sources:
+            raise UsageError("there is no model to serve; name one")
+        self.slots = tuple(Slot(source) for source in sources)
+        self._load = load
+        self._max_waiting = max_waiting
+        self._numbers: dict[str, int] = {}
+        self._batchers: list[Batcher[Tensor, Prediction]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(slot.source.name for slot in self.slots))
+
+    def load_all(self) -> None:
+        """Load all models. Raises ``CkptError`` for the first that cannot be loaded."""
+        for slot in self.slots:
+            self.renew(slot)
+
+    def load(self, name: str) -> None:
+        """Load or reload every version of a model. Raises ``UnknownModelError`` or ``CkptError``; the old versions keep
+        answering."""
+        for slot in self._slots_of(name):
+            self.renew(slot)
+
+    def renew(self, slot: Slot) -> None:
+        """Load what is at the source now, then replace the version that answers. As :meth:`load`."""
+        with slot.is_changing:
+            self.put(slot, self.read(slot))
+
+    def read(self, slot: Slot) -> Predictor:
+        """Load what is at the source now, without serving it. Raises ``CkptError``; the old version keeps answering."""
+        slot.state = READY if slot.version else LOADING
+        try:
+            return self._load(slot.source.url, slot.source.name)
+        except CkptError as error:
+            slot.state = READY if slot.version else UNAVAILABLE
+            slot.reason = f"the last load failed ({type(error).__name__}); the log of the service says why"
+            raise
+
+    def put(self, slot: Slot, predictor: Predictor) -> None:
+        """Serve ``predictor`` as the next version of the model."""
+        self._put(slot, Version.of(slot.source.name, self._next_number(slot), predictor, self._max_waiting))
+
+    def unload(self, name: str) -> None:
+        """Stop serving a model; requests that have begun are answered. Raises ``UnknownModelError``."""
+        for slot in self._slots_of(name):
+            with slot.is_changing:
+                self._put(slot, None)
+                slot.reason = UNLOADED
+
+    def close(self) -> None:
+        """Unload everything and wait for running batches: a thread still in torch at exit would abort the process."""
+        for slot in self.slots:
+            self._put(slot, None)
+        for batcher in self._batchers:
+            batcher.close()
+            batcher.join()
+
+    def version(self, name: str, number: str | None = None) -> Version:
+        """The version of that number, or the newest. Raises ``UnknownModelError`` or ``NotReadyError``."""
+        with self._lock:
+            return self._version(name, number)
+
+    @contextmanager
+    def hold(self, name: str, number: str | None = None) -> Iterator[Version]:
+        """As :meth:`version`; it is kept loaded within the block."""
+        with self._lock:
+            version = self._version(name, number)
+            version.num_users += 1
+        try:
+            yield version
+        finally:
+            with self._lock:
+                version.num_users -= 1
+                self._close_unused(version)
+
+    def versions(self) -> list[Version]:
+        """All loaded versions."""
+        with self._lock:
+            return [slot.version for slot in self.slots if slot.version is not None]
+
+    def versions_of(self, name: str) -> list[Version]:
+        """Versions of a model, the oldest first. Raises ``UnknownModelError``."""
+        self._slots_of(name)
+        return sorted((each for each in self.versions() if each.name == name), key=lambda each: each.number)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model answers, except those unloaded on request."""
+        return all(slot.version or slot.reason == UNLOADED for slot in self.slots)
+
+    def index(self) -> list[Entry]:
+        with self._lock:
+            return [
+                Entry(slot.source.name, str(slot.version.number) if slot.version else "", slot.state, slot.reason)
+                for slot in self.slots
+            ]
+
+    def _slots_of(self, name: str) -> list[Slot]:
+        found = [slot for slot in self.slots if slot.source.name == name]
+        if not found:
+            raise UnknownModelError(f"there is no model {name[:100]!r}; the models are {', '.join(self.names)}")
+        return found
+
+    def _version(self, name: str, number: str | None) -> Version:
+        loaded = [slot.version for slot in self._slots_of(name) if slot.version is not None]
+        if not loaded:
+            raise NotReadyError(f"the model {name} is not loaded")
+        if number is None:
+            return max(loaded, key=lambda each: each.number)
+        for version in loaded:
+            if str(version.number) == number:
+                return version
+        numbers = ", ".join(str(version.number) for version in loaded)
+        raise UnknownModelError(f"the model {name} has no version {number[:100]!r}; it has {numbers}")
+
+    def _next_number(self, slot: Slot) -> int:
+        with self._lock:
+            number = self._numbers.get(slot.source.name, 0) + 1
+            self._numbers[slot.source.name] = number
+            return number
+
+    def _put(self, slot: Slot, version: Version | None) -> None:
+        with self._lock:
+            before, slot.version = slot.version, version
+            opened = [] if version is None else [version.batcher]
+            self._batchers = [batcher for batcher in self._batchers if batcher.is_running] + opened
+            slot.state, slot.reason = (READY if version else UNAVAILABLE), ""
+            if before is not None:
+                before.is_retired = True
+                self._close_unused(before)
+
+    def _close_unused(self, version: Version) -> None:
+        if version.is_retired and not version.num_users:
+            version.batcher.close()

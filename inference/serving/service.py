@@ -1,0 +1,279 @@
+"""The functions of the service, which HTTP and gRPC share: metadata, inference, statistics, repository control."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, FormatError
+
+from ..models.predictor import Prediction, Predictor, TensorSpec
+from .batching import QueueFullError
+from .http.middleware import Traffic
+from .metrics import Snapshot
+from .protocol import BadRequestError, InferRequest, tensor_metadata
+from .refusals import RETRY_AFTER, Refused
+from .repository import NotReadyError, Repository, UnknownModelError, Version
+from .settings import Settings
+from .statistics import Counts
+
+LOG = logging.getLogger(__name__)
+
+EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
+PLATFORM = "pytorch"
+
+LARGE_REQUEST = 64 * 2**10
+"""Larger requests are parsed in a thread, so that they do not block the event loop."""
+
+COUNTING_SECONDS = 5.0
+"""Timeout for the counts of all replicas."""
+
+Json = dict[str, Any]
+Answer = TypeVar("Answer")
+
+Snapshots = Callable[[], Awaitable[Sequence[Snapshot]]]
+"""The counts of all replicas of the service, if there are several."""
+
+Parse = Callable[[Version], InferRequest]
+Render = Callable[[InferRequest, Sequence[Prediction], Version], Answer]
+
+
+class Service:
+    """Requests to the models of a repository. Every method may raise ``Refused``."""
+
+    def __init__(
+        self, repository: Repository, settings: Settings, traffic: Traffic, snapshots_of_all: Snapshots | None = None
+    ) -> None:
+        self.repository, self.settings, self.traffic = repository, settings, traffic
+        self._snapshots_of_all = snapshots_of_all
+        # One thread for loads, which leaves the event loop's threads to requests.
+        self.loader = ThreadPoolExecutor(1, "loader")
+
+    def server(self) -> Json:
+        return {"name": "ckpt-tools", "version": ckpt_tools.__version__, "extensions": EXTENSIONS}
+
+    def check_ready(self) -> None:
+        """Readiness for load balancers: not while draining, and not while a model that should answer is not loaded."""
+        if self.traffic.is_draining:
+            raise Refused(503, "the service is stopping")
+        if not self.repository.is_ready:
+            raise Refused(503, "a model is not loaded")
+
+    # --- a model
+
+    def version(self, name: str, number: str | None) -> Version:
+        try:
+            return self.repository.version(name, number)
+        except (UnknownModelError, NotReadyError) as error:
+            raise Refused(404, str(error)) from error
+
+    def metadata(self, name: str, number: str | None) -> Json:
+        version = self.version(name, number)
+        predictor = version.predictor
+        return {
+            "name": version.name,
+            "versions": [str(each.number) for each in self.repository.versions_of(version.name)],
+            "platform": PLATFORM,
+            "inputs": [tensor_metadata(spec) for spec in predictor.inputs],
+            "outputs": [tensor_metadata(spec) for spec in predictor.outputs],
+            "parameters": {**identity(version), "labels": predictor.labels},
+        }
+
+    def configuration(self, name: str, number: str | None) -> Json:
+        """The fields of Triton's ModelConfig that apply."""
+        version = self.version(name, number)
+        predictor = version.predictor
+        return {
+            "name": version.name,
+            "platform": PLATFORM,
+            "backend": PLATFORM,
+            "max_batch_size": predictor.max_batch,
+            "input": [_configured(spec) for spec in predictor.inputs],
+            "output": [_configured(spec) for spec in predictor.outputs],
+            "dynamic_batching": {},
+            "parameters": {key: {"string_value": str(value)} for key, value in identity(version).items()},
+        }
+
+    async def statistics(self, name: str | None, number: str | None) -> Json:
+        """Triton's statistics of one version, of all versions of a model, or of all models."""
+        if name is None:
+            found = self.repository.versions()
+        elif number is not None:
+            found = [self.version(name, number)]
+        else:
+            self.version(name, None)
+            found = self.repository.versions_of(name)
+        snapshots = await self.snapshots()
+        return {"model_stats": [_statistics(version, snapshots) for version in found]}
+
+    async def snapshots(self) -> Sequence[Snapshot]:
+        """The counts of each replica. Raises ``Refused`` 503 if one is missing: partial sums would be wrong."""
+        if self._snapshots_of_all is None:
+            return [Snapshot.of(self.repository, self.traffic)]
+        try:
+            async with asyncio.timeout(COUNTING_SECONDS):
+                return await self._snapshots_of_all()
+        except TimeoutError as error:
+            raise Refused(503, "a replica does not report its counts; try again", RETRY_AFTER) from error
+
+    async def infer(
+        self,
+        name: str,
+        number: str | None,
+        parse: Parse,
+        render: Render[Answer],
+        *,
+        num_bytes: int,
+        log_fields: MutableMapping[str, str],
+        seconds: float | None = None,
+    ) -> Answer:
+        """The rendered answer of a model. ``parse`` reads the request of ``num_bytes`` for the version that answers;
+        ``seconds`` is the client's own deadline; the version is written to ``log_fields`` for the access log."""
+        with holding(self.repository, log_fields, name, number) as version:
+            asked = await _parsed(parse, version, num_bytes)
+            limits = (self.settings.timeout, asked.timeout, seconds)
+            answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
+            return render(asked, answers, version)
+
+    # --- the repository
+
+    def index(self, *, only_ready: bool) -> list[Json]:
+        return [
+            {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
+            for entry in self.repository.index()
+            if entry.state == "READY" or not only_ready
+        ]
+
+    async def load(self, name: str, parameters: Json) -> None:
+        """Load what is at the model's own URL now. A client cannot choose another URL, which would expose files."""
+        if parameters:
+            shown = str(parameters)[:60]
+            raise Refused(400, f"a model is loaded as the service was started with it; {shown} is not taken")
+        try:
+            await self._change(self.repository.load, name)
+        except CkptError as error:
+            LOG.error("%s cannot be loaded: %s", name, error)
+            raise Refused(400, f"the model {name} cannot be loaded; the log of the service says why") from error
+
+    async def unload(self, name: str) -> None:
+        await self._change(self.repository.unload, name)
+
+    async def _change(self, change: Callable[[str], None], name: str) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self.loader, change, name)
+        except UnknownModelError as error:
+            raise Refused(404, str(error)) from error
+
+
+@contextmanager
+def holding(
+    repository: Repository, log_fields: MutableMapping[str, str], name: str, number: str | None
+) -> Iterator[Version]:
+    """The version that answers a request, kept loaded, with the request counted. Adds its name to ``log_fields``, for
+    the access log. Raises ``Refused`` 404 if there is none."""
+    try:
+        with repository.hold(name, number) as version:
+            log_fields.update(model=name, version=str(version.number))
+            with _counted(version):
+                yield version
+    except (UnknownModelError, NotReadyError) as error:
+        raise Refused(404, str(error)) from error
+
+
+@contextmanager
+def _counted(version: Version) -> Iterator[None]:
+    begun = time.perf_counter()
+    try:
+        yield
+    except BaseException as error:
+        version.statistics.failed(_reason(error), time.perf_counter() - begun)
+        raise
+    version.statistics.succeeded(time.perf_counter() - begun)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELED"
+    status = error.status if isinstance(error, Refused) else 500
+    return {503: "REJECTED", 504: "REJECTED", 500: "BACKEND"}.get(status, "OTHER")
+
+
+async def predictions(version: Version, items: Sequence[Tensor], seconds: float) -> list[Prediction]:
+    """The answer for each item.
+
+    Raises:
+        Refused: 503 if the queue is full, 504 if the model takes longer than ``seconds``, 400 if it does not take
+            such items, 500 if it fails.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await version.batcher.submit_all(items)
+    except QueueFullError as error:
+        most = version.batcher.max_waiting
+        raise Refused(503, f"{most} inputs wait for the model, which is the limit; try again", RETRY_AFTER) from error
+    except TimeoutError as error:
+        raise Refused(504, f"the model did not answer within {seconds:g} seconds") from error
+    except FormatError as error:
+        raise Refused(400, error.message) from error
+    except Exception as error:
+        LOG.error("the model %s, version %d, failed", version.name, version.number, exc_info=error)
+        raise Refused(500, "the model failed on this request; the log of the service says why") from error
+
+
+async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
+    try:
+        if num_bytes > LARGE_REQUEST or _decodes(version.predictor):
+            return await asyncio.to_thread(parse, version)
+        return parse(version)
+    except BadRequestError as error:
+        raise Refused(400, str(error)) from error
+
+
+def identity(version: Version) -> Json:
+    """The weights that answer. The source is cut to its last two parts: server paths are not exposed."""
+    known = version.predictor.identity
+    return {
+        "digest": known.digest,
+        "source": "/".join(known.source.rstrip("/").split("/")[-2:]),
+        "format": known.format,
+        "step": known.step,
+        "world_size": known.world_size,
+    }
+
+
+def _decodes(predictor: Predictor) -> bool:
+    return any(spec.datatype == "BYTES" for spec in predictor.inputs)
+
+
+def _configured(spec: TensorSpec) -> Json:
+    datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
+    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:]) or [1]}
+
+
+def _statistics(version: Version, snapshots: Sequence[Snapshot]) -> Json:
+    key = (version.name, version.number)
+    parts = [each for process in snapshots for each in process.versions if (each.name, each.number) == key]
+    counts = Counts.total(each.counts for each in parts)
+    failures = sum(counts.failures.values())
+    return {
+        "name": version.name,
+        "version": str(version.number),
+        "last_inference": counts.last_inference_ms,
+        "inference_count": counts.inferences,
+        "execution_count": counts.executions,
+        "inference_stats": {
+            "success": {"count": counts.successes, "ns": counts.request_ns},
+            "fail": {"count": failures, "ns": counts.failure_ns},
+            "queue": {"count": counts.inferences, "ns": counts.queue_ns},
+            "compute_infer": {"count": counts.inferences, "ns": counts.compute_ns},
+        },
+        "pending_request_count": sum(each.num_waiting for each in parts),
+    }

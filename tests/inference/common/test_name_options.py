@@ -1,0 +1,63 @@
+"""The commands load a checkpoint whose names are not the model's, if they are told how to name its tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import Tensor
+
+from inference.batch.__main__ import main
+from inference.models.predictor import load_predictor
+from tests.inference.conftest import running_service
+from training.data.datasets import LabelledImages
+
+RENAMED = ("--rename=^net[.]=", "--exclude=ema.*")
+
+
+@pytest.fixture(scope="module")
+def wrapped(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights as attribute of another module, beside a second copy."""
+    file = tmp_path_factory.mktemp("wrapped") / "model.safetensors"
+    save_file({f"{prefix}.{name}": value.clone() for name, value in weights.items() for prefix in ("net", "ema")}, file)
+    return file
+
+
+def test_predict_renames(wrapped: Path, forms: Path, image_folder: Path, tmp_path: Path) -> None:
+    def predicted(model: Path, *options: str) -> list[str]:
+        out = tmp_path / f"{len(options)}.jsonl"
+        words = ["--model", model, "--input", image_folder, "--output", out, "--quiet", "--threads=1", *options]
+        result = CliRunner().invoke(main, list(map(str, words)))
+        assert result.exit_code == 0, result.output
+        return out.read_text().splitlines()
+
+    assert predicted(wrapped, *RENAMED) == predicted(forms / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        ((), 4, "does not fit the model"),
+        (("--rename=^nett[.]=",), 2, "^nett[.]"),
+        (("--exclude=ema.*", "--key-map=none.json"), 3, "none.json"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence(
+    options: tuple[str, ...], code: int, sentence: str, wrapped: Path, image_folder: Path, tmp_path: Path
+) -> None:
+    words = ["--model", wrapped, "--input", image_folder, "--output", tmp_path / "out.jsonl", *options]
+    result = CliRunner().invoke(main, list(map(str, words)))
+    assert (result.exit_code, result.output.count("\n")) == (code, 1), result.output
+    assert sentence in result.output
+
+
+def test_serve_renames(wrapped: Path, forms: Path, digits: LabelledImages, tmp_path: Path) -> None:
+    (expected,) = load_predictor(forms / "model.safetensors").predict([digits.pixels[0]])
+    given = {"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "data": digits.pixels[0].flatten().tolist()}
+    with running_service(tmp_path, wrapped, "--threads=1", *RENAMED) as service:
+        answer = httpx.post(f"{service.url}/v2/models/model/infer", content=json.dumps({"inputs": [given]}), timeout=60)
+    assert tuple(answer.json()["outputs"][1]["data"]) == expected.probabilities

@@ -1,0 +1,495 @@
+"""The protocol over gRPC beside HTTP: the same bits, and for every mistake the right code and one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import psutil
+import pytest
+from torch import Tensor
+
+from inference.models.predictor import load_predictor
+from inference.serving.grpc import requests as grpc_requests
+from inference.serving.grpc import server as grpc_server
+from inference.serving.grpc.messages import MESSAGES, METHODS, SERVICE
+from inference.serving.grpc.server import client_of, serving
+from inference.serving.http.middleware import Traffic
+from inference.serving.listening import Listening, address_of, reserve
+from inference.serving.repository import Repository, Source
+from inference.serving.service import Service as Answers
+from inference.serving.settings import MAX_BODY_BYTES, Settings
+from tests.inference.conftest import Service, running_service
+from tests.inference.serving.test_operations import certificate as certificate
+from tests.inference.serving.test_repository import Loader
+from tests.inference.serving.test_serve import run_serve, wait_until
+from tests.inference.tiny_models import save_text_model
+from training.data.datasets import LabelledImages
+
+TOKEN = "s3cret"
+Code = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("grpc")
+    texts = save_text_model(folder / "texts")
+    models = [f"--model=m={forms / 'model.pt'}", f"--model=texts={texts}"]
+    with running_service(folder / "run", None, *models, "--grpc-port=0") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def channel(service: Service) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(service.grpc) as channel:
+        yield channel
+
+
+def call(channel: grpc.Channel, method: str, message: Any = None, **options: Any) -> Any:
+    """The answer. ``message`` is one, the fields of one, or bytes that are none."""
+    kind = METHODS[method]
+    data = message if isinstance(message, bytes) else (message or kind.request()).SerializeToString()
+    options.setdefault("timeout", 60)
+    return kind.response.FromString(channel.unary_unary(f"/{SERVICE}/{method}")(data, **options))
+
+
+def refusal(channel: grpc.Channel, method: str, message: Any, **options: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(channel, method, message, **options)
+    return caught.value.code(), caught.value.details()
+
+
+def a_request(array: np.ndarray[Any, Any], *, is_raw: bool = True, model: str = "m", **changes: Any) -> Any:
+    request = MESSAGES["ModelInferRequest"](model_name=model)
+    given = {"name": "image", "datatype": "UINT8", "shape": array.shape, **changes}
+    tensor = request.inputs.add(**given)
+    if is_raw:
+        request.raw_input_contents.append(array.tobytes())
+    else:
+        tensor.contents.uint_contents.extend(array.reshape(-1).tolist())
+    return request
+
+
+def pixels(digits: LabelledImages, many: int = 3) -> np.ndarray[Any, Any]:
+    return digits.pixels[:many].numpy()
+
+
+# --- the same answers
+
+
+def test_both_forms_give_the_bits_of_http(
+    channel: grpc.Channel, service: Service, forms: Path, digits: LabelledImages
+) -> None:
+    array = pixels(digits)
+    raw = call(channel, "ModelInfer", a_request(array))
+    typed = call(channel, "ModelInfer", a_request(array, is_raw=False))
+    given = {"name": "image", "shape": array.shape, "datatype": "UINT8", "data": array.reshape(-1).tolist()}
+    overall = httpx.post(f"{service.url}/v2/models/m/infer", json={"inputs": [given]}).json()["outputs"]
+    labels, probabilities = (output["data"] for output in overall)
+    assert np.frombuffer(raw.raw_output_contents[0], np.int64).tolist() == labels
+    assert raw.raw_output_contents[1] == np.array(probabilities, np.float32).tobytes()
+    assert (list(typed.outputs[0].contents.int64_contents), list(typed.outputs[1].shape)) == (labels, [3, 10])
+    assert list(typed.outputs[1].contents.fp32_contents) == probabilities
+    assert not typed.raw_output_contents
+    assert not raw.outputs[1].HasField("contents")
+
+
+def test_the_metadata_says_which_weights_answer(channel: grpc.Channel, service: Service) -> None:
+    found = call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="m"))
+    over_http = httpx.get(f"{service.url}/v2/models/m").json()["parameters"]
+    assert dict(found.properties) == {key: value for key, value in over_http.items() if value is not None}
+    assert found.properties["digest"].startswith("blake3:")
+
+
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_texts_are_taken(channel: grpc.Channel, service: Service, is_raw: bool) -> None:
+    request = MESSAGES["ModelInferRequest"](model_name="texts")
+    tensor = request.inputs.add(name="text", datatype="BYTES", shape=[2])
+    words = [b"a very good film", b"bad"]
+    if is_raw:
+        request.raw_input_contents.append(b"".join(len(word).to_bytes(4, "little") + word for word in words))
+    else:
+        tensor.contents.bytes_contents.extend(words)
+    found = call(channel, "ModelInfer", request)
+    given = {"name": "text", "shape": [2], "datatype": "BYTES", "data": [word.decode() for word in words]}
+    outputs = httpx.post(f"{service.url}/v2/models/texts/infer", json={"inputs": [given]}).json()["outputs"]
+    expected = next(output["data"] for output in outputs if output["name"] == "probabilities")
+    place = [output.name for output in found.outputs].index("probabilities")
+    bits = found.raw_output_contents[place] if is_raw else found.outputs[place].contents.fp32_contents
+    assert (bits if is_raw else np.array(bits, np.float32).tobytes()) == np.array(expected, np.float32).tobytes()
+
+
+def test_kserves_place_of_a_models_name_is_understood(channel: grpc.Channel) -> None:
+    """KServe has no ``repository_name``: its ``model_name`` is where Triton has that."""
+    before = call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="m")).versions
+    loaded = call(channel, "RepositoryModelLoad", METHODS["RepositoryModelLoad"].request(repository_name="m"))
+    assert (loaded.model_name, loaded.isLoaded) == ("m", True)
+    assert call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="m")).versions != before
+
+
+def test_answers_are_counted(channel: grpc.Channel, service: Service) -> None:
+    refusal(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="none"))
+    call(channel, "ServerLive")
+    metrics = httpx.get(f"{service.url}/metrics").text
+    assert 'ckpt_tools_grpc_responses_total{code="NOT_FOUND"}' in metrics
+    assert 'ckpt_tools_grpc_responses_total{code="OK"}' in metrics
+
+
+# --- mistakes
+
+
+ZEROS = np.zeros((1, 28, 28), np.uint8)
+
+
+def parameter(**value: Any) -> Any:
+    return MESSAGES["InferParameter"](**value)
+
+
+def with_field(request: Any, change: Callable[[Any], object]) -> Any:
+    change(request)
+    return request
+
+
+MISTAKES: dict[str, tuple[Any, grpc.StatusCode, str]] = {
+    "not a message": (b"\xff\xff", Code.INVALID_ARGUMENT, "not a message of the kind ModelInferRequest"),
+    "a message cut off": (
+        a_request(ZEROS).SerializeToString()[:-9],
+        Code.INVALID_ARGUMENT,
+        "not a message of the kind ModelInferRequest",
+    ),
+    "a model": (a_request(ZEROS, model="none"), Code.NOT_FOUND, "there is no model 'none'"),
+    "a version": (
+        with_field(a_request(ZEROS), lambda request: setattr(request, "model_version", "99")),
+        Code.NOT_FOUND,
+        "has no version '99'",
+    ),
+    "a shape": (a_request(ZEROS, shape=[1, 28, 27]), Code.INVALID_ARGUMENT, "must be [-1, 28, 28]"),
+    "a negative shape": (a_request(ZEROS, shape=[-1, 28, 28]), Code.INVALID_ARGUMENT, "each at least 1"),
+    "a long shape": (a_request(ZEROS, shape=[1] * 10**6), Code.INVALID_ARGUMENT, "each at least 1"),
+    "a datatype": (a_request(ZEROS, datatype="FP32"), Code.INVALID_ARGUMENT, "it must be UINT8"),
+    "an unknown datatype": (a_request(ZEROS, datatype="X", is_raw=False), Code.INVALID_ARGUMENT, "it must be UINT8"),
+    "a name": (a_request(ZEROS, name="picture"), Code.INVALID_ARGUMENT, "the model takes image"),
+    "too few bytes": (a_request(ZEROS, shape=[2, 28, 28]), Code.INVALID_ARGUMENT, "784 bytes; [2, 28, 28] of UINT8"),
+    "too few elements": (
+        a_request(ZEROS, shape=[2, 28, 28], is_raw=False),
+        Code.INVALID_ARGUMENT,
+        "784 elements; its shape [2, 28, 28] has 1568",
+    ),
+    "rows": (a_request(np.zeros((300, 28, 28), np.uint8)), Code.INVALID_ARGUMENT, "a request may have 256"),
+    "a number too large": (
+        a_request(np.full((1, 28, 28), 256), is_raw=False),
+        Code.INVALID_ARGUMENT,
+        "numbers that UINT8 cannot hold",
+    ),
+    "another field": (
+        with_field(a_request(ZEROS, is_raw=False), lambda each: each.inputs[0].contents.fp32_contents.append(0)),
+        Code.INVALID_ARGUMENT,
+        "are in fp32_contents; those of UINT8 belong in uint_contents",
+    ),
+    "both forms": (
+        with_field(a_request(ZEROS), lambda each: each.inputs[0].contents.uint_contents.append(0)),
+        Code.INVALID_ARGUMENT,
+        "has contents, and the request has raw_input_contents",
+    ),
+    "more raw than inputs": (
+        with_field(a_request(ZEROS), lambda each: each.raw_input_contents.append(b"")),
+        Code.INVALID_ARGUMENT,
+        "1 inputs and 2 raw_input_contents",
+    ),
+    "no input": (MESSAGES["ModelInferRequest"](model_name="m"), Code.INVALID_ARGUMENT, "has 0 inputs"),
+    "an output": (
+        with_field(a_request(ZEROS), lambda each: each.outputs.add(name="logits")),
+        Code.INVALID_ARGUMENT,
+        "there is no output 'logits'; the model gives label, probabilities",
+    ),
+    "a timeout": (
+        with_field(a_request(ZEROS), lambda each: each.parameters["timeout"].MergeFrom(parameter(string_param="1"))),
+        Code.INVALID_ARGUMENT,
+        "timeout has to be a number of microseconds",
+    ),
+    "a million tensors": (b"\x2a\x00" * 10**6, Code.INVALID_ARGUMENT, "more than 1000 inputs, outputs and parameters"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_has_a_code_and_a_sentence(channel: grpc.Channel, service: Service, mistake: str) -> None:
+    message, code, sentence = MISTAKES[mistake]
+    found = refusal(channel, "ModelInfer", message)
+    assert found[0] is code
+    assert sentence in found[1]
+    assert "\n" not in found[1] and len(found[1]) < 400
+    assert call(channel, "ModelInfer", a_request(ZEROS)).model_name == "m"
+    assert service.log.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("contents", "sentence"),
+    [
+        (b"\xff\xfe", "row 0 of the input text is not a text in UTF-8"),
+        (None, "the input text has other elements than the 1 of its shape"),
+    ],
+)
+def test_a_text_that_is_none_is_refused(channel: grpc.Channel, contents: bytes | None, sentence: str) -> None:
+    request = MESSAGES["ModelInferRequest"](model_name="texts")
+    tensor = request.inputs.add(name="text", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.extend([] if contents is None else [contents])
+    assert refusal(channel, "ModelInfer", request) == (Code.INVALID_ARGUMENT, sentence + " (byte 0)" * bool(contents))
+
+
+def test_nan_is_refused(forms: Path) -> None:
+    """No model here takes numbers with a fraction, so its input is told otherwise."""
+    predictor = load_predictor(forms / "model.pt")
+    request = a_request(np.full((1, 2), np.nan, np.float32), name="x", datatype="FP32")
+    with pytest.raises(grpc_requests.BadRequestError, match="NaN or infinite"):
+        grpc_requests.infer_request(request, Floating(predictor), 8)  # type: ignore[arg-type]
+
+
+class Floating:
+    """A predictor whose input is two floats."""
+
+    def __init__(self, predictor: Any) -> None:
+        from inference.models.tensor_specs import TensorSpec
+
+        self.name, self.inputs, self.outputs = "m", (TensorSpec("x", "FP32", (-1, 2)),), predictor.outputs
+
+
+def test_a_message_has_a_limit(channel: grpc.Channel, service: Service) -> None:
+    before = psutil.Process(service.process.pid).memory_info().rss
+    code, sentence = refusal(channel, "ModelInfer", bytes(MAX_BODY_BYTES + 1))
+    assert code is Code.RESOURCE_EXHAUSTED
+    assert "larger than max" in sentence
+    code, _ = refusal(channel, "ModelInfer", bytes(200 * 2**20), compression=grpc.Compression.Gzip)
+    assert code is Code.RESOURCE_EXHAUSTED
+    assert psutil.Process(service.process.pid).memory_info().rss - before < 128 * 2**20
+    assert call(channel, "ServerLive").live
+
+
+def test_an_unknown_method_is_unimplemented(channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"/{SERVICE}/ModelStreamInfer")(b"", timeout=60)
+    assert caught.value.code() is Code.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("method", ["RepositoryModelLoad", "RepositoryModelUnload", "ModelStatistics", "ModelConfig"])
+def test_an_unknown_model_is_not_found(channel: grpc.Channel, method: str) -> None:
+    field = "model_name" if method.startswith("Repository") else "name"
+    code, sentence = refusal(channel, method, METHODS[method].request(**{field: "none"}))
+    assert (code, "there is no model 'none'" in sentence) == (Code.NOT_FOUND, True)
+
+
+# --- a model that is slow: in this process
+
+
+@pytest.fixture(scope="module")
+def loader(forms: Path) -> Loader:
+    return Loader(load_predictor(forms / "model.pt"))
+
+
+@pytest.fixture
+def repository(loader: Loader) -> Iterator[Repository]:
+    """Its model answers when ``loader.may_answer``."""
+    repository = Repository([Source("m", "nowhere")], loader, max_waiting=2)
+    repository.load_all()
+    loader.may_answer.clear()
+    yield repository
+    loader.may_answer.set()
+    repository.close()
+
+
+@contextmanager
+def listened(repository: Repository, settings: Settings) -> Iterator[str]:
+    """gRPC alone, in a thread of this process; its address."""
+
+    async def run(address: str, started: asyncio.Event, ending: asyncio.Event) -> None:
+        async with serving(Answers(repository, settings, Traffic()), Listening(address)):
+            started.set()
+            await ending.wait()
+
+    loop, started, ending = asyncio.new_event_loop(), asyncio.Event(), asyncio.Event()
+    with reserve("127.0.0.1", 0) as reserved, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(loop.run_until_complete, run(address_of(reserved), started, ending))
+        wait_until(started.is_set)
+        try:
+            yield address_of(reserved)
+        finally:
+            loop.call_soon_threadsafe(ending.set)
+            running.result()
+            loop.close()
+
+
+@contextmanager
+def served(repository: Repository, settings: Settings) -> Iterator[grpc.Channel]:
+    with listened(repository, settings) as address, grpc.insecure_channel(address) as channel:
+        yield channel
+
+
+def test_a_full_queue_sends_the_client_away(repository: Repository, loader: Loader) -> None:
+    version = repository.version("m")
+    with served(repository, Settings()) as channel:
+        send = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        first = send.future(a_request(ZEROS).SerializeToString(), timeout=60)
+        wait_until(lambda: version.batcher.num_waiting == 0 and version.num_users == 1)
+        others = [send.future(a_request(ZEROS).SerializeToString(), timeout=60) for _ in range(2)]
+        wait_until(lambda: version.batcher.num_waiting == 2)
+        with pytest.raises(grpc.RpcError) as caught:
+            send(a_request(ZEROS).SerializeToString(), timeout=60)
+        loader.may_answer.set()
+        assert all(each.result() for each in (first, *others))
+    assert caught.value.code() is Code.UNAVAILABLE
+    assert caught.value.details() == "2 inputs wait for the model, which is the limit; try again"
+    assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+
+
+def test_a_deadline_is_kept_and_frees_the_queue(repository: Repository) -> None:
+    version = repository.version("m")
+    with served(repository, Settings()) as channel:
+        assert refusal(channel, "ModelInfer", a_request(ZEROS), timeout=0.3)[0] is Code.DEADLINE_EXCEEDED
+        wait_until(lambda: version.num_users == 0 and version.batcher.num_waiting == 0)
+        request = a_request(ZEROS)
+        request.parameters["timeout"].int64_param = 50_000
+        found = refusal(channel, "ModelInfer", request)
+    assert found == (Code.DEADLINE_EXCEEDED, "the model did not answer within 0.05 seconds")
+
+
+def test_a_call_that_is_cancelled_leaves_the_queue(repository: Repository, loader: Loader) -> None:
+    version = repository.version("m")
+    with served(repository, Settings()) as channel:
+        send = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        first = send.future(a_request(ZEROS).SerializeToString(), timeout=60)
+        wait_until(lambda: version.batcher.num_waiting == 0 and version.num_users == 1)
+        leaving = send.future(a_request(ZEROS).SerializeToString(), timeout=60)
+        wait_until(lambda: version.batcher.num_waiting == 1)
+        leaving.cancel()
+        wait_until(lambda: version.batcher.num_waiting == 0 and version.statistics.failures["CANCELED"] == 1)
+        loader.may_answer.set()
+        assert first.result()
+    assert version.statistics.inferences == 1
+
+
+def test_the_end_waits_for_a_call_in_flight(repository: Repository, loader: Loader) -> None:
+    with ExitStack() as stack:
+        with listened(repository, Settings()) as address:
+            channel = stack.enter_context(grpc.insecure_channel(address))
+            send = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            taken = send.future(a_request(ZEROS).SerializeToString(), timeout=60)
+            wait_until(lambda: repository.version("m").num_users == 1)
+            threading.Timer(0.5, loader.may_answer.set).start()
+        assert loader.may_answer.is_set()
+        assert taken.result(timeout=60)
+
+
+def test_a_message_that_does_not_come_is_refused(repository: Repository) -> None:
+    def nothing() -> Iterator[bytes]:
+        time.sleep(20)
+        yield b""
+
+    with served(repository, Settings(body_seconds=0.3)) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.stream_unary(f"/{SERVICE}/ModelInfer")(nothing(), timeout=15)
+    assert (caught.value.code(), caught.value.details()) == (
+        Code.DEADLINE_EXCEEDED,
+        "the request took too long to arrive",
+    )
+
+
+def test_a_model_that_fails_is_the_services_error(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(items: list[Tensor]) -> object:
+        raise RuntimeError("the path /secret/model is broken")
+
+    monkeypatch.setattr(repository.version("m").batcher, "work", fail)
+    with served(repository, Settings()) as channel:
+        found = refusal(channel, "ModelInfer", a_request(ZEROS))
+    assert found == (Code.INTERNAL, "the model failed on this request; the log of the service says why")
+
+
+# --- operation
+
+
+def test_with_a_token_tls_and_a_log(certificate: Path, forms: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    options = [f"--certfile={certificate / 'cert.pem'}", f"--keyfile={certificate / 'key.pem'}", "--access-log"]
+    options += [f"--token={tmp_path / 'token'}", "--grpc-port=0"]
+    credentials = grpc.ssl_channel_credentials((certificate / "cert.pem").read_bytes())
+    with running_service(tmp_path / "run", forms / "model.pt", *options, scheme="https") as service:
+        address = f"localhost:{service.grpc.rpartition(':')[2]}"
+        with grpc.secure_channel(address, credentials) as channel:
+            assert call(channel, "ServerReady").ready
+            found = refusal(channel, "ServerMetadata", None)
+            assert found == (Code.UNAUTHENTICATED, "the call needs the metadata authorization: Bearer TOKEN")
+            assert refusal(channel, "ModelInfer", None, metadata=[("authorization", "x")])[0] is Code.UNAUTHENTICATED
+            metadata = [("authorization", f"Bearer {TOKEN}"), ("x-request-id", "looked-for")]
+            request = a_request(ZEROS, model="model")
+            assert call(channel, "ModelInfer", request, metadata=metadata).model_name == "model"
+        assert service.process.stdout is not None
+        for line in service.process.stdout:
+            entry = json.loads(line)
+            if entry["request_id"] == "looked-for":
+                break
+        assert (entry["path"], entry["status"], entry["model"]) == (f"/{SERVICE}/ModelInfer", "OK", "model")
+        assert (entry["method"], entry["client"], entry["version"]) == ("gRPC", "127.0.0.1", "1")
+        assert entry["bytes_in"] > 784 and entry["bytes_out"] > 48
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(60) == 143
+
+
+def test_a_signal_ends_calls_in_order(forms: Path, tmp_path: Path) -> None:
+    """Calls come all the time; each is answered, or was never taken."""
+    options = ["--grpc-port=0", "--drain=2"]
+    with running_service(tmp_path / "run", forms / "model.pt", *options) as service:
+        with grpc.insecure_channel(service.grpc) as channel, ThreadPoolExecutor(4) as pool:
+            answers: list[list[grpc.StatusCode]] = [[] for _ in range(4)]
+
+            def ask(codes: list[grpc.StatusCode]) -> None:
+                while not codes or codes[-1] is Code.OK:
+                    try:
+                        call(channel, "ModelInfer", a_request(ZEROS, model="model"))
+                        codes.append(Code.OK)
+                    except grpc.RpcError as error:
+                        codes.append(error.code())
+
+            asking = [pool.submit(ask, codes) for codes in answers]
+            wait_until(lambda: min(map(len, answers)) > 2)
+            service.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: not call(channel, "ServerReady").ready)
+            for each in asking:
+                each.result()
+        assert service.process.wait(60) == 143
+        assert {code for codes in answers for code in codes} == {Code.OK, Code.UNAVAILABLE}
+    assert service.log.read_text() == "stopped by SIGTERM\n"
+
+
+def test_a_port_that_is_taken_stops_the_start(service: Service, forms: Path) -> None:
+    port = service.grpc.rpartition(":")[2]
+    done = run_serve(forms / "model.pt", "--port=0", f"--grpc-port={port}")
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == (
+        f"error: cannot listen on host 127.0.0.1, port {port}: Address already in use; "
+        "try another --grpc-port or --host\n"
+    )
+    assert run_serve(forms / "model.pt", "--grpc-port=-1").returncode == 2
+
+
+@pytest.mark.parametrize(("peer", "client"), [("ipv4:127.0.0.1:50", "127.0.0.1"), ("ipv6:%5B::1%5D:50", "::1")])
+def test_a_peer_has_an_address(peer: str, client: str) -> None:
+    assert client_of(peer) == client
+
+
+def test_somebody_who_says_nothing_is_cut_off(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "HEAD_SECONDS", 0.5)
+    with listened(repository, Settings()) as address:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as silent:
+            while silent.recv(4096):
+                pass

@@ -1,0 +1,145 @@
+"""Triton's own gRPC client, unmodified, discovers the service and uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient import grpc
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from inference.models.predictor import load_predictor
+from inference.serving.grpc.messages import MESSAGES, METHODS, SERVICE
+from tests.inference.conftest import Service, running_service
+from training.data.datasets import LabelledImages
+
+RENAMED = {
+    "TensorMetadata": "ModelMetadataResponse.TensorMetadata",
+    "InferInputTensor": "ModelInferRequest.InferInputTensor",
+    "InferRequestedOutputTensor": "ModelInferRequest.InferRequestedOutputTensor",
+    "InferOutputTensor": "ModelInferResponse.InferOutputTensor",
+    "ModelIndex": "RepositoryIndexResponse.ModelIndex",
+}
+"""Messages that Triton nests in others."""
+
+OURS_ALONE = {
+    ("ModelMetadataResponse", "properties"),
+    *((f"RepositoryModel{what}Response", "model_name") for what in ("Load", "Unload")),
+    ("RepositoryModelLoadResponse", "isLoaded"),
+    ("RepositoryModelUnloadResponse", "isUnloaded"),
+}
+"""Of the protocol and of KServe."""
+
+
+@pytest.fixture(scope="module")
+def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("triton")
+    with running_service(folder, None, f"--model=m={forms / 'model.pt'}", "--grpc-port=0") as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[grpc.InferenceServerClient]:
+    with grpc.InferenceServerClient(service.grpc) as client:
+        yield client
+
+
+def theirs(name: str) -> object:
+    holder: object = service_pb2
+    for part in RENAMED.get(name, name).split("."):
+        holder = getattr(holder, part, None) or getattr(model_config_pb2, part)
+    return holder
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_has_tritons_numbers_and_types(name: str) -> None:
+    fields = theirs(name).DESCRIPTOR.fields_by_name
+    for field in MESSAGES[name].DESCRIPTOR.fields:
+        if (name, field.name) in OURS_ALONE:
+            assert field.name not in fields
+            continue
+        other = fields[field.name]
+        assert (field.number, field.type, field.is_repeated) == (other.number, other.type, other.is_repeated)
+        in_oneof = [each and each.name for each in (field.containing_oneof, other.containing_oneof)]
+        assert in_oneof[0] == in_oneof[1]
+
+
+def test_the_service_has_tritons_methods() -> None:
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    assert service.full_name == SERVICE
+    for name, method in METHODS.items():
+        other = service.methods_by_name[name]
+        assert method.request.DESCRIPTOR.name == other.input_type.name
+        assert method.response.DESCRIPTOR.name == other.output_type.name
+
+
+def test_it_discovers_the_service(client: grpc.InferenceServerClient, forms: Path) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("m")
+    assert client.is_model_ready("m", "1")
+    assert not client.is_model_ready("m", "7")
+    assert not client.is_model_ready("none")
+    assert "model_repository" in client.get_server_metadata().extensions
+    metadata = client.get_model_metadata("m")
+    assert [(each.name, each.datatype, list(each.shape)) for each in metadata.inputs] == [
+        ("image", "UINT8", [-1, 28, 28])
+    ]
+    config = client.get_model_config("m", as_json=True)["config"]
+    assert (config["max_batch_size"], config["input"][0]["data_type"]) == (30, "TYPE_UINT8")
+    assert config["parameters"]["digest"]["string_value"] == load_predictor(forms / "model.pt").identity.digest
+    assert client.get_inference_statistics("m").model_stats[0].name == "m"
+    assert [each.name for each in client.get_inference_statistics().model_stats] == ["m"]
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_it_gets_the_predictors_bits(
+    client: grpc.InferenceServerClient, forms: Path, digits: LabelledImages, compression: str | None
+) -> None:
+    array = digits.pixels[:35].numpy()
+    given = grpc.InferInput("image", list(array.shape), "UINT8").set_data_from_numpy(array)
+    wanted = [grpc.InferRequestedOutput(name) for name in ("probabilities", "label")]
+    found = client.infer("m", [given], outputs=wanted, request_id="7", compression_algorithm=compression)
+    truth = load_predictor(forms / "model.pt").predict(list(digits.pixels[:35]))
+    assert found.as_numpy("label").tolist() == [each.label for each in truth]
+    expected = np.array([each.probabilities for each in truth], np.float32)
+    assert found.as_numpy("probabilities").tobytes() == expected.tobytes()
+    response = found.get_response()
+    assert (response.id, response.model_version) == ("7", "1")
+    assert [output.name for output in response.outputs] == ["probabilities", "label"]
+
+
+def test_many_requests_at_a_time_get_their_own_answers(
+    client: grpc.InferenceServerClient, forms: Path, digits: LabelledImages
+) -> None:
+    truth = load_predictor(forms / "model.pt").predict(list(digits.pixels[:64]))
+
+    def ask(row: np.ndarray[Any, Any]) -> bytes:
+        given = grpc.InferInput("image", [1, 28, 28], "UINT8").set_data_from_numpy(row[None])
+        return bytes(client.infer("m", [given]).as_numpy("probabilities").tobytes())
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(ask, digits.pixels[:64].numpy()))
+    assert found == [np.array([expected.probabilities], np.float32).tobytes() for expected in truth]
+
+
+def test_it_is_told_what_is_wrong(client: grpc.InferenceServerClient) -> None:
+    given = grpc.InferInput("image", [1, 28, 28], "FP32").set_data_from_numpy(np.zeros((1, 28, 28), np.float32))
+    with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*it must be UINT8"):
+        client.infer("m", [given])
+
+
+def test_it_manages_the_repository(client: grpc.InferenceServerClient) -> None:
+    """The last test: the version changes."""
+    with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*as the service was started with it"):
+        client.load_model("m", config="{}")
+    client.unload_model("m")
+    assert not client.is_model_ready("m")
+    assert client.is_server_ready()
+    client.load_model("m")
+    models = client.get_model_repository_index().models
+    assert [(entry.name, entry.version, entry.state) for entry in models] == [("m", "2", "READY")]

@@ -1,0 +1,396 @@
+"""The Open Inference Protocol as its clients meet it: a real server process, and every mistake that they can make."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from inference.models.predictor import load_predictor
+from inference.serving.__main__ import create_app
+from tests.inference.conftest import Service, running_service
+from tests.inference.tiny_models import save_image_model
+from training.data.datasets import LabelledImages
+
+LENGTH = "Inference-Header-Content-Length"
+INFER = "/v2/models/m/infer"
+
+
+@pytest.fixture(scope="module")
+def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("oip")
+    args = [
+        f"--model={name}={forms / file}"
+        for name, file in (("m", "model.safetensors"), ("two", "model.pt"), ("two", "sharded"))
+    ]
+    with running_service(folder, None, *args) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def truth(forms: Path, digits: LabelledImages) -> list[tuple[int, tuple[float, ...]]]:
+    answers = load_predictor(forms / "model.pt").predict(list(digits.pixels[:40]))
+    return [(answer.label or 0, answer.probabilities or ()) for answer in answers]
+
+
+def pixels(digits: LabelledImages, many: int = 3) -> np.ndarray[Any, Any]:
+    return digits.pixels[:many].numpy()
+
+
+def an_input(array: np.ndarray[Any, Any], **changes: object) -> dict[str, object]:
+    made = {"name": "image", "shape": list(array.shape), "datatype": "UINT8", "data": array.reshape(-1).tolist()}
+    return {key: value for key, value in {**made, **changes}.items() if value is not None}
+
+
+def a_request(array: np.ndarray[Any, Any], **changes: object) -> dict[str, object]:
+    return {"inputs": [an_input(array, **changes)]}
+
+
+def binary(request: dict[str, Any], *tails: bytes) -> tuple[bytes, dict[str, str]]:
+    text = json.dumps(request).encode()
+    return b"".join([text, *tails]), {LENGTH: str(len(text))}
+
+
+# --- discovery
+
+
+def test_the_server_says_what_it_is(client: httpx.Client) -> None:
+    answer = client.get("/v2").json()
+    assert answer["name"] == "ckpt-tools"
+    assert "binary_tensor_data" in answer["extensions"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v2/health/live", "/v2/health/ready", "/v2/models/m/ready", "/v2/models/two/versions/1/ready"],
+)
+def test_it_is_live_and_ready(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code == 200
+
+
+def test_a_model_says_what_it_takes_and_which_weights_answer(client: httpx.Client, forms: Path) -> None:
+    answer = client.get("/v2/models/two").json()
+    identity = load_predictor(forms / "model.pt").identity
+    assert answer["versions"] == ["1", "2"]
+    assert answer["inputs"] == [{"name": "image", "datatype": "UINT8", "shape": [-1, 28, 28]}]
+    assert [output["name"] for output in answer["outputs"]] == ["label", "probabilities"]
+    assert answer["parameters"]["digest"] == identity.digest
+    assert answer["parameters"]["source"].endswith("/sharded")
+    assert str(forms) not in json.dumps(answer)
+    first = client.get("/v2/models/two/versions/1").json()
+    assert first["parameters"] == {**answer["parameters"], "source": f"{forms.name}/model.pt", "format": "torch"}
+
+
+def test_the_configuration_is_tritons(client: httpx.Client) -> None:
+    answer = client.get("/v2/models/m/config").json()
+    assert answer["input"] == [{"name": "image", "data_type": "TYPE_UINT8", "dims": [28, 28]}]
+    assert answer["max_batch_size"] == 30
+
+
+# --- inference
+
+
+def test_json_gives_the_answers_of_the_predictor(
+    client: httpx.Client, digits: LabelledImages, truth: list[tuple[int, tuple[float, ...]]]
+) -> None:
+    answer = client.post(INFER, json={**a_request(pixels(digits)), "id": "seven"}).json()
+    assert (answer["id"], answer["model_name"], answer["model_version"]) == ("seven", "m", "1")
+    label, probabilities = answer["outputs"]
+    assert (label["shape"], label["data"]) == ([3], [row[0] for row in truth[:3]])
+    assert probabilities["shape"] == [3, 10]
+    assert probabilities["data"] == [value for row in truth[:3] for value in row[1]]
+
+
+def test_a_models_name_in_the_request_has_to_be_that_of_the_path(client: httpx.Client, digits: LabelledImages) -> None:
+    """KServe's client sends it."""
+    assert client.post(INFER, json={**a_request(pixels(digits)), "model_name": "m"}).status_code == 200
+    answer = client.post(INFER, json={**a_request(pixels(digits)), "model_name": "two"})
+    assert answer.status_code == 400
+    assert answer.json()["error"] == "the request is to the model m, and its model_name is 'two'"
+
+
+def test_nested_data_is_taken_too(client: httpx.Client, digits: LabelledImages) -> None:
+    flat = client.post(INFER, json=a_request(pixels(digits)))
+    nested = client.post(INFER, json=a_request(pixels(digits), data=pixels(digits).tolist()))
+    assert nested.json() == flat.json()
+
+
+def test_binary_tensors_both_ways_have_the_same_bits(
+    client: httpx.Client, digits: LabelledImages, truth: list[tuple[int, tuple[float, ...]]]
+) -> None:
+    array = pixels(digits, 40)
+    given = an_input(array, data=None, parameters={"binary_data_size": array.nbytes})
+    outputs = [{"name": "probabilities", "parameters": {"binary_data": True}}, {"name": "label"}]
+    content, headers = binary({"inputs": [given], "outputs": outputs}, array.tobytes())
+    answer = client.post("/v2/models/two/versions/1/infer", content=content, headers=headers)
+    length = int(answer.headers[LENGTH])
+    probabilities, label = json.loads(answer.content[:length])["outputs"]
+    assert probabilities["parameters"] == {"binary_data_size": 40 * 10 * 4}
+    values = np.frombuffer(answer.content[length:], "<f4").reshape(40, 10)
+    assert values.astype(float).tolist() == [list(row[1]) for row in truth]
+    assert label["data"] == [row[0] for row in truth]
+
+
+def test_all_outputs_can_be_binary(client: httpx.Client, digits: LabelledImages) -> None:
+    request = {**a_request(pixels(digits)), "parameters": {"binary_data_output": True}}
+    answer = client.post(INFER, json=request)
+    assert len(answer.content) == int(answer.headers[LENGTH]) + 3 * 8 + 3 * 40
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_a_compressed_request_is_taken(client: httpx.Client, digits: LabelledImages, encoding: str, pack: Any) -> None:
+    content = pack(json.dumps(a_request(pixels(digits))).encode())
+    assert client.post(INFER, content=content, headers={"Content-Encoding": encoding}).status_code == 200
+
+
+def test_many_clients_get_the_bits_that_each_would_get_alone(
+    client: httpx.Client, digits: LabelledImages, truth: list[tuple[int, tuple[float, ...]]]
+) -> None:
+    def ask(number: int) -> bool:
+        array = digits.pixels[number : number + 1].numpy()
+        outputs = client.post(INFER, json=a_request(array)).json()["outputs"]
+        return bool(outputs[1]["data"] == list(truth[number][1]))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(40)))
+
+
+def test_predict_asks_the_model_that_is_named(client: httpx.Client, image_folder: Path) -> None:
+    files = {"image": ("a.png", (image_folder / "000.png").read_bytes())}
+    answer = client.post("/predict?model=two", files=files)
+    assert answer.headers["X-Model-Version"] == "2"
+    assert client.post("/predict", files=files).json()["detail"] == "say which model: ?model=NAME with one of m, two"
+    assert client.post("/predict?model=none", files=files).status_code == 404
+
+
+# --- mistakes
+
+ONE = np.zeros((1, 28, 28), np.uint8)
+NAN = '{"inputs":[{"name":"image","shape":[1,28,28],"datatype":"UINT8","data":[NaN]}]}'
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (b"hello", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"1" * 10_000, "is not JSON"),
+        (NAN, "is not JSON"),
+        (b"[]", "has to be a JSON object"),
+        ({}, "the request needs inputs"),
+        ({"inputs": {}}, "the request needs inputs"),
+        ({"inputs": []}, "has 0 inputs; the model takes image"),
+        ({"inputs": [an_input(ONE)] * 2}, "has 2 inputs"),
+        ({"inputs": [{}] * 10**6}, "has 1000000 inputs"),
+        ({**a_request(ONE), "outputs": [{}] * 10**6}, "there is no output None"),
+        ({"inputs": [3]}, "an input has to be a JSON object"),
+        (a_request(ONE, name="pixels"), "is called 'pixels'; the model takes image"),
+        (a_request(ONE, name=["image"]), "is called"),
+        (a_request(ONE, datatype="FP32"), "has the datatype 'FP32'; it must be UINT8"),
+        (a_request(ONE, datatype=["UINT8"]), "has the datatype"),
+        (a_request(ONE, shape=[1, 784]), "has the shape [1, 784]"),
+        (a_request(ONE, shape=[2, 28, 28]), "has 784 elements"),
+        (a_request(ONE, shape=[1, 28, -28]), "a list of sizes"),
+        (a_request(ONE, shape=[0, 28, 28]), "a list of sizes"),
+        (a_request(ONE, shape=[10**30, 28, 28]), "a list of sizes"),
+        (a_request(ONE, shape=[10**9, 28, 28]), "has 1000000000 rows"),
+        (a_request(ONE, shape=[True, 28, 28]), "a list of sizes"),
+        (a_request(ONE, shape=None), "a list of sizes"),
+        (a_request(ONE, data=[0.5] * 784), "elements that are not of UINT8"),
+        (a_request(ONE, data=[True] * 784), "elements that are not of UINT8"),
+        (a_request(ONE, data=["0"] * 784), "elements that are not of UINT8"),
+        (a_request(ONE, data=[256] * 784), "numbers that UINT8 cannot hold"),
+        (a_request(ONE, data=[-1] * 784), "numbers that UINT8 cannot hold"),
+        (a_request(ONE, data=[2**63] * 784), "numbers that UINT8 cannot hold"),
+        (a_request(ONE, data=[2**64] * 784), "elements that are not of UINT8"),
+        (a_request(ONE, data=[10**400] * 784), "is not JSON"),
+        (a_request(ONE, data=[[0] * 784]), "is not nested as its shape is"),
+        (a_request(ONE, data=[[[0] * 28] * 27 + [0]]), "is not nested as its shape is"),
+        (a_request(ONE, data="zeros"), "has to be a list"),
+        (a_request(ONE, data=None), "neither data nor"),
+        (a_request(ONE, parameters={"binary_data_size": 0}), "both data and"),
+        (a_request(ONE, parameters=3), "has to be a JSON object"),
+        (a_request(ONE, extra=1), "the unknown field 'extra'"),
+        ({**a_request(ONE), "output": []}, "the unknown field 'output'"),
+        ({**a_request(ONE), "id": 3}, "the id of the request"),
+        ({**a_request(ONE), "outputs": [{"name": "logits"}]}, "there is no output 'logits'"),
+        ({**a_request(ONE), "outputs": [{"name": "label"}] * 2}, "names an output twice"),
+        ({**a_request(ONE), "parameters": {"timeout": -1}}, "timeout has to be"),
+    ],
+)
+def test_a_bad_request_is_one_sentence(client: httpx.Client, request_: Any, words: str) -> None:
+    content = json.dumps(request_) if isinstance(request_, dict) else request_
+    answer = client.post(INFER, content=content)
+    assert answer.status_code == 400, answer.text
+    assert list(answer.json()) == ["error"]
+    assert words in answer.json()["error"]
+    assert len(answer.json()["error"]) < 400
+    assert "\n" not in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "tail", "words"),
+    [
+        (784, None, bytes(783), "783 bytes follow the JSON"),
+        (783, None, bytes(783), "has 783 bytes; [1, 28, 28] of UINT8 is 784"),
+        (784, None, bytes(785), "1 bytes follow the binary data"),
+        (-1, None, b"", "bytes follow the JSON"),
+        ("784", None, bytes(784), "bytes follow the JSON"),
+        (784, "x", bytes(784), "has to be a number"),
+        (784, "99999999", bytes(784), "has to be a number"),
+        (784, "-1", bytes(784), "has to be a number"),
+        (784, "0", bytes(784), "is not JSON"),
+        (784, "²", bytes(784), "has to be a number"),
+    ],
+)
+def test_binary_data_that_does_not_fit_is_refused(
+    client: httpx.Client, size: object, length: str | None, tail: bytes, words: str
+) -> None:
+    given = an_input(ONE, data=None, parameters={"binary_data_size": size})
+    content, headers = binary({"inputs": [given]}, tail)
+    answer = client.post(INFER, content=content, headers={LENGTH: (length or headers[LENGTH]).encode()})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """By a model that takes fractions: in JSON, whose 1e39 is infinite in FP32, and in binary data."""
+    array = np.zeros((1, 3, 32, 32), np.float32)
+    array[0, 1, 2, 3] = np.nan
+    given = {"name": "image", "shape": list(array.shape), "datatype": "FP32"}
+    in_json = json.dumps({"inputs": [{**given, "data": [0] * (array.size - 1) + [7]}]}).replace("7]", "1e39]")
+    size = {"binary_data_size": array.nbytes}
+    content, headers = binary({"inputs": [{**given, "parameters": size}]}, array.tobytes())
+    with TestClient(create_app(save_image_model(tmp_path / "vit")), base_url="http://127.0.0.1") as client:
+        answers = [client.post("/v2/models/model/infer", content=in_json)]
+        answers.append(client.post("/v2/models/model/infer", content=content, headers=headers))
+        for answer in answers:
+            assert answer.status_code == 400, answer.text
+            assert answer.json() == {"error": "the input image has elements that are NaN or infinite in FP32"}
+        content, headers = binary({"inputs": [{**given, "parameters": size}]}, np.zeros_like(array).tobytes())
+        assert client.post("/v2/models/model/infer", content=content, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/models/none", 404),
+        ("GET", "/v2/models/m/versions/9", 404),
+        ("GET", "/v2/models/m/versions/x/ready", 404),
+        ("POST", "/v2/models/none/infer", 404),
+        ("POST", "/v2/models/m/versions/9/infer", 404),
+        ("POST", "/v2/repository/models/none/load", 404),
+        ("POST", "/v2/repository/models/none/unload", 404),
+        ("GET", "/v2/nothing", 404),
+        ("GET", "/v2/models/m/infer", 405),
+        ("POST", "/v2/models/m", 405),
+    ],
+)
+def test_what_is_not_there_is_refused_in_the_protocols_form(
+    client: httpx.Client, method: str, path: str, status: int
+) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert list(answer.json()) == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "status"),
+    [
+        (lambda: gzip.compress(bytes(200 * 2**20)), "gzip", 413),
+        (lambda: b"hello", "gzip", 400),
+        (lambda: gzip.compress(b"{}")[:-3], "gzip", 400),
+        (lambda: b"{}", "br", 415),
+        (lambda: bytes(17 * 2**20), "identity", 413),
+    ],
+    ids=["bomb", "no gzip", "cut", "unknown encoding", "too large"],
+)
+def test_a_body_that_unpacks_to_too_much_or_to_nothing(
+    client: httpx.Client, content: Callable[[], bytes], encoding: str, status: int
+) -> None:
+    answer = client.post(INFER, content=content(), headers={"Content-Encoding": encoding})
+    assert (answer.status_code, list(answer.json())) == (status, ["error"])
+
+
+def test_after_all_that_it_goes_on(client: httpx.Client, service: Service) -> None:
+    assert client.post(INFER, json=a_request(ONE)).status_code == 200
+    assert service.log.read_text() == ""
+
+
+# --- the repository
+
+
+def test_models_are_listed_unloaded_and_loaded(client: httpx.Client) -> None:
+    def index(**body: object) -> list[tuple[str, str, str]]:
+        listed = client.post("/v2/repository/index", json=body).json()
+        return [(entry["name"], entry["version"], entry["state"]) for entry in listed]
+
+    assert index() == [("m", "1", "READY"), ("two", "1", "READY"), ("two", "2", "READY")]
+    assert client.post("/v2/repository/models/two/unload").status_code == 200
+    assert index(ready=True) == [("m", "1", "READY")]
+    assert client.get("/v2/models/two/ready").status_code == 404
+    assert client.post("/v2/repository/models/two/load", json={"parameters": {"config": "{}"}}).status_code == 400
+    assert client.post("/v2/repository/models/two/load").status_code == 200
+    assert index()[1:] == [("two", "3", "READY"), ("two", "4", "READY")]
+
+
+def test_reloads_fail_no_request(client: httpx.Client) -> None:
+    def ask(number: int) -> int:
+        if number % 40 == 10:
+            return client.post("/v2/repository/models/m/load").status_code
+        return client.post(INFER, json=a_request(ONE)).status_code
+
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(ask, range(100))) == {200}
+
+
+# --- figures
+
+
+def test_the_metrics_are_prometheus_and_count(client: httpx.Client) -> None:
+    def value(name: str, **labels: str) -> float:
+        text = client.get("/metrics").text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        wanted = {"model": "two", **labels}.items()
+        found = [
+            sample.value
+            for sample in samples
+            if sample.name.removesuffix("_total") == name and wanted <= sample.labels.items()
+        ]
+        return max(found)
+
+    path = "/v2/models/two/infer"
+    names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_exec_count")
+    before = [value(name) for name in names]
+    failures = value("nv_inference_request_failure", reason="OTHER")
+    client.post(path, json=a_request(np.zeros((31, 28, 28), np.uint8)))
+    client.post(path, content=b"x")
+    assert [value(name) - was for name, was in zip(names, before, strict=True)] == [1, 31, 2]
+    assert value("nv_inference_request_failure", reason="OTHER") - failures == 1
+    assert value("nv_inference_pending_request_count") == 0
+    for part in ("request", "queue", "compute_infer"):
+        assert value(f"nv_inference_{part}_duration_us") > 0
+
+
+def test_statistics_are_tritons(client: httpx.Client) -> None:
+    stats = client.get("/v2/models/m/stats").json()["model_stats"][0]
+    assert stats["name"] == "m"
+    assert stats["inference_stats"]["success"].keys() == {"count", "ns"}
+    assert len(client.get("/v2/models/stats").json()["model_stats"]) == 3

@@ -1,0 +1,248 @@
+"""The page at ``/``, in a real Chromium: draw, choose and drop an image, with the mouse and with the keyboard."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import httpx
+import pytest
+
+from inference.serving.http.app import PAGE
+from tests.inference.conftest import Service, running_service
+from tests.inference.serving.http.browser import Browser, chromium
+from tests.inference.tiny_models import save_text_model
+
+ANSWERED = "document.querySelector('#answered-by').textContent.includes(' ms')"
+ANSWER = "document.querySelector('#answer').textContent"
+NAMES = ("NEGATIVE", "NEUTRAL", "POSITIVE")
+
+
+@pytest.fixture(scope="module")
+def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("page")
+    texts = save_text_model(folder / "texts")
+    options = [f"--model=one={forms / 'model.pt'}", f"--model=texts={texts}", f"--model=two={forms / 'sharded'}"]
+    with running_service(folder / "run", None, *options) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def browser(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        browser.open(service.url)
+        browser.wait_for("document.querySelector('#identity dd') !== null")
+        yield browser
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(request: pytest.FixtureRequest) -> None:
+    if "browser" in request.fixturenames:
+        script = (
+            "document.querySelector('#answered-by').textContent = document.querySelector('#answer').textContent = ''"
+        )
+        request.getfixturevalue("browser").evaluate(script)
+
+
+def answered(browser: Browser) -> str:
+    browser.wait_for(ANSWERED)
+    return str(browser.evaluate(ANSWER))
+
+
+def choose(browser: Browser, model: str) -> None:
+    browser.evaluate(
+        f"document.querySelector('#model').value = '{model}';"
+        "document.querySelector('#model').dispatchEvent(new Event('change'))"
+    )
+
+
+def drop(browser: Browser) -> None:
+    """What ``given`` holds."""
+    browser.evaluate(
+        "document.dispatchEvent(new DragEvent('drop', {dataTransfer: given, bubbles: true, cancelable: true}))"
+    )
+
+
+def file_of(browser: Browser, image: Path) -> None:
+    """``given``: a list of files with the image, as a person's choice or a drop makes one."""
+    data = base64.b64encode(image.read_bytes()).decode()
+    browser.evaluate(
+        f"""(() => {{
+            const bytes = Uint8Array.from(atob("{data}"), (each) => each.charCodeAt(0));
+            window.given = new DataTransfer();
+            given.items.add(new File([bytes], "{image.name}", {{type: "image/png"}}));
+        }})()"""
+    )
+
+
+def truth(service: Service, image: Path, model: str = "one") -> str:
+    files = {"image": (image.name, image.read_bytes())}
+    return str(httpx.post(f"{service.url}/predict?model={model}", files=files, timeout=60).json()["label"])
+
+
+def test_it_says_which_checkpoint_answers(browser: Browser, service: Service) -> None:
+    known = httpx.get(f"{service.url}/v2/models/one").json()["parameters"]
+    shown = browser.evaluate("document.querySelector('#identity').innerText")
+    assert known["digest"] in shown
+    assert known["source"] in shown
+    offered = browser.evaluate("[...document.querySelector('#model').options].map((each) => each.value)")
+    assert offered == ["one", "texts", "two"]
+
+
+def test_a_drawing_is_answered(browser: Browser) -> None:
+    left, top, size = browser.evaluate(
+        "['x', 'y', 'width'].map((each) => document.querySelector('#canvas').getBoundingClientRect()[each])"
+    )
+    browser.draw(*((left + size * 0.5, top + size * part / 10) for part in range(2, 9)))
+    lit = "document.querySelector('#canvas').getContext('2d').getImageData(140, 140, 1, 1).data[0]"
+    assert browser.evaluate(lit) == 255
+    browser.evaluate("document.querySelector('#ask-drawing').click()")
+    assert answered(browser).isdigit()
+    assert browser.evaluate("document.querySelectorAll('#probabilities tbody tr').length") == 10
+    assert browser.evaluate("document.querySelectorAll('tr.best').length") == 1
+
+
+def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(
+    browser: Browser, service: Service, image_folder: Path
+) -> None:
+    image = image_folder / "007.png"
+    file_of(browser, image)
+    browser.evaluate(
+        "document.querySelector('#file').files = given.files;"
+        "document.querySelector('#file').dispatchEvent(new Event('change'))"
+    )
+    assert answered(browser) == truth(service, image)
+    nothing = image_folder / "notes.txt"
+    file_of(browser, nothing)
+    drop(browser)
+    browser.wait_for("document.querySelector('#answered-by').textContent.includes('not an image file')")
+    assert browser.evaluate(ANSWER) == "No answer"
+    image = next(each for each in sorted(image_folder.glob("*.png")) if truth(service, each) != truth(service, image))
+    file_of(browser, image)
+    drop(browser)
+    assert answered(browser) == truth(service, image)
+
+
+def test_a_typed_text_is_answered_as_by_the_service(browser: Browser, service: Service) -> None:
+    text = "a very good film"
+    expected = httpx.post(f"{service.url}/predict?model=texts", files={"text": (None, text)}, timeout=60).json()
+    choose(browser, "texts")
+    browser.wait_for("!document.querySelector('#text-input').hidden && document.querySelector('#image-input').hidden")
+    browser.evaluate("document.querySelector('#text').focus()")
+    browser.send("Input.insertText", text=text)
+    browser.evaluate("document.querySelector('#ask-text').click()")
+    assert answered(browser) == expected["name"]
+    rows = browser.evaluate("[...document.querySelectorAll('#probabilities tbody tr')].map((each) => each.innerText)")
+    shown = [
+        f"{name}\t{probability * 100:.1f} %" for name, probability in zip(NAMES, expected["probabilities"], strict=True)
+    ]
+    assert [row.strip() for row in rows] == shown
+    choose(browser, "one")
+    browser.wait_for("document.querySelector('#text-input').hidden")
+
+
+def test_it_works_with_the_keyboard_alone(browser: Browser) -> None:
+    browser.evaluate("document.querySelector('#clear').click(); document.querySelector('#canvas').focus()")
+    browser.press(" ", 32)
+    for _ in range(8):
+        browser.press("ArrowDown", 40)
+    lit = "document.querySelector('#canvas').getContext('2d').getImageData(140, 210, 1, 1).data[0]"
+    assert browser.evaluate(lit) == 255
+    browser.press("Enter", 13)
+    assert answered(browser).isdigit()
+    browser.press("Delete", 46)
+    assert browser.evaluate(lit) == 0
+
+
+def test_another_model_can_be_chosen_and_a_reload_is_seen(browser: Browser, service: Service) -> None:
+    choose(browser, "two")
+    browser.wait_for("document.querySelector('#identity').innerText.includes('sharded')")
+    httpx.post(f"{service.url}/v2/repository/models/two/load", timeout=120)
+    browser.wait_for("[...document.querySelectorAll('#identity dd')].at(-1).textContent === '2'")
+
+
+def test_it_can_be_loaded_again_in_the_browser(browser: Browser) -> None:
+    browser.send("Page.reload")
+    browser.wait_for("document.querySelector('#answer')?.textContent === '–'")
+    browser.wait_for("document.querySelector('#identity dd') !== null")
+    browser.evaluate("document.querySelector('#ask-drawing').click()")
+    assert answered(browser).isdigit()
+
+
+def test_the_load_is_live(browser: Browser, service: Service) -> None:
+    browser.wait_for("/^[0-9.]+$/.test(document.querySelector('#rate').textContent)")
+    browser.wait_for("document.querySelector('#waiting').textContent === '0'")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_it_fits_and_can_be_read(browser: Browser, width: int, scheme: str, tmp_path: Path) -> None:
+    """Nothing is wider than the window, and each text has the contrast of WCAG AA against what is behind it."""
+    browser.resize(width, 900, scheme)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    browser.screenshot(tmp_path / "page.png")
+    colours = browser.evaluate(
+        """[...document.querySelectorAll("h1, h2, p, dt, dd, label, button, th, td, caption")].map((each) => {
+            let behind = each;
+            while (getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
+            return [each.textContent, getComputedStyle(each).color, getComputedStyle(behind).backgroundColor];
+        })"""
+    )
+    assert len(colours) > 30
+    weak = [each for each in colours if contrast(each[1], each[2]) < 4.5]
+    assert weak == []
+
+
+def contrast(one: str, other: str) -> float:
+    lights = sorted(light(colour) for colour in (one, other))
+    return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+
+def light(colour: str) -> float:
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_it_asked_nobody_else_and_nothing_went_wrong(browser: Browser, service: Service) -> None:
+    """The last test of the browser."""
+    browser.evaluate("1")
+    asked = [
+        each["params"]["request"]["url"] for each in browser.events if each["method"] == "Network.requestWillBeSent"
+    ]
+    assert len(asked) > 5
+    assert [url for url in asked if not url.startswith((service.url, "data:", "blob:"))] == []
+    assert [each for each in browser.events if each["method"] == "Runtime.exceptionThrown"] == []
+    logged = [each["params"]["entry"] for each in browser.events if each["method"] == "Log.entryAdded"]
+    wrong = [entry["text"] for entry in logged if entry["level"] in {"error", "warning"}]
+    # The text file that was dropped is the only request that was refused. The advice is on how these tests read pixels.
+    assert [text for text in wrong if "400" not in text and "willReadFrequently" not in text] == []
+
+
+class Elements(HTMLParser):
+    """What the page is made of, without a browser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_each_field_has_a_name_and_the_page_is_one_file(service: Service) -> None:
+    text = httpx.get(service.url).text
+    assert text == PAGE.read_text()
+    page = Elements()
+    page.feed(text)
+    labels = {attrs.get("for") for tag, attrs in page.tags if tag == "label"}
+    fields = {attrs.get("id") for tag, attrs in page.tags if tag in {"input", "select", "textarea"}}
+    assert fields == labels
+    assert page.tags[0] == ("html", {"lang": "en"})
+    assert [attrs["href"] for _, attrs in page.tags if "href" in attrs] == ["data:,"]
+    assert not [attrs for _, attrs in page.tags if "src" in attrs]
+    assert "http:" not in text
+    assert "https:" not in text

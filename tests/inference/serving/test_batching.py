@@ -1,0 +1,137 @@
+"""Items that wait together are worked on together, a full queue says so, and whoever leaves is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from inference.serving.batching import Batcher, QueueFullError
+
+
+class Work:
+    """Doubles numbers, batch by batch, and only while it may."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.has_begun = threading.Event()
+        self.batches: list[list[int]] = []
+
+    def __call__(self, items: Sequence[int]) -> list[int]:
+        self.has_begun.set()
+        self.may_go_on.wait(10)
+        self.batches.append(list(items))
+        if 13 in items:
+            raise ValueError("thirteen")
+        return [2 * item for item in items]
+
+
+async def begun(work: Work, batcher: Batcher[int, int]) -> asyncio.Task[int]:
+    """A first item that the work holds on to, so that the next ones have to wait."""
+    first = asyncio.create_task(batcher.submit(0))
+    await asyncio.to_thread(work.has_begun.wait, 10)
+    return first
+
+
+async def waiting(batcher: Batcher[int, int], *items: int) -> list[asyncio.Task[int]]:
+    tasks = [asyncio.create_task(batcher.submit(item)) for item in items]
+    await asyncio.sleep(0)
+    return tasks
+
+
+def test_what_waits_is_worked_on_together_and_each_gets_its_own_result() -> None:
+    async def run() -> None:
+        work = Work()
+        with Batcher(work, max_batch=3, max_waiting=10) as batcher:
+            first = await begun(work, batcher)
+            others = await waiting(batcher, 1, 2, 3, 4)
+            assert batcher.num_waiting == 4
+            work.may_go_on.set()
+            assert await asyncio.gather(first, *others) == [0, 2, 4, 6, 8]
+        assert work.batches == [[0], [1, 2, 3], [4]]
+
+    asyncio.run(run())
+
+
+def test_a_full_batch_does_not_wait_for_the_one_before() -> None:
+    async def run() -> None:
+        work, seen = Work(), []
+        with Batcher(work, max_batch=2, max_waiting=10, observe=seen.append, num_threads=2) as batcher:
+            first = await begun(work, batcher)
+            others = await waiting(batcher, 1)
+            await asyncio.sleep(0.1)
+            assert batcher.num_waiting == 1
+            others += await waiting(batcher, 2, 3)
+            while batcher.num_waiting > 1:
+                await asyncio.sleep(0.001)
+            work.may_go_on.set()
+            assert await asyncio.gather(first, *others) == [0, 2, 4, 6]
+        assert sorted(work.batches) == [[0], [1, 2], [3]]
+        assert sum(each.num_items for each in seen) == 4
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_is_an_error_at_once() -> None:
+    async def run() -> None:
+        work = Work()
+        with Batcher(work, max_batch=1, max_waiting=2) as batcher:
+            first = await begun(work, batcher)
+            others = await waiting(batcher, 1, 2)
+            with pytest.raises(QueueFullError):
+                await batcher.submit(3)
+            work.may_go_on.set()
+            assert await asyncio.gather(first, *others) == [0, 2, 4]
+
+    asyncio.run(run())
+
+
+def test_an_item_of_somebody_who_left_is_not_worked_on() -> None:
+    async def run() -> None:
+        work = Work()
+        with Batcher(work, max_batch=5, max_waiting=5) as batcher:
+            first = await begun(work, batcher)
+            gone, stays = await waiting(batcher, 1, 2)
+            gone.cancel()
+            await asyncio.sleep(0)
+            assert batcher.num_waiting == 1
+            work.may_go_on.set()
+            assert await asyncio.gather(first, stays) == [0, 4]
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+        assert work.batches == [[0], [2]]
+
+    asyncio.run(run())
+
+
+def test_an_error_is_for_its_item_and_not_for_its_company() -> None:
+    async def run() -> None:
+        work = Work()
+        with Batcher(work, max_batch=2, max_waiting=5) as batcher:
+            first = await begun(work, batcher)
+            others = await waiting(batcher, 13, 1, 2)
+            work.may_go_on.set()
+            results = await asyncio.gather(first, *others, return_exceptions=True)
+        assert [type(result) for result in results] == [int, ValueError, int, int]
+
+    asyncio.run(run())
+
+
+def test_it_ends_after_what_it_has_begun() -> None:
+    async def run() -> None:
+        work = Work()
+        work.may_go_on.set()
+        with Batcher(work, max_batch=2, max_waiting=5) as batcher:
+            assert await batcher.submit(3) == 6
+        with pytest.raises(QueueFullError):
+            await batcher.submit(4)
+
+    asyncio.run(run())
+
+
+def test_a_batch_or_a_queue_of_nothing_is_refused() -> None:
+    for sizes in ({"max_batch": 0, "max_waiting": 1}, {"max_batch": 1, "max_waiting": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            Batcher(Work(), **sizes)

@@ -1,0 +1,121 @@
+"""A model that is slow or fails, a queue that is full, and clients that leave: the service tells them, and goes on."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from torch import Tensor
+
+from inference.models.predictor import load_predictor
+from inference.serving.http.app import create_app
+from inference.serving.repository import Repository, Source
+from inference.serving.settings import Settings
+from tests.inference.serving.test_repository import Loader
+from tests.inference.serving.test_serve import plain_uvicorn_of, wait_until
+
+QUEUE = 8
+
+
+@pytest.fixture(scope="module")
+def loader(forms: Path) -> Loader:
+    return Loader(load_predictor(forms / "model.pt"))
+
+
+@pytest.fixture
+def repository(loader: Loader) -> Iterator[Repository]:
+    """Its model answers when ``loader.may_answer``."""
+    repository = Repository([Source("m", "nowhere")], loader, max_waiting=QUEUE)
+    repository.load_all()
+    loader.may_answer.clear()
+    yield repository
+    loader.may_answer.set()
+
+
+@pytest.fixture
+def url(repository: Repository, loader: Loader) -> Iterator[str]:
+    with plain_uvicorn_of(create_app(repository, Settings(timeout=20))) as url:
+        yield url
+        loader.may_answer.set()
+
+
+def rows(many: int) -> dict[str, object]:
+    return {"inputs": [{"name": "image", "shape": [many, 28, 28], "datatype": "UINT8", "data": [0] * 784 * many}]}
+
+
+def ask(url: str, many: int = 1, **parameters: object) -> httpx.Response:
+    return httpx.post(f"{url}/v2/models/m/infer", json={**rows(many), "parameters": parameters}, timeout=60)
+
+
+def test_a_full_queue_sends_the_client_away_and_loses_nobody(url: str, repository: Repository, loader: Loader) -> None:
+    version = repository.version("m")
+    with ThreadPoolExecutor(QUEUE + 1) as pool:
+        first = pool.submit(ask, url)
+        wait_until(lambda: first.running() and version.batcher.num_waiting == 0 and version.num_users == 1)
+        others = [pool.submit(ask, url) for _ in range(QUEUE)]
+        wait_until(lambda: version.batcher.num_waiting == QUEUE)
+        refused = ask(url)
+        loader.may_answer.set()
+        assert {each.result().status_code for each in (first, *others)} == {200}
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+    assert refused.json() == {"error": f"{QUEUE} inputs wait for the model, which is the limit; try again"}
+    assert version.statistics.failures["REJECTED"] == 1
+
+
+def test_a_request_of_more_rows_than_may_wait_is_refused(url: str) -> None:
+    answer = ask(url, QUEUE + 1)
+    assert (answer.status_code, "has 9 rows; a request may have 8" in answer.json()["error"]) == (400, True)
+
+
+def test_a_deadline_of_the_client_is_kept(url: str, repository: Repository) -> None:
+    answer = ask(url, timeout=50_000)
+    assert (answer.status_code, answer.json()["error"]) == (504, "the model did not answer within 0.05 seconds")
+    assert repository.version("m").num_users == 0
+
+
+def test_what_a_client_that_left_asked_for_is_dropped(url: str, repository: Repository, loader: Loader) -> None:
+    version = repository.version("m")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, url)
+        wait_until(lambda: version.num_users == 1)
+        content = httpx.Request("POST", url, json=rows(1)).content
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as leaving:
+            head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            leaving.sendall(head.encode() + content)
+            wait_until(lambda: version.batcher.num_waiting == 1)
+        wait_until(lambda: version.batcher.num_waiting == 0)
+        wait_until(lambda: version.statistics.failures["CANCELED"] == 1)
+        loader.may_answer.set()
+        assert first.result().status_code == 200
+    assert version.statistics.inferences == 1
+
+
+def test_a_model_that_fails_is_the_services_error_without_a_traceback(
+    url: str, repository: Repository, loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(items: list[Tensor]) -> object:
+        raise RuntimeError("the path /secret/model is broken")
+
+    monkeypatch.setattr(repository.version("m").batcher, "work", fail)
+    answer = ask(url)
+    assert (answer.status_code, answer.json()) == (
+        500,
+        {"error": "the model failed on this request; the log of the service says why"},
+    )
+    assert repository.version("m").statistics.failures["BACKEND"] == 1
+
+
+def test_a_load_that_fails_names_no_path(url: str, loader: Loader) -> None:
+    loader.fails = True
+    try:
+        answer = httpx.post(f"{url}/v2/repository/models/m/load", timeout=60)
+    finally:
+        loader.fails = False
+    assert answer.status_code == 400
+    assert answer.json()["error"] == "the model m cannot be loaded; the log of the service says why"
+    loader.may_answer.set()
+    assert ask(url).status_code == 200
