@@ -315,12 +315,6 @@ def is_listed(module: str, attribute: str) -> bool:
     return key in _BY_NAME or key in CALLS or key in CLASSES
 
 
-def may_be_called(module: str, attribute: str) -> bool:
-    """Whether some call of the name is listed: enough to explain what was refused, not to prove anything."""
-    key = (module, attribute)
-    return key in CALLS or key in CLASSES or any(rule.call or rule.new for rule in _BY_NAME.get(key, ()))
-
-
 def refusal(made: Opaque | SetState) -> str | None:
     """Why an object is not one that the list knows; None if it is."""
     if isinstance(made, SetState):

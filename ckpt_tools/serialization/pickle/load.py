@@ -25,7 +25,6 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckpt_tools.core.values import Opaque, Value
 from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, UnsafeError
@@ -36,10 +35,7 @@ from ckpt_tools.serialization.pickle.machine import EndsEarlyError, Language, Ma
 from ckpt_tools.serialization.pickle.opcodes import STEPS
 from ckpt_tools.serialization.pickle.value_limits import Checker
 
-if TYPE_CHECKING:
-    from ckpt_tools.serialization.pickle.trace.recorder import Recording
-
-__all__ = ["PersistentLoad", "dumps", "loads", "recorded", "refuse_call"]
+__all__ = ["PersistentLoad", "dumps", "loads", "refuse_call"]
 
 _LANGUAGE = Language(STEPS, CALLS, MACROS)
 
@@ -151,21 +147,6 @@ def _reason(error: Exception) -> str:
         if isinstance(error, kind):
             return words
     return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-
-
-def recorded(data: bytes, *, path: str) -> Recording:
-    """What a loader that executes pickles would run of the one that ``data`` starts with; nothing is run.
-
-    Any bytes can be asked about. Raises MemoryBudgetError alone.
-    """
-    from ckpt_tools.serialization.pickle.trace.opcodes import TRACING
-    from ckpt_tools.serialization.pickle.trace.recorder import Recorder
-
-    try:
-        with gc_paused(len(data) >= GC_PAUSE_BYTES):
-            return Recorder(data, TRACING).record()
-    except MemoryError as error:
-        raise MemoryBudgetError("there is not enough memory to check this pickle", path=path) from error
 
 
 def refuse_call(value: Value, path: str) -> None:

@@ -18,8 +18,6 @@ _SPARE_PICKLED_BYTES, _PICKLED_PER_BYTE = 1 << 20, 1
 """The worst opcodes take a second and 100 MB for each megabyte of them. An item of a tensor has 300 bytes of pickle, so
 that a checkpoint of many compressed tensors is far from this; a compressed object of several megabytes is not."""
 
-_SPARE_FOLLOWED_BYTES, _MAX_FOLLOWED_BYTES = 1 << 21, 1 << 25
-
 
 @dataclass(slots=True)
 class Grant:
@@ -62,18 +60,3 @@ class PickleBudget:
             return False
         self._left -= num_bytes
         return True
-
-
-class FollowedBudget:
-    """Bytes that are followed to explain what was refused, inflated and nested data included: some for the scan, and
-    as many as there are in what is explained, up to 32 MiB together."""
-
-    def __init__(self) -> None:
-        self.left = _SPARE_FOLLOWED_BYTES
-        self._ungranted = _MAX_FOLLOWED_BYTES - _SPARE_FOLLOWED_BYTES
-
-    def grant(self, num_bytes: int, at_least: int) -> None:
-        """For a piece of ``num_bytes``, of which ``at_least`` are followed whatever was followed before."""
-        granted = min(num_bytes, self._ungranted)
-        self._ungranted -= granted
-        self.left = max(self.left + granted, at_least)

@@ -36,7 +36,7 @@ class NotLookedIntoError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Finding(Shown):
-    """``what`` is the call, or the reason; ``place`` says which pickle of the file, and where in it."""
+    """``what`` is the reason; ``place`` says which pickle of the file, and where in it."""
 
     file: str
     place: str

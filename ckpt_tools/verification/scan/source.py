@@ -10,16 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, StoreError
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, StoreError
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, StorageInfo
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import InflationBudget
-from ckpt_tools.verification.scan.disguise import RunsElsewhereError, check_one_meaning
-from ckpt_tools.verification.scan.explain import Explainer
+from ckpt_tools.verification.scan.disguise import RUNS_AS_A_PICKLE, check_one_meaning, runs_as_a_pickle
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError
 from ckpt_tools.verification.scan.piece import Piece
-from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of
+from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of, reason_of
 from ckpt_tools.verification.scan.report import ScanReport
 
 _ZSTD = "stream.zstd/1"
@@ -44,7 +43,6 @@ class _Scan:
     def __init__(self, source: Source, allowed: Collection[str]) -> None:
         self._notebook = FindingCollector(allowed)
         self._prover = Prover(self._notebook)
-        self._explainer = Explainer(self._notebook)
         self._inflation = InflationBudget()
         hidden, links = _hidden(source.store)
         self._source = replace(source, files=dict(sorted({**hidden, **source.files}.items())))
@@ -82,31 +80,17 @@ class _Scan:
         check_one_meaning(piece)
 
     def _judged(self, piece: Piece, prove: Callable[[Piece], None]) -> None:
-        """Prove a piece; where that fails, say what a loader would run of it, and then why it is not proved."""
-        error: Exception | None = None
+        """Prove a piece; a failure is a finding."""
         try:
             prove(piece)
-        except REASONS as raised:
-            # Its traceback would hold this frame, and with it the bytes of the piece, until a collection of cycles.
-            error = raised.with_traceback(None)
-        refused = self._prover.refused()
-        if error is None and not refused:
-            return
-        shown = self._explainer.explain(piece)
-        for place, refusal in refused:
-            if not any(refusal.subject in each for each in shown):
-                self._notebook.add(piece.file, place, Danger.COULD_RUN, refusal.what)
-        if error is not None and not self._says_so(error, shown):
-            self._refuse(piece.file, piece.place, error)
-
-    def _says_so(self, error: Exception, shown: list[str]) -> bool:
-        return isinstance(error, RunsElsewhereError) and bool(shown)
+        except REASONS as error:
+            if danger_of(error) in (Danger.NOT_UNDERSTOOD, Danger.NOT_LOOKED_INTO) and runs_as_a_pickle(piece):
+                self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{reason_of(error)}; {RUNS_AS_A_PICKLE}")
+            else:
+                self._refuse(piece.file, piece.place, error)
 
     def _refuse(self, path: str, place: str, error: Exception) -> None:
-        if isinstance(error, CkptError):
-            self._notebook.add(path, place, danger_of(error), error.message)
-        else:
-            self._notebook.add(path, place, Danger.NOT_UNDERSTOOD, "values are nested too deep")
+        self._notebook.add(path, place, danger_of(error), reason_of(error))
 
     def _whole(self, path: str) -> Piece:
         size = self._source.size(path)
@@ -136,7 +120,6 @@ class _Scan:
     def _items_of(self, whole: Piece, items: Items) -> None:
         """Every byte of a file of items is in exactly one of them."""
         if not items:
-            self._explainer.explain(whole)
             raise MalformedError("no metadata names the items of this file")
         at = 0
         for (start, stop), info in sorted(items.items()):
