@@ -16,7 +16,7 @@ from pathlib import Path
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.marker_files import TOKEN_NAME
 from ckpt_tools.stores.source import Store, StoreWrapper
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.core.applicability import STORES, Case, check
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source
 
@@ -144,7 +144,7 @@ def _place_at(url: str | Path, storage_options: StorageOptions) -> Place:
         from ckpt_tools.stores.remote import open_remote_place
 
         return open_remote_place(str(url), storage_options or {})
-    from ckpt_tools.stores.local_staging import LocalPlace
+    from ckpt_tools.stores.local.place import LocalPlace
 
     return LocalPlace(local_path(url))
 

@@ -35,8 +35,8 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.registry import writers
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.torch_zip import locate_item
-from ckpt_tools.stores import local_staging as staging
-from ckpt_tools.stores.local_staging import Staging
+from ckpt_tools.stores.local.place import Staging
+from ckpt_tools.stores.local.store import staging
 from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, StoreError
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, StorageInfo
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import InflationBudget
 from ckpt_tools.verification.scan.disguise import RUNS_AS_A_PICKLE, check_one_meaning, runs_as_a_pickle

@@ -1,10 +1,10 @@
 """A destination that is absent, old, or complete, never half.
 
 A conversion writes into a hidden folder beside its destination, which holds the output and a log of what was written of
-it. Publishing renames the output, or the one file in it, into place in one step (``local_publish``); any failure
-removes the folder, unless it is to be resumed. The folder is locked while a process writes (``local_lock``), so that a
+it. Publishing renames the output, or the one file in it, into place in one step (``publish``); any failure
+removes the folder, unless it is to be resumed. The folder is locked while a process writes (``lock``), so that a
 second writer is told, and what a killed one left is known to be nobody's. Nothing is removed but by its name
-(``local_ours``).
+(``owned``).
 """
 
 from __future__ import annotations
@@ -18,21 +18,9 @@ from pathlib import Path
 from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import Claim, Leftover, Place
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local import LocalStore, LocalWriter
-from ckpt_tools.stores.local_leftovers import find_leftovers, remove_leftovers
-from ckpt_tools.stores.local_lock import claim_folder
-from ckpt_tools.stores.local_look import (
-    check_path_free,
-    file_at,
-    folder_at,
-    is_folder,
-    is_full_folder,
-    is_there,
-    present_at,
-    reporting,
-    resolved,
-)
-from ckpt_tools.stores.local_ours import (
+from ckpt_tools.stores.local.leftovers import find_leftovers, remove_leftovers
+from ckpt_tools.stores.local.lock import claim_folder
+from ckpt_tools.stores.local.owned import (
     OUTPUT_NAME,
     aside_of,
     keep_only,
@@ -43,7 +31,18 @@ from ckpt_tools.stores.local_ours import (
     remove_ours,
     staging_folder,
 )
-from ckpt_tools.stores.local_publish import (
+from ckpt_tools.stores.local.present import (
+    check_path_free,
+    file_at,
+    folder_at,
+    is_folder,
+    is_full_folder,
+    is_there,
+    present_at,
+    reporting,
+    resolved,
+)
+from ckpt_tools.stores.local.publish import (
     recover,
     remove_replaced,
     rename_new,
@@ -51,6 +50,7 @@ from ckpt_tools.stores.local_publish import (
     sync_folder,
     sync_folders,
 )
+from ckpt_tools.stores.local.store import LocalStore, LocalWriter
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present, already_exists, check_only
 

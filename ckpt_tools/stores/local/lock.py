@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local_look import open_folder
+from ckpt_tools.stores.local.present import open_folder
 
 
 def claim_folder(folder: Path) -> int:

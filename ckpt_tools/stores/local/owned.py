@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local_look import folder_at, is_folder, is_regular, reporting
+from ckpt_tools.stores.local.present import folder_at, is_folder, is_regular, reporting
 from ckpt_tools.stores.marker_files import TOKEN_NAME
 from ckpt_tools.stores.present import folders_of, listed
 

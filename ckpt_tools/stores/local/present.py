@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_tools.errors import StoreError, UsageError
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.output_form import Folder, Kind, OutputForm, SingleFile
 from ckpt_tools.stores.present import Present, Standing, check_free
 

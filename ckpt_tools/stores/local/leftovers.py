@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt_tools.stores.destination import Leftover
-from ckpt_tools.stores.local_lock import claim_folder, lock_folder
-from ckpt_tools.stores.local_look import contents_of, is_folder, is_there, open_folder, size_of
-from ckpt_tools.stores.local_ours import (
+from ckpt_tools.stores.local.lock import claim_folder, lock_folder
+from ckpt_tools.stores.local.owned import (
     NAMES_NAME,
     OUTPUT_NAME,
     aside_of,
@@ -19,7 +18,8 @@ from ckpt_tools.stores.local_ours import (
     staging_folder,
     unknown_in,
 )
-from ckpt_tools.stores.local_publish import recover
+from ckpt_tools.stores.local.present import contents_of, is_folder, is_there, open_folder, size_of
+from ckpt_tools.stores.local.publish import recover
 
 
 def find_leftovers(place: Path) -> list[Leftover]:

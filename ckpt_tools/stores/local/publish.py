@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local_look import folder_at, is_folder, is_there, open_folder
-from ckpt_tools.stores.local_ours import aside_of, names_in, remove_named, staging_folder, unknown_in
+from ckpt_tools.stores.local.owned import aside_of, names_in, remove_named, staging_folder, unknown_in
+from ckpt_tools.stores.local.present import folder_at, is_folder, is_there, open_folder
 from ckpt_tools.stores.present import already_exists, listed
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
