@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any, Protocol
 
 from ckpt_tools.errors import MalformedError, UnsupportedError, UsageError
-from ckpt_tools.serialization.range_stream import RangeStream
 from ckpt_tools.serialization.zip_archive import ReadRange
 
 MAX_WINDOW_BYTES = 1 << 23
@@ -35,8 +33,8 @@ class ZstandardMissingError(UsageError):
 def inflating(read: ReadRange, size: int, path: str) -> Inflated:
     """The ``size`` compressed bytes that ``read`` gives, in however many frames. Raises ZstandardMissingError."""
     decompressor, error = _decompressor(path)
-    stream = io.BufferedReader(RangeStream(read, size), READ_BYTES)
-    return _Checked(decompressor.stream_reader(stream, read_across_frames=True), error, path)
+    stream = decompressor.stream_reader(_Compressed(read, size), read_size=READ_BYTES, read_across_frames=True)
+    return _Checked(stream, error, path)
 
 
 def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
@@ -88,6 +86,19 @@ def _decompressor(path: str) -> tuple[Any, type[Exception]]:
 
 def _damaged(error: Exception, path: str) -> MalformedError:
     return MalformedError(f"an item is compressed with zstd, and damaged: {error}", path=path)
+
+
+class _Compressed:
+    """The first ``size`` bytes of a range, read one after another."""
+
+    def __init__(self, read: ReadRange, size: int) -> None:
+        self._range = read
+        self._size = size
+        self._at = 0
+
+    def read(self, num_bytes: int) -> bytes:
+        start, self._at = self._at, min(self._at + num_bytes, self._size)
+        return self._range(start, self._at)
 
 
 class _Checked:

@@ -56,21 +56,11 @@ class FsspecClaim(Claim):
         place.check_free(overwrite=self.overwrite)
         check_only(place.present(), place.url, replaced)
         if isinstance(place.form, Folder):
-            asked(place.url, lambda: self._remove_old(replaced))
+            # What makes it a checkpoint first. The file system may know nothing of a folder but its files.
+            place.remove_files([sorted(replaced, key=lambda path: not is_marker(path))])
         into = place.form.root_of(place.path)
         for path in paths:
             self._move(f"{self.destination.root}/{path}", f"{into}/{path}")
-
-    def _remove_old(self, replaced: Mapping[str, int]) -> None:
-        """What makes it a checkpoint first. The file system may know nothing of a folder but its files."""
-        fs, root = self.place.fs, self.place.path
-        fs.invalidate_cache()
-        for path in sorted(replaced, key=lambda path: not is_marker(path)):
-            with suppress(FileNotFoundError):
-                fs.rm_file(f"{root}/{path}")
-        for folder in folders_of(replaced):
-            with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
-                fs.rmdir(f"{root}/{folder}")
 
     def _move(self, old: str, new: str) -> None:
         def move() -> None:
@@ -179,8 +169,7 @@ class FsspecPlace(Place):
         for folder in asked(self.url, lambda: self._staged(partial)):
             with suppress(FileNotFoundError):
                 asked(self.url, partial_call(self.fs.rm, folder, recursive=True))
-        with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
-            self.fs.rmdir(partial)
+        self._remove_folder(partial)
 
     def _staged(self, partial: str) -> list[str]:
         """The folders in ``partial`` that runs made."""
@@ -212,8 +201,12 @@ class FsspecPlace(Place):
             with suppress(FileNotFoundError):
                 self.fs.rm_file(f"{self.path}/{name}")
         for folder in folders_of(names):
-            with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
-                self.fs.rmdir(f"{self.path}/{folder}")
+            self._remove_folder(f"{self.path}/{folder}")
+
+    def _remove_folder(self, path: str) -> None:
+        """Remove a folder if it is empty. Services without folders, and full folders, raise errors of many kinds."""
+        with suppress(Exception):
+            self.fs.rmdir(path)
 
     def _find(self, partial: str) -> dict[str, Any]:
         with suppress(FileNotFoundError):

@@ -13,7 +13,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,10 +75,8 @@ class LocalStore(FillableStore):
         return str(self.root / self.only if self.only else self.root)
 
     def list(self) -> Mapping[str, int]:
-        try:
+        with _listing():
             return dict(self._walk() if self.only is None else self._single(self.only))
-        except OSError as error:
-            raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
 
     def _single(self, name: str) -> Iterator[tuple[str, int]]:
         path = self.root / name
@@ -89,10 +87,8 @@ class LocalStore(FillableStore):
     def hidden(self) -> Mapping[str, int]:
         if self.only is not None:
             return {}
-        try:
+        with _listing():
             return {path: size for path, size in self._walk(with_hidden=True) if not is_shown(path)}
-        except OSError as error:
-            raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
 
     def _walk(self, *, with_hidden: bool = False) -> Iterator[tuple[str, int]]:
         if not self.root.is_dir():
@@ -192,6 +188,14 @@ class LocalStore(FillableStore):
     def __reduce__(self) -> tuple[object, ...]:
         """In another process: the same folder, no file open."""
         return LocalStore, (self.root, self.only, self.replaces, self.fsync)
+
+
+@contextmanager
+def _listing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
 
 
 def _raise(error: OSError) -> None:

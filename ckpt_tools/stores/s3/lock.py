@@ -96,9 +96,10 @@ class ObjectLock:
         """Raises StoreError where somebody else took over."""
         if not self._is_mine():
             self.lost = True
-            raise StoreError(
-                f"another process took over {self.url}, because this one gave no sign of life for too long"
-            )
+            raise self.taken_over()
+
+    def taken_over(self) -> StoreError:
+        return StoreError(f"another process took over {self.url}, because this one gave no sign of life for too long")
 
     def release(self) -> None:
         """Let go of it, if it is ours still. Raises StoreError."""

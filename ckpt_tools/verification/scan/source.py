@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, StoreError
-from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, StorageInfo
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError
+from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import InflationBudget
@@ -44,10 +44,11 @@ class _Scan:
         self._notebook = FindingCollector(allowed)
         self._prover = Prover(self._notebook)
         self._inflation = InflationBudget()
-        hidden, links = _hidden(source.store)
-        self._source = replace(source, files=dict(sorted({**hidden, **source.files}.items())))
-        for link in links:
-            self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside the checkpoint")
+        self._source = source
+        if isinstance(source.store, LocalStore):
+            self._source = replace(source, files=dict(sorted({**source.store.hidden(), **source.files}.items())))
+            for link in _links_out(source.store):
+                self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside the checkpoint")
 
     def run(self, url: str) -> ScanReport:
         if not self._source.files and not self._notebook.findings:
@@ -102,7 +103,7 @@ class _Scan:
         """The items of every file, as the metadata of its folder states them."""
         found: dict[str, Items] = defaultdict(dict)
         for path, metadata in self._prover.metadata.items():
-            for info in _infos(metadata):
+            for info in metadata.storage_data.values():
                 self._place(path, info, found)
         return found
 
@@ -160,27 +161,10 @@ class _Scan:
         return piece.holding(data, "")
 
 
-def _infos(metadata: Metadata) -> list[StorageInfo]:
-    return list(metadata.storage_data.values())
-
-
-def _hidden(store: object) -> tuple[dict[str, int], list[str]]:
-    """The files in hidden folders, which a store does not list, and links to folders elsewhere."""
-    files: dict[str, int] = {}
-    links: list[str] = []
-    if not isinstance(store, LocalStore) or store.only is not None:
-        return files, links
+def _links_out(store: LocalStore) -> Iterator[str]:
+    """Links to folders outside of the store, whose listing has shown that every folder can be read."""
     root = Path(os.path.realpath(store.root))
-    for folder, folders, names in os.walk(root, onerror=_raise):
-        for name in folders:
-            path = Path(folder, name)
+    for folder, folders, _ in os.walk(root) if store.only is None else ():
+        for path in (Path(folder, name) for name in folders):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-                links.append(path.relative_to(root).as_posix())
-        for path in (Path(folder, name) for name in names):
-            if path.is_file():
-                files[path.relative_to(root).as_posix()] = path.stat().st_size
-    return files, links
-
-
-def _raise(error: OSError) -> None:
-    raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
+                yield path.relative_to(root).as_posix()
