@@ -11,7 +11,7 @@ MAX_WINDOW_BYTES = 1 << 23
 """The window that a frame may ask for, which the reader keeps; the one of the level that torch uses is 2 MiB."""
 
 READ_BYTES = 256 << 10
-"""Of the compressed bytes at a time."""
+"""Compressed bytes read at a time."""
 
 FED_BYTES = 1 << 12
 """Decompressed at a time where the output is not bounded: zstd makes up to 20,000 times as much of it."""
@@ -20,7 +20,7 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class Inflated(Protocol):
-    """What was compressed, from its start on."""
+    """A decompressing stream."""
 
     def read(self, size: int) -> bytes:
         """The next bytes, at most ``size``; none at the end. Raises MalformedError for a damaged frame."""
@@ -38,7 +38,7 @@ def inflating(read: ReadRange, size: int, path: str) -> Inflated:
 
 
 def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
-    """All of it. Raises MalformedError where it is damaged or has more than ``limit_bytes``."""
+    """The whole decompressed data. Raises MalformedError if it is damaged or larger than ``limit_bytes``."""
     stream = inflating(read, size, path)
     found = bytearray()
     while part := stream.read(min(1 << 20, limit_bytes + 1 - len(found))):
@@ -49,7 +49,7 @@ def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> byte
 
 
 def inflated_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
-    """What every decompressor makes of it: of several frames, some read the first alone.
+    """The one frame that every decompressor reads alike: of several frames, some read the first alone.
 
     Raises:
         UnsupportedError: it holds more than ``limit_bytes``. MalformedError: it is damaged, or not one frame to the

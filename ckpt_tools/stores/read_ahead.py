@@ -58,7 +58,7 @@ class BlockCache(StoreWrapper):
             self._mine.piece = (path, start, buffer)
 
     def _held(self, path: str, start: int, num_bytes: int) -> memoryview | None:
-        """Those bytes, where they are of the piece that this thread expected last."""
+        """The bytes, if they lie in the range that this thread announced last."""
         held: tuple[str, int, memoryview] | None = getattr(self._mine, "piece", None)
         if held is None or held[0] != path or not held[1] <= start <= start + num_bytes <= held[1] + len(held[2]):
             return None
@@ -85,7 +85,7 @@ class BlockCache(StoreWrapper):
             done += len(piece)
 
     def _wanted(self, path: str, first: int, last: int) -> Sequence[_Block]:
-        """Blocks ``first`` to ``last``; those that nobody has asked for yet are read here, and before it returns."""
+        """Blocks ``first`` to ``last``; those that are not being read yet are read here."""
         with self._lock:
             found = {number: self._blocks.get((path, number)) for number in range(first, last + 1)}
             missing = [number for number, block in found.items() if block is None]

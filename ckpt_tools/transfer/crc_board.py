@@ -32,7 +32,7 @@ class PartCrc:
 
 
 class Board(Protocol):
-    """Where workers tell each other of their parts' checksums, by the number of the file."""
+    """Exchange of parts' checksums between workers, by the number of the file."""
 
     def post(self, file: int, parts: Iterable[PartCrc]) -> None:
         """Tell; a part told twice counts once."""

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from ckpt_tools.serialization.zstd import Inflated
 
 BLOCK_BYTES = 1 << 20
-"""Of what comes out at a time."""
+"""Bytes decompressed at a time."""
 
 WINDOW_BYTES = 12 << 20
-"""Of what came out last that a stream keeps: three tasks of full size."""
+"""Last decompressed bytes that a stream keeps: three tasks of full size."""
 
 MAX_STREAMS = 4
 """Streams that are kept. Together they take what ``planning.plan.INFLATING_BYTES`` states."""
 
 MAX_OVERHEAD_BYTES = 1 << 20
-"""Of an item beside its elements: a zip directory and a small pickle."""
+"""Bytes of an item in addition to its elements: a zip directory and a small pickle."""
 
 _MARK = "\0inflated:"
 
@@ -115,7 +115,7 @@ class _Stream:
 
 @dataclass(slots=True, weakref_slot=True)
 class Inflating:
-    """What compressed ranges hold; ``read`` gives bytes ``[start, stop)`` of a file. Safe to share between threads."""
+    """Decompresses ranges; ``read`` gives bytes ``[start, stop)`` of a file. Safe to share between threads."""
 
     read: Callable[[str, int, int], bytes]
     _streams: OrderedDict[str, _Stream] = field(default_factory=OrderedDict)

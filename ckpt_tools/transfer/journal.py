@@ -1,4 +1,4 @@
-"""What a run has done, noted beside its unfinished output, so that a later run need not do it again.
+"""Journal of a run, kept beside its unfinished output, so that a later run need not repeat it.
 
 A journal is an append-only text. Its first line says of which plan it is, the others which files were begun, with a
 digest of what is to be in them, and which tasks are done, with their checksums. Nothing is noted before it is written,
@@ -32,7 +32,7 @@ from ckpt_tools.transfer.execute import Receipt
 from ckpt_tools.transfer.runners.base import Runner
 
 FORMAT = 1
-"""Of the lines below and of what the digests cover; a journal of another is one of another plan."""
+"""Version of the lines below and of the digests; a journal of another version is of another plan."""
 
 _PLAN, _FILE, _PART = "plan", "file", "part"
 
@@ -185,7 +185,7 @@ class JournalPolicy(ABC):
 
     __slots__ = ()
     keeps_output: ClassVar[bool]
-    """Whether unfinished output of an earlier run, and of this one if it fails, is kept."""
+    """True if unfinished output of an earlier run, and of this one if it fails, is kept."""
 
     @abstractmethod
     def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
@@ -193,7 +193,7 @@ class JournalPolicy(ABC):
 
     @abstractmethod
     def all_written(self, journal: Journal) -> None:
-        """All output is written, and is about to be published."""
+        """Called when all output is written, just before it is published."""
 
     @abstractmethod
     def noting(self, journal: Journal) -> AbstractContextManager[None]:
@@ -324,7 +324,7 @@ def _add_shards(digest: _Digest, table: ShardTable) -> None:
 
 
 def _version(source: Store, name: str) -> str:
-    """What tells the file from one written later; nothing where the store cannot, or the file is not needed."""
+    """Version of the source file; empty if the store cannot tell, or the file is not needed."""
     try:
         return source.version(name)
     except CkptError:

@@ -50,7 +50,7 @@ _HEX = {"xxh3_128": re.compile("[0-9a-f]{32}"), "blake3": re.compile("[0-9a-f]{6
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What one tensor is, and the digests of its bytes in hexadecimal.
+    """Description of a tensor and the digests of its bytes in hexadecimal.
 
     Raises:
         ValueError: a digest is not of its form.
@@ -89,7 +89,7 @@ def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: 
 
 
 def num_bytes(manifest: Manifest) -> int:
-    """What there is to hash."""
+    """Number of bytes to hash."""
     return sum(entry.num_bytes for entry in manifest.tensors.values())
 
 
@@ -213,7 +213,7 @@ def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
 
 
 def is_list(source: Source, path: str) -> bool:
-    """Whether a file is a list of digests, of this or a later version. Raises StoreError."""
+    """True if a file is a list of digests, of this or a later version. Raises StoreError."""
     try:
         read_list(source, path)
     except UnsupportedError:

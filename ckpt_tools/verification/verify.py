@@ -1,4 +1,4 @@
-"""What ``verify``, ``diff`` and ``checksum`` do: wires comparison, stored checksums and digests together."""
+"""Implements ``verify``, ``diff`` and ``checksum``."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def verify_pair(
 
 
 def _has_more(manifest: Manifest) -> bool:
-    """Whether there are tensors beside the model's, or groups of them."""
+    """True if there are tensors beside the model's, or groups of them."""
     return bool(manifest.groups or manifest.of_kind(Kind.STATE, Kind.EXTRA))
 
 

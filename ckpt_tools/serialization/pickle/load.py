@@ -40,7 +40,7 @@ __all__ = ["PersistentLoad", "dumps", "loads", "refuse_call"]
 _LANGUAGE = Language(STEPS, CALLS, MACROS)
 
 GC_PAUSE_BYTES = 1 << 20
-"""From this size on the cyclic garbage collector pauses: it would scan millions of live objects again and again."""
+"""Size from which the cyclic garbage collector pauses: it would scan millions of live objects again and again."""
 
 SHORT_OPERAND_BYTES = 300
 """More than an opcode takes whose length is not checked before it is read: one byte of length, and what it counts."""
@@ -68,15 +68,15 @@ class FirstPickle:
 
 
 def load_first(data: bytes, *, path: str, persistent_load: PersistentLoad | None = None) -> FirstPickle:
-    """What ``loads`` gives for the pickle that ``data`` begins with. Raises EndsEarlyError where it may be cut."""
+    """Like ``loads``, for the pickle that ``data`` begins with. Raises EndsEarlyError if it may be cut off."""
     return _first(data, path, persistent_load, is_prefix=True)
 
 
 FIRST_BYTES = (1 << 22, 1 << 25)
-"""How much of a pickle is read first, and next, before all of it is."""
+"""Sizes of the first two reads of a pickle, before all of it is read."""
 
 FIRST_PART = 8
-"""How many times longer a pickle is at least, so that its beginning takes little of the time."""
+"""Minimum ratio of a pickle's size to its first read, so that the first read costs little."""
 
 
 def check_start(
@@ -139,7 +139,7 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (struct.error, "an operand is cut off"),
     (UnicodeError, "text that is not valid"),
 )
-"""In the place of what the interpreter says of code of ours."""
+"""Messages that replace those of Python's own exceptions."""
 
 
 def _reason(error: Exception) -> str:

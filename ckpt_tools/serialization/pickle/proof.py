@@ -1,4 +1,4 @@
-"""Whether loading a pickle can run nothing: the reader that makes values reads it, and the closed list knows all of it.
+"""Proof that loading a pickle runs no code: the reader accepts it, and everything in it is on the closed list.
 
 The reader refuses what no pickler writes, so that no two unpicklers read two things. It keeps every name that it met
 and every object that it recorded, whatever became of them: dropped, overwritten, or handed to a call that ignores it.
@@ -28,7 +28,7 @@ _FROM_BYTES = GlobalRef("torch.storage", "_load_from_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What the closed list does not know, at byte ``at``; ``name`` is its name if a user could vouch for it."""
+    """An entry that is not on the closed list, at byte ``at``; ``name`` if the user could allow it by name."""
 
     at: int
     what: str
@@ -153,7 +153,7 @@ class _Judge:
         return called
 
     def _is_vouched_for(self, made: Opaque | SetState) -> bool:
-        """Of a class that the user allowed any arguments are, but no state that is a hook."""
+        """True for a class that the user allowed, with any arguments, but without a state that is a hook."""
         if type(made.ref) is not GlobalRef or str(made.ref) not in self.allowed:
             return False
         has_hooks = type(made.state) is dict and not ATTRIBUTES.accepts(made.state)

@@ -70,7 +70,7 @@ class LocalPlace(Place):
         return self.path.name
 
     def present(self) -> Present | None:
-        """What was moved aside by a run that was killed stands there still: whoever claims the place puts it back."""
+        """What exists there; an output that a killed run moved aside counts, because the next claim puts it back."""
         with reporting("looking failed", self.path):
             place = resolved(self.path, self.form)
             aside = aside_of(place)
@@ -103,7 +103,7 @@ class LocalPlace(Place):
             remove_named(resolved(self.path, Folder()), [name for batch in batches for name in batch])
 
     def _places(self) -> list[Path]:
-        """Where an output may have been staged: the path taken as a file, and as a folder."""
+        """Paths whose staging folders are looked for: the path as a file, and as a folder."""
         return list(dict.fromkeys(resolved(self.path, form) for form in (SingleFile(self.name), Folder())))
 
 
@@ -132,7 +132,7 @@ class LocalLog:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """What was appended is with the kernel already, so that nothing can be lost, or needs to be raised."""
+        """Appended bytes are in the kernel already, so errors of closing lose nothing and are ignored."""
         if self._number is not None:
             with suppress(OSError):
                 os.close(self._number)
@@ -204,7 +204,7 @@ class Staging(Claim):
                 sync_folder(self.target.parent)
 
     def _publish_files(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
-        """All of them lie beside each other, the one that was asked for last."""
+        """Rename all files into one folder, the requested one last."""
         ordered = [*(path for path in paths if path != self.target.name), self.target.name]
         targets = {path: self.target.with_name(path) for path in ordered}
         for target in targets.values():

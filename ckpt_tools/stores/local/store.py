@@ -34,7 +34,7 @@ largest cost more than all copying. 4.2 GB by a C program of 2 threads, calls th
 0.73 s by 512 KiB, 1.08 s by 256 and 128 KiB. Calls of 1 MiB aligned to it took 6.3 s."""
 
 _STRADDLE_BYTES = 4 << 10
-"""How far beyond a multiple of ``WRITE_BYTES`` each call ends: one page."""
+"""Offset of the end of each call from a multiple of ``WRITE_BYTES``: one page."""
 
 
 class _Descriptor:
@@ -258,7 +258,7 @@ class LocalWriter:
         self.abandon()
 
     def abandon(self) -> None:
-        """As ``close``, and waits for no disk."""
+        """Like ``close``, without waiting for the disk."""
         try:
             os.close(self.number)
         except OSError as error:

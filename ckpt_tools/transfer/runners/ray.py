@@ -36,10 +36,10 @@ MAX_LOSSES = 5
 that goes takes its processes one after the other, and an item may meet several of them."""
 
 START_SECONDS = 600.0
-"""How long a run waits while it has no worker at all: clusters that grow take minutes to add a machine."""
+"""Seconds that a run without any worker waits: clusters that grow take minutes to add a machine."""
 
 ENDING_SECONDS = 10.0
-"""How long an interrupted run waits for processes that it killed to be gone."""
+"""Seconds that an interrupted run waits for the processes that it killed."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class RayRunner:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult(Generic[Result]):
-    """What became of an item: a result or an error, which crosses between processes as a value so as to stay itself."""
+    """Outcome of an item: a result or an error, sent between processes as a value so that its class is kept."""
 
     result: tuple[Result, ...]
     error: BaseException | None = None
@@ -127,7 +127,7 @@ def new_process() -> Any:
 
 @cache
 def _process_class() -> Any:
-    """Known to Ray once, not once a process."""
+    """Register the class with Ray once, not once a process."""
     import ray
 
     return ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(Process)
@@ -182,7 +182,7 @@ class _Run(Generic[Item, Result]):
     places: list[tuple[int, int, _Worker]] = field(default_factory=list)
     """A heap of the free places at workers, those at idle ones first."""
     waiting: list[_Numbered[Item]] = field(default_factory=list)
-    """A heap of what was taken and is in nobody's hands."""
+    """Heap of items that were taken and are not assigned."""
     error: BaseException | None = None
     num_starting: int = 0
     num_out: int = 0
@@ -198,7 +198,7 @@ class _Run(Generic[Item, Result]):
             self._hand_out()
 
     def drain(self) -> None:
-        """Nobody takes results any more: wait for what is under way, or, being interrupted again, end it."""
+        """Wait for tasks under way without taking results; after a second interruption, kill them."""
         self.error = self.error or GeneratorExit()
         try:
             while self.num_out:
@@ -216,7 +216,7 @@ class _Run(Generic[Item, Result]):
         self.workers.clear()
 
     def processes(self) -> list[Any]:
-        """Those that can be used again, or are still to come."""
+        """Processes that can be used again, or are still starting."""
         return [worker.process for worker in self.workers]
 
     def start(self, process: Any, num_losses: int = 0) -> None:
@@ -230,7 +230,7 @@ class _Run(Generic[Item, Result]):
         ref.future().add_done_callback(lambda ended: self.news.put(_Event(worker, item, ended)))
 
     def _peek(self) -> _Numbered[Item] | None:
-        """The earliest item that is in nobody's hands. An error of the items themselves ends the run like another."""
+        """First item that is not assigned. An error of the items themselves ends the run like another."""
         if not self.waiting and not self.is_exhausted:
             try:
                 self.waiting.extend(_Numbered(*taken) for taken in (next(self.items),))
@@ -317,7 +317,7 @@ class _Run(Generic[Item, Result]):
                 self._offer(worker, num_items)
 
     def _lost(self, worker: _Worker, loss: BaseException) -> None:
-        """A process is gone, as far as anybody can tell: another takes its place."""
+        """Replace a process that seems dead by a new one."""
         if worker.is_lost:
             return
         worker.is_lost = True
@@ -339,7 +339,7 @@ class _Run(Generic[Item, Result]):
                 self.runner.board.postpone()
 
     def _hand_out_again(self) -> None:
-        """Nothing is under way, so nobody waits: everything can go on in order."""
+        """Resume in order: no task is under way, so none waits."""
         if self.runner.board is not None:
             self.runner.board.resume()
         self.is_draining = False

@@ -25,10 +25,10 @@ ANSWER_RANGES = 4096
 in turn, and a question costs half a millisecond."""
 
 MAX_WAITING = 100_000
-"""Questions that may be open at a time, more than any cluster has workers: beyond it nobody could tell anything."""
+"""Questions that may be open at a time, more than any cluster has workers: above it, no message could be sent."""
 
 MAX_UNHEARD = 1000
-"""What the process that hands out tasks has told and not been answered: it tells a whole journal at once."""
+"""Unanswered messages of the process that assigns tasks: it sends a whole journal at once."""
 
 
 class PostponedError(Exception):
@@ -108,7 +108,7 @@ def _answer(ref: Any) -> Any:
 
 
 def sendable(error: BaseException) -> BaseException:
-    """The error itself where any process can make it again, as ours and Python's own; else its words."""
+    """The error itself if any process can rebuild it, as those of ckpt-tools and Python; else its message."""
     is_plain = type(error).__module__ == "builtins" and all(isinstance(each, str | int) for each in error.args)
     if is_plain or isinstance(error, CkptError | PostponedError):
         return error
@@ -117,7 +117,7 @@ def sendable(error: BaseException) -> BaseException:
 
 @dataclass(slots=True)
 class _FileChecksums:
-    """What is known of one file: ranges whose parts are still coming, and values of those that are whole."""
+    """Checksums of one file: ranges with missing parts, and values of complete ranges."""
 
     parts: dict[Range, dict[int, PartCrc]] = field(default_factory=dict)
     missing: dict[Range, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class _FileChecksums:
     in_order: list[Range] = field(default_factory=list)
 
     def add(self, part: PartCrc) -> bool:
-        """Whether it was the last of its range."""
+        """True if the part was the last of its range."""
         covers = part.covers
         known = self.parts.setdefault(covers, {})
         if covers in self.values or part.start in known:

@@ -93,7 +93,7 @@ class _Shared(Generic[Item]):
         return taken
 
     def end(self) -> None:
-        """No further item is taken; whoever waits for room is woken, one after the other."""
+        """Take no further item, and wake the threads that wait for room, one after the other."""
         self.ended = True
         self.room.release()
 

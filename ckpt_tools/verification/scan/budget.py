@@ -1,4 +1,4 @@
-"""What a scan spends on data that is small in a file and large outside of it: a small file must not cost much."""
+"""Limits of a scan for data that a small file expands to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckpt_tools.verification.scan.findings import NotLookedIntoError
 
 MAX_INFLATED_BYTES = 1 << 25
-"""Of one item, or of all records of an archive together: they are held in memory."""
+"""Most bytes of one decompressed item, which is held in memory."""
 
 _SPARE_INFLATED_BYTES, _INFLATED_PER_BYTE = 1 << 28, 64
 """Elements of tensors are inflated and not read: about a second a gigabyte."""
@@ -54,7 +54,8 @@ class PickleBudget:
         self._left = _SPARE_PICKLED_BYTES
 
     def spend(self, num_bytes: int, packed_bytes: int) -> bool:
-        """Whether a pickle of ``num_bytes`` in an item of ``packed_bytes`` is within the budget; it is spent then."""
+        """True if a pickle of ``num_bytes`` in an item of ``packed_bytes`` is within the budget, which is then
+        spent."""
         self._left += packed_bytes * _PICKLED_PER_BYTE
         if num_bytes > self._left:
             return False

@@ -9,7 +9,7 @@ from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.tokens import imports_as_a_pickle
 
 _END_BYTES = (1 << 16) + 22
-"""From the end of a file, where Python's zipfile looks for the end record of an archive."""
+"""Bytes at the end of a file in which Python's zipfile looks for the end record of an archive."""
 
 _BLOCK = 512
 
@@ -42,7 +42,7 @@ RUNS_AS_A_PICKLE = "a loader of pickles could run it"
 
 
 def runs_as_a_pickle(piece: Piece) -> bool:
-    """Whether a loader of pickles could import something from ``piece``, whose name is not that of a pickle."""
+    """True if a loader of pickles could import something from ``piece``, whose name is not that of a pickle."""
     is_other = not kinds.PICKLED.search(piece.file) and not piece.head(_BLOCK).startswith(_NO_PICKLES)
     return is_other and imports_as_a_pickle(piece)
 
@@ -52,7 +52,7 @@ class RunsElsewhereError(MalformedError):
 
 
 def is_tar(block: bytes) -> bool:
-    """Whether the first block has the checksum of a tar, of whatever variant (Lib/tarfile.py ``frombuf``)."""
+    """True if the first block has the checksum of a tar of any variant (Lib/tarfile.py ``frombuf``)."""
     if len(block) < _BLOCK:
         return False
     stated = _number(block[148:156])

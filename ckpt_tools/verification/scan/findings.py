@@ -1,4 +1,4 @@
-"""What a scan finds, and their collector."""
+"""Findings of a scan, and their collector."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Piece:
         return replace(inner, read=lambda start, stop: data[start:stop])
 
     def within(self, place: str) -> str:
-        """Where ``place`` of this is in the file."""
+        """Position of ``place`` in the file."""
         return ", ".join(filter(None, (self.place, place)))
 
     def head(self, num_bytes: int) -> bytes:

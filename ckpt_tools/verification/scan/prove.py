@@ -38,14 +38,14 @@ MAX_TEXT_BYTES = 1 << 26
 """Text and JSON; a tokenizer takes 20 MB."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""As safetensors itself has it."""
+"""Limit of safetensors itself."""
 
 _HEAD_BYTES = 512
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 
 
 class Prover:
-    """Proves pieces, and notes what stands in the way."""
+    """Proves pieces, and collects findings."""
 
     def __init__(self, notebook: FindingCollector) -> None:
         self._notebook = notebook
@@ -313,7 +313,7 @@ def _check_zeros(piece: Piece, start: int, stop: int) -> None:
 _ZEROS_BYTES = 1 << 20
 
 _MAX_PADDING_BYTES = 1 << 24
-"""Of one tensor; GGUF aligns to 32 bytes if its header does not say otherwise."""
+"""Most padding after one tensor; GGUF aligns to 32 bytes unless its header says otherwise."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _YAML_OBJECT = re.compile(r"!!?python|!!\w+\.|!new:|!apply:|!name:|!module:", re.I)
@@ -384,4 +384,4 @@ def danger_of(error: Exception) -> Danger:
 
 
 REASONS = (FormatError, UnsafeError, RecursionError)
-"""What a file that cannot be proved raises."""
+"""Exceptions of a file that cannot be proved."""

@@ -28,7 +28,7 @@ Items = dict[tuple[int, int], StorageInfo]
 
 
 def scan_source(source: Source, url: str, allowed: Collection[str] = ()) -> ScanReport:
-    """What of ``source`` is proved to run nothing, and what is not. Nothing is executed or opened outside of it.
+    """Scan ``source``: prove each file, or note findings. Nothing is executed or opened outside of it.
 
     ``allowed`` are names that the user vouches for.
 

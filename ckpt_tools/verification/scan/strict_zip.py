@@ -65,7 +65,8 @@ def _has_one_directory(read: ReadRange, size: int) -> bool:
 
 
 def _agrees(read: ReadRange, size: int, before_end: bytes, stated: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a zip64 end record, if there is one, states the same; all ones in the other leave it to this one."""
+    """True if a zip64 end record, if there is one, agrees with the end record; a field of all ones leaves the value to
+    it."""
     locator = before_end[-LOCATOR64.size :]
     if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
         return True
@@ -100,7 +101,7 @@ class _Cover:
         return ranges
 
     def _header(self, record: Record) -> tuple[int, bool]:
-        """Where the record starts, and whether a descriptor follows it."""
+        """Start of the record's data, and whether a descriptor follows it."""
         at = record.header_offset
         name = record.name.encode()
         data = self._read(at, min(at + LOCAL.size + len(name) + 256, self._directory.start))
@@ -123,7 +124,7 @@ class _Cover:
     def _agrees(
         self, record: Record, sizes: tuple[int, int], crc32: int, wide: tuple[int, ...], has_descriptor: bool
     ) -> bool:
-        """Whether the local header says the same as the directory, or leaves it to the descriptor."""
+        """True if the local header agrees with the directory, or leaves the values to the descriptor."""
         stated = [record.size]
         if has_descriptor:
             stated.append(0)
