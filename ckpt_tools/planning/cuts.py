@@ -1,4 +1,4 @@
-"""Where a file is cut so that most of its parts can be copied by the service that keeps both ends. Intervals alone: no
+"""Cuts a file so that the service that keeps source and destination can copy most of its parts. Intervals only: no
 tensor, no store.
 
 A *run* is a range of the file that is one range of one stored file. A service copies a part that lies within a run, and

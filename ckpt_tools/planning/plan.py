@@ -78,8 +78,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """Of a destination that itself copies ranges of the source's files: parts of ``min_bytes`` and more, at most
-    ``max_parts`` of a file."""
+    """Limits of a destination that copies ranges of the source's files itself: parts of at least ``min_bytes``, at most
+    ``max_parts`` per file."""
 
     min_bytes: int
     max_parts: int
@@ -105,8 +105,8 @@ class Plan:
     remote_bytes: int = 0
     """Memory for reaching a remote store."""
     is_strided: bool = True
-    """Whether something is stored, or written, that is no interval of its tensor: as large blocks as tasks are read to
-    be placed."""
+    """True if a stored or written piece is not an interval of its tensor: blocks as large as tasks are read to place
+    it."""
 
     def __post_init__(self) -> None:
         assert self.copies is None or self.task_bytes >= self.copies.task_bytes, "tasks too small to be cut anywhere"
@@ -167,8 +167,8 @@ def make_plan(
     remote_bytes: int = 0,
     copies: CopyRules | None = None,
 ) -> Plan:
-    """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; where these are no limit, a checkpoint
-    whose index alone needs more has what it needs.
+    """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; if these are not a limit, a checkpoint
+    whose index alone needs more gets more.
 
     Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so, and as large as
     ``copies`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of which
@@ -269,8 +269,8 @@ def _cut(number: int, ends: Iterable[int]) -> Iterator[Task]:
 
 
 def _ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
-    """Where tasks end that have at most ``task_bytes`` and never split an element or a checksum; one empty task for an
-    empty file."""
+    """Ends of tasks of at most ``task_bytes`` that never split an element or a checksum; an empty file has one empty
+    task."""
     size, stop = file.size_bytes, 0
     while True:
         stop = _whole_elements(file, min(stop + task_bytes, size))

@@ -1,4 +1,4 @@
-"""One program at a time writes below a URL, as far as programs ask: the lock that ``convert`` takes, for others too."""
+"""The public ``claim``: the lock that ``convert`` takes on a URL, for other programs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class SingleFile:
-    """The output is the file ``name``; what else is written lies beside it, and is named as it is."""
+    """The output is the file ``name``; other files are written beside it, under names derived from its name."""
 
     kind: ClassVar[Kind] = "file"
     name: str

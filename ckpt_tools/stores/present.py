@@ -39,7 +39,7 @@ class Present:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What exists at a place, as far as it decides whether an output may replace it."""
+    """Facts about a place that decide whether an output may replace its contents."""
 
     is_taken: bool
     """A file is there, or a folder with something in it."""

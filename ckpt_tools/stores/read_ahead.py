@@ -1,9 +1,9 @@
 """Small reads of a distant store, out of blocks that are read ahead and kept for a while.
 
 Headers are read a few hundred bytes at a time: a DCP item has two, a torch file one for each storage. A request costs
-10 to 30 ms wherever the bytes lie, so that a small read fetches the whole blocks around it. One that goes on where an
-earlier one ended fetches what follows too: the items of a DCP file are read one after the other. A piece of which a
-thread needs headers and elements is read in one request. Large reads pass through untouched. 300 MB of DCP items of
+10 to 30 ms at any position, so a small read fetches the whole blocks around it. A read that starts where an earlier
+one ended also fetches the following blocks: the items of a DCP file are read one after the other. A piece whose headers
+and elements a thread needs is read in one request. Large reads pass through untouched. 300 MB of DCP items of
 0.2 to 4 MB by 8 threads: 850 requests for 312 MB; blocks of 256 KiB alone took 1,400 for 471 MB.
 """
 
@@ -114,8 +114,8 @@ class BlockCache(StoreWrapper):
         return run
 
     def _read(self, path: str, run: dict[int, _Block]) -> None:
-        """In one request for each stretch. Blocks that cannot be read fail for all who wait, and are read anew by
-        whoever asks later."""
+        """Read each stretch in one request. A failed block raises in all threads that wait for it, and is read again
+        at the next request."""
         for stretch in _stretches(list(run)):
             start = stretch[0] * BLOCK_BYTES
             buffer = memoryview(bytearray(min(len(stretch) * BLOCK_BYTES, self.sizes[path] - start)))

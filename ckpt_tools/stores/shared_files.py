@@ -1,7 +1,7 @@
 """Checks that another machine sees the same files before it is given work.
 
 A path means the same on every node of a cluster only if they share the file system it lies on. One that does not would
-find a checkpoint incomplete, or fill files that nobody reads.
+find a checkpoint incomplete, or write files that are never read.
 """
 
 from __future__ import annotations

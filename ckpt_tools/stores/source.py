@@ -1,7 +1,7 @@
 """Interface of stores, and a source as a reader sees it.
 
-A store knows files by relative names, moves bytes exactly, and confines itself: a name that leaves the store is refused
-whoever gave it. It knows nothing of formats, staging or retries.
+A store knows files by relative names, moves bytes exactly, and confines itself: a name that leaves the store is always
+refused. It knows nothing of formats, staging or retries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ServiceFile:
 class Store(ABC):
     """A folder of files, local or remote. A store inherits it, and overrides what it can do beyond listing and reading.
 
-    Whoever uses a store calls any of its methods, and never asks which kind it is.
+    Callers use any of its methods without asking which kind it is.
     """
 
     __slots__ = ()

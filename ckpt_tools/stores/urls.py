@@ -98,8 +98,8 @@ def open_source(url: str | Path, storage_options: StorageOptions = None) -> Sour
 
 
 def open_run(url: str | Path, storage_options: StorageOptions = None) -> Source:
-    """As ``open_source``, of a folder of checkpoints or of one, with the files in hidden folders: savers write there
-    what they have not finished.
+    """Like ``open_source``, for a folder of one or more checkpoints, with the files in hidden folders: savers
+    write unfinished checkpoints there.
 
     Raises:
         SourceNotFoundError: nothing is there. StoreError: it cannot be reached.

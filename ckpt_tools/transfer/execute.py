@@ -1,7 +1,7 @@
 """Run a plan: read, place, cast, checksum, write.
 
 A task assembles its range in one buffer, fills in the checksums that lie in it, and writes it with one call. It depends
-on nothing but its inputs and the checksums of earlier bytes, so it may run in any process, and twice. Once all tasks of
+only on its inputs and the checksums of earlier bytes, so it may run in any process, and twice. Once all tasks of
 a file are done the file is finished. Publishing is the caller's.
 """
 

@@ -1,8 +1,8 @@
 """Ranges of items that are stored compressed, in bounded memory.
 
-A compressed item can be read from its start alone. A stream for each of the few items in use goes forward as far as it
-is asked to, and keeps the last part of what came out, because workers do not ask in order. What lies before that part
-is decompressed again. An item is read once more before, to learn how long it is: its zip directory is at its end.
+A compressed item can be read from its start alone. Each of the few items in use has a stream,
+which keeps the last part of its output, because workers do not ask in order. Bytes before that part are decompressed
+again. An item is read once before, to learn its length: its zip directory is at its end.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A digest is over the elements of a whole tensor, row-major, as the little-endian bytes of its dtype. It does not depend
 on the format, on how many ranks wrote the tensor or on how it was cut, so that the digests of a checkpoint are those
 of everything converted from it without a cast. XXH3-128 is there for speed (25 GB/s a core; it finds any accident),
-BLAKE3 against intent (4 GB/s a core; nobody finds other bytes with the same digest).
+BLAKE3 against intent (4 GB/s a core; no other bytes with the same digest can be found).
 
 The list is JSON, sorted by name, and is made by reading back what was written: it tells what is there, not what was
 meant. A folder holds it as ``ckpt-tools.digests.json``, in the folder of the tag where there are tags; beside a

@@ -178,7 +178,7 @@ def _names(values: Value) -> tuple[str, ...]:
 
 
 class TensorProperties(Record):
-    """What a DCP says of a tensor besides its size. Its pickled state is a tuple of 5 (torch < 2.8) or 6 fields.
+    """Properties of a tensor in a DCP besides its size. Its pickled state is a tuple of 5 (torch < 2.8) or 6 fields.
 
     ``dtype`` is a ``GlobalRef``; ``layout`` and ``memory_format`` are ``Opaque`` calls and mean nothing here.
     """

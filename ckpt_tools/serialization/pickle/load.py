@@ -1,7 +1,7 @@
 """Pickles as data: an interpreter of their opcodes that makes values and can do nothing else.
 
-Every opcode is a small function on a stack of our own (``unpickler.opcodes``). A name becomes a ``GlobalRef``; calling
-one builds a value if the name is on the allow-list (``unpickler.calls``), and records the call as a ``values.Opaque``
+Every opcode is a small function on the machine's own stack (``opcodes``). A name becomes a ``GlobalRef``; calling
+one builds a value if the name is on the allow-list (``allowed_calls``), and records the call as a ``values.Opaque``
 if it is not. Nothing is imported, nothing foreign is called, no attribute is set. Every cost is bounded where it
 arises: lengths by the data, integers, nesting and the hashing of keys by constants, copies, containers and memo indices
 by the size of the data.
@@ -82,8 +82,8 @@ FIRST_PART = 8
 def check_start(
     read: Callable[[int, int], bytes], size: int, *, path: str, persistent_load: PersistentLoad | None = None
 ) -> None:
-    """Refuse by its first bytes what is no pickle, or one of which no more need be read: a file may be a hole of
-    gigabytes behind a short pickle, or within a string of it.
+    """Refuse data by its first bytes if it is not a pickle, or ends early: a file may be a hole of gigabytes behind a
+    short pickle, or within a string of it.
 
     Raises:
         FormatError: as ``loads`` would, or TooLongError.
@@ -115,7 +115,7 @@ def run_checked(machine: Machine, *, is_prefix: bool) -> int:
 
 @contextmanager
 def interpreting(machine: Machine, path: str) -> Iterator[None]:
-    """Whatever goes wrong within is an error that names ``path``."""
+    """Turn every exception within into an error that names ``path``."""
     try:
         with gc_paused(len(machine.data) >= GC_PAUSE_BYTES):
             yield

@@ -57,8 +57,8 @@ class Macro(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """What a machine understands: a step for each opcode, the functions that a pickle may call, and macros for the
-    classes whose objects it may read at once.
+    """Language of a machine: a step for each opcode, the functions that a pickle may call, and macros for classes whose
+    objects are read at once.
 
     With ``leaves_out`` macros give no place in the memo to what no pickler refers to again; ``run_first`` starts again
     without them where one does.

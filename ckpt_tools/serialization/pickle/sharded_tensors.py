@@ -444,7 +444,7 @@ class MeshRecord:
     """A mesh of one dim as torch 2.15 pickles it, seen from one rank: the same object for all tensors of a file.
 
     ``ranks`` is the tensor of all ranks. The tensors of a file lie on the CPU, whatever the mesh's device, as those of
-    a run with offloading do: whoever loads them moves them to where the parameter is.
+    a run with offloading do: loading moves them to where the parameter is.
     """
 
     value: Opaque

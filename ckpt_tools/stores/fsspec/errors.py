@@ -35,7 +35,7 @@ def judged(error: Exception, url: str) -> Exception:
 
 
 def _cause(error: Exception) -> BaseException:
-    """What happened, under a FileNotFoundError that was made of an answer or of none; others are what they say."""
+    """The first cause of a FileNotFoundError that fsspec made of a failed request; other errors are their own cause."""
     cause = error.__cause__
     if cause is None or not isinstance(error, FileNotFoundError):
         return error

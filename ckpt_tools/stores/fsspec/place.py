@@ -1,11 +1,11 @@
 """A path of a file system of fsspec, as the place of an output.
 
-Files are written below ``.ckpt-tools-partial/<16 hex digits>/`` and moved when all are whole, the last one last. Where
-the service cannot rename, a move is a copy; where a move is interrupted, files are missing at the destination and none
-is half: the one without which a folder is no checkpoint comes last.
+Files are written below ``.ckpt-tools-partial/<16 hex digits>/`` and moved when all are complete, the marker file last.
+If the service cannot rename, a move is a copy; if moving is interrupted, files are missing at the destination, and none
+is half written.
 
-Of what was there before, the files that the caller names are removed, one by one, and nothing else. Of the folder
-``.ckpt-tools-partial``, the folders with such a number for a name are ours.
+Of the old files, those that the caller names are removed, one by one. In ``.ckpt-tools-partial``, the folders whose
+names are such numbers are a run's.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class FsspecPlace(Place):
         return Present(store, {self.name: size_of(self.fs.info(self.path), self.url)})
 
     def _folder(self) -> Present | None:
-        """What is in the folder, but for what is staged there."""
+        """Contents of the folder without unfinished output."""
         self.fs.invalidate_cache()
         if kind_at(self.fs, self.path, self.url) != "directory":
             return None
@@ -123,7 +123,7 @@ class FsspecPlace(Place):
         return Present(FsspecStore(self.fs, self.path), files, others) if files or others else None
 
     def _partials(self) -> list[str]:
-        """How it was written to, as a folder or as a file, is not said."""
+        """Folders of unfinished output, for both forms, because the form of an earlier output is unknown."""
         return [self.taken_as(Folder())._partial, self.as_file()._partial]
 
     @property

@@ -1,8 +1,8 @@
 """Files of a run beside a local destination: names in a staging folder, and removal by name.
 
-Nothing is removed but by its name. The names of an output are written down before its files are made, and those of a
-folder that it replaces before the two are swapped; so whoever comes after a kill knows which files are ours. A file
-whose name is not written down is somebody else's, wherever it lies, and stays.
+Files are removed by name only. The names of an output are written down before its files are made, and those of a
+folder that it replaces before the two are swapped, so that the next run after a kill knows which files are a run's. A
+file whose name is not written down stays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A destination that is absent, old, or complete, never half.
+"""A local destination that is absent, old, or complete, never half written.
 
 A conversion writes into a hidden folder beside its destination, which holds the output and a log of what was written of
 it. Publishing renames the output, or the one file in it, into place in one step (``publish``); any failure
 removes the folder, unless it is to be resumed. The folder is locked while a process writes (``lock``), so that a
-second writer is told, and what a killed one left is known to be nobody's. Nothing is removed but by its name
+second writer gets an error, and leftovers of a killed one can be told apart. Files are removed by name only
 (``owned``).
 """
 
@@ -228,7 +228,7 @@ def staged(
 
     Raises:
         DestinationExistsError: the target exists and ``overwrite`` is False, or another process is writing it, or
-        somebody else's files are where the output is to be staged. UsageError: the target is a mount point.
+        other files are in the staging folder. UsageError: the target is a mount point.
         StoreError: the folder cannot be made.
     """
     # A signal ends what is done with the folder, and neither its making nor its removal.

@@ -1,6 +1,6 @@
 """Files of an output as multipart uploads to S3, and the log of what was written.
 
-Every output file is a multipart upload, of which nobody sees anything until it is completed; a task is one part of it.
+Every output file is a multipart upload, which is invisible until it is completed; a task is one part of it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lock on a place of an object store: an object that its holder writes again every few seconds.
 
-The object is made with a condition ("if there is none"), so that of two processes one is told. Its holder writes it
-again every few seconds. One whose holder has been silent for long, by the service's own clock, or was a process of
-this machine and is gone, is taken over, again with a condition ("if it is still this one"). Where a service knows no
-conditions, what was written is read back; two who start within that moment may both believe to be first.
+The object is made with a condition ("if there is none"), so that of two processes one fails. A lock whose
+holder has been silent for long, by the service's own clock, or was a process of this machine that has ended, is taken
+over, again with a condition ("if it is still this one"). On services without conditions the object is read back; two
+processes that start within that moment may both get the lock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ObjectLock:
     _etag: str = field(default="", repr=False)
     _num_beats: int = field(default=0, repr=False)
     lost: bool = field(default=False, repr=False)
-    """Somebody else was seen to have taken over."""
+    """True once another process was seen to have taken over."""
 
     def take(self) -> None:
         """Raises DestinationExistsError where another process holds it, and StoreError."""

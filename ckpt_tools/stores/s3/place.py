@@ -1,13 +1,11 @@
 """A key of an S3 bucket as the place of an output that is absent, old, or complete.
 
-Publishing completes the uploads, the last file last. Beside unfinished output, below ``.ckpt-tools-partial/``, lie
-small objects of ours: the lock of the process that writes, the log of what it did, and its notes. They are gone when
-the output is published.
+Publishing completes the uploads, the marker file last. Small objects below ``.ckpt-tools-partial/`` are the lock of the
+process that writes, its log, and its notes. They are removed when the output is published.
 
-S3 renames nothing, so that an existing checkpoint cannot be swapped for another in one step. Its last file goes first,
-then the rest of it, then the new files come, the last of them last: whoever looks meanwhile finds no checkpoint.
-The objects that go are those that the caller names, and no other. Marks that tools make for folders, empty objects with
-a slash at the end of their names, are never ours, and stay.
+S3 cannot rename, so an existing checkpoint cannot be swapped for another in one step. Its marker file is removed first,
+then its other files, then the new files are completed, the marker last: meanwhile there is no checkpoint. Only objects
+that the caller names are removed. Empty objects whose names end in a slash, which tools make for folders, stay.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class S3Claim(Claim):
         """Make the finished files visible, the last of ``paths`` last, and ``replaced`` go.
 
         Raises:
-            DestinationExistsError: somebody else put something there meanwhile. StoreError: the service failed, or
+            DestinationExistsError: another process wrote there meanwhile. StoreError: the service failed, or
             another process took over.
         """
         self.lock.check()

@@ -1,13 +1,12 @@
 """Tasks on the processes of a Ray cluster.
 
-Items are handed out in order, and a process works through those it was given in the order it was given them. So the
-earliest item that is not done is always the one its process is at, or the next to be handed out; as an item waits for
-earlier ones alone, that one waits for nobody, and something always moves.
+Items are assigned in order, and each process works through its items in that order. So the earliest item that is not
+done is always under way, or the next to be assigned; an item waits for earlier ones only, so this one never waits, and
+there is no deadlock.
 
-A lost process breaks this: its items would queue behind others that wait for them. Then nothing more is handed out,
-whoever waits gives its item back (``RayBoard.postpone``), and when no item is in anybody's hands all that came back is
-handed out again, in order and before anything new. A loss costs the items of the lost process, those that waited, and
-the time of what is under way.
+A lost process breaks this: its items would queue behind others that wait for them. Then nothing more is assigned,
+waiting items are given back (``RayBoard.postpone``), and when none is assigned all of them are assigned again, in order
+and before new ones. A loss costs the items of the lost process, those that waited, and the time of those under way.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ ITEMS_PER_WORKER = 2
 one, 1,190 with two, on 2 busy cores."""
 
 MAX_LOSSES = 5
-"""Processes that one item, or the start of one worker, may lose before it is believed to be what kills them. A machine
-that goes takes its processes one after the other, and an item may meet several of them."""
+"""Processes that one item, or the start of one worker, may lose before it counts as the cause. A machine that is lost
+takes its processes one after the other, and an item may meet several of them."""
 
 START_SECONDS = 600.0
 """Seconds that a run without any worker waits: clusters that grow take minutes to add a machine."""
@@ -171,7 +170,7 @@ class _Event(Generic[Item]):
 
 @dataclass(slots=True)
 class _Run(Generic[Item, Result]):
-    """One call of ``RayRunner.run``: what is in whose hands. Only the thread that takes the results touches it."""
+    """State of one call of ``RayRunner.run``. Used only by the thread that takes the results."""
 
     runner: RayRunner
     work: Any

@@ -1,9 +1,8 @@
-"""A board of checksums that the workers of a Ray cluster share: one process, beside the one that hands out tasks.
+"""A board of checksums that the workers of a Ray cluster share: one process, beside the one that assigns tasks.
 
-Whoever waits for a checksum waits in that process, on its event loop, and is woken by what it waits for, by an error,
-or by ``postpone``. The last is for a lost worker. Nobody waits for ever while every earlier task is in somebody's
-hands; once one is lost, those who wait for it may hold all workers that could repeat it. They give their tasks back
-then, and everything is handed out again in order (``runners.ray``).
+A worker that needs a checksum waits on the event loop of that process, until the checksum, an error, or ``postpone``.
+The last is for a lost worker: tasks that wait for its parts may occupy all workers that could repeat them. They are
+given back, and everything is assigned again in order (``runners.ray``).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class PostponedError(Exception):
 
 @dataclass(slots=True)
 class RayBoard:
-    """The board, from any process. In a worker, what was told is known to be there before the task goes on: once a
-    receipt is out nobody would tell it again."""
+    """Client of the board, for any process. A worker waits until its post has arrived, because after the receipt it is
+    not repeated."""
 
     notices: Any
     """The handle of ``ChecksumActor``."""
@@ -71,7 +70,7 @@ class RayBoard:
         self.notices.forget.remote(file)
 
     def postpone(self) -> None:
-        """Whoever waits, or would, gets PostponedError instead, until ``resume``."""
+        """Raise PostponedError in every call that waits or would wait, until ``resume``."""
         _answer(self.notices.postpone.remote(True))
 
     def resume(self) -> None:

@@ -35,7 +35,7 @@ class InflationBudget:
 
     @contextmanager
     def granting(self, packed_bytes: int) -> Iterator[Grant]:
-        """What an item of ``packed_bytes`` may have, and what it takes, also if it is refused within. Raises
+        """Grant bytes to an item of ``packed_bytes``, and spend what it uses, also if it is refused within. Raises
         NotLookedIntoError if nothing is left."""
         self._left += packed_bytes * _INFLATED_PER_BYTE
         if self._left <= 0:

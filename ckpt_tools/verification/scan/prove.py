@@ -249,7 +249,7 @@ _NPY_HEADER = re.compile(
 
 
 def _npy_header(piece: Piece) -> tuple[int, str, list[int]]:
-    """Where the elements of an array start, its dtype and its shape. numpy writes a header in one way
+    """Start of the elements of an array, its dtype and its shape. numpy writes a header in one way
     (numpy/lib/_format_impl.py), and MLX with other commas (mlx/io/load.cpp)."""
     head = piece.head(12)
     version = tuple(head[6:8])

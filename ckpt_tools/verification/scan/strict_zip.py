@@ -1,7 +1,7 @@
-"""Zip archives of which every byte is accounted for: headers, records, descriptors, one directory, its end.
+"""Zip archives with every byte accounted for: headers, records, descriptors, one directory, its end.
 
-``serialization.zip_archive`` takes what makes the ranges of records certain. A proof needs more: that whoever reads the
-archive in another way, from the start, past the directory, or by another end record, finds the same.
+``serialization.zip_archive`` checks only what makes the ranges of records certain. A proof needs more: that a loader
+which reads the archive in another way, from the start, past the directory, or by another end record, finds the same.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def covered_zip(read: ReadRange, size: int, path: str) -> tuple[Directory, dict[
 
 
 def _has_one_directory(read: ReadRange, size: int) -> bool:
-    """Whether the end of a zip leaves one directory to find: miniz takes the last end record whatever follows it, and
+    """True if the end of a zip leaves one directory to find: miniz takes the last end record whatever follows it, and
     the zip64 record also where the other needs none."""
     tail = read(max(0, size - END.size - LOCATOR64.size), size)
     end = tail.rfind(END_MAGIC)

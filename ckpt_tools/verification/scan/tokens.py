@@ -11,7 +11,7 @@ import re
 from ckpt_tools.verification.scan.piece import Piece
 
 MAX_OPCODES = 1 << 20
-"""More of them in a row are no accident."""
+"""More in a row are not an accident."""
 
 _SKIPPED = dict.fromkeys(b"(.012NQRabdelost)u]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x94\x97\x98", 0)
 _SKIPPED |= {ord(b"J"): 4, ord(b"K"): 1, ord(b"M"): 2, ord(b"G"): 8, ord(b"h"): 1, ord(b"j"): 4, ord(b"q"): 1,
