@@ -119,7 +119,7 @@ def test_packages_import_only_what_stands_before_them() -> None:
         ("ckpt_tools.formats.base", "ckpt_tools.transfer.execute"),
         ("ckpt_tools.transfer.execute", "ckpt_tools.formats.base"),
         ("ckpt_tools.torch.fill", "ckpt_tools.verification.verify"),
-        ("ckpt_tools.stores.local", "ckpt_tools.api"),
+        ("ckpt_tools.stores.local.store", "ckpt_tools.api"),
         ("ckpt_tools.api", "ckpt_tools.cli.main"),
     ],
 )

@@ -1,1 +1,1 @@
-"""From a manifest and a layout to tasks: which bytes go where. Pure."""
+"""Plans: tasks from a manifest and a layout. Pure."""

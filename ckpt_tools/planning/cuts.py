@@ -1,4 +1,4 @@
-"""Where a file is cut so that most of its parts can be copied by the service that keeps both ends. Intervals alone: no
+"""Cuts a file so that the service that keeps source and destination can copy most of its parts. Intervals only: no
 tensor, no store.
 
 A *run* is a range of the file that is one range of one stored file. A service copies a part that lies within a run, and
@@ -22,13 +22,13 @@ Whole = Callable[[int], int]
 
 
 def smallest_limit(least: int) -> int:
-    """How large parts must be allowed to be, so that whatever has ``least`` bytes or more can be cut into parts of no
-    fewer."""
+    """Largest part size needed, so that every run of at least ``least`` bytes can be cut into parts of at least that
+    size."""
     return 2 * (least + SPARE_BYTES)
 
 
 def cut_at_stored_ranges(size: int, runs: Iterable[Run], *, least: int, most: int, whole: Whole) -> list[int]:
-    """Where each part of a file of ``size`` bytes ends, most of its bytes in parts that lie within one run.
+    """Ends of the parts of a file of ``size`` bytes, with most of its bytes in parts that lie within one run.
 
     ``runs`` do not overlap, are in order, and begin and end where the file may be cut. Every part has at most ``most``
     bytes, and all but the last at least ``least``. An empty file has one empty part.
@@ -81,7 +81,7 @@ class _RunSelection:
 
 
 def _room(run: Run, least: int) -> int:
-    """What it can spare, wherever it is then cut."""
+    """Bytes that the run can spare, wherever it is cut."""
     return max(0, run[1] - run[0] - least - SPARE_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Which shards a range of a tensor needs, and what of each."""
+"""Finds the shards that a range of a tensor needs, and the part of each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Hit = FlatHit | BoxHit
 
 
 def hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> Sequence[Hit]:
-    """Where the elements ``[start, stop)`` of the row-major order of ``box`` are stored.
+    """Stored pieces of the elements ``[start, stop)`` of the row-major order of ``box``.
 
     ``shape`` is the geometry of ``box``, which need not be that of ``table``. The hits together are exactly those
     elements, numbered from 0.

@@ -1,4 +1,4 @@
-"""From a manifest and a layout to tasks and the bytes each needs. Pure: no store, no format, no I/O.
+"""Plans: from a manifest and a layout to tasks and the bytes each needs. Pure: no store, no format, no I/O.
 
 A task fills one contiguous range of one output file. What it must read is found when it runs, by intersecting its range
 with the shards of the tensors in it, so that a plan of a trillion parameters is its manifest and its layout and nothing
@@ -43,7 +43,7 @@ BYTES_PER_SHARD = 100
 matrices have two more columns."""
 
 BYTES_PER_ITEM = 900
-"""What one item of a DCP takes while its index is read as objects: 1,035,264 took 735 each."""
+"""Memory of one item of a DCP while its index is read as objects: 1,035,264 took 735 bytes each."""
 
 BYTES_PER_TENSOR = 4 << 10
 """Resident bytes of one tensor's entry and its table's columns."""
@@ -55,14 +55,13 @@ COPIES_OF_LITERALS = 3
 """A literal, what it was made of, and what it was made from: an index of 1.2 million chunks has 97 MB and took 196."""
 
 INFLATING_BYTES = 96 << 20
-"""What the streams of compressed items take together: four of 12 MiB that came out last, and a window of at most 8 MiB
-each."""
+"""Memory of the streams of compressed items: the last four outputs of 12 MiB, and a window of at most 8 MiB each."""
 
 REMOTE_BYTES = 60 << 20
-"""What a store that is not local takes with its client and its connections: botocore and eight of them 46 to 55 MB."""
+"""Memory of a remote store's client and connections: botocore with eight of them takes 46 to 55 MB."""
 
 MAX_SCRATCH_BYTES = 1 << 20
-"""Of a block that is read to be placed strided, where only an item turns out to be stored in another order."""
+"""Block that is read to be placed strided, if only an item turns out to be stored in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """Of a destination that itself copies ranges of the source's files: parts of ``min_bytes`` and more, at most
-    ``max_parts`` of a file."""
+    """Limits of a destination that copies ranges of the source's files itself: parts of at least ``min_bytes``, at most
+    ``max_parts`` per file."""
 
     min_bytes: int
     max_parts: int
@@ -102,12 +101,12 @@ class Plan:
     reading_bytes: int = 0
     """The most memory that reading the manifest took."""
     copies: CopyRules | None = None
-    """Where they are given, files are cut where what is stored begins and ends."""
+    """If given, files are cut where stored ranges begin and end."""
     remote_bytes: int = 0
-    """What reaching a store that is not local takes."""
+    """Memory for reaching a remote store."""
     is_strided: bool = True
-    """Whether something is stored, or written, that is no interval of its tensor: as large blocks as tasks are read to
-    be placed."""
+    """True if a stored or written piece is not an interval of its tensor: blocks as large as tasks are read to place
+    it."""
 
     def __post_init__(self) -> None:
         assert self.copies is None or self.task_bytes >= self.copies.task_bytes, "tasks too small to be cut anywhere"
@@ -118,14 +117,14 @@ class Plan:
             yield from _cut(number, self._ends(file.load()))
 
     def _ends(self, file: FileLayout) -> Iterable[int]:
-        """Where each task of a file ends."""
+        """End of each task of a file."""
         found = (
             None if self.copies is None else _ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copies)
         )
         return found or _ends(file, self.task_bytes)
 
     def figures(self) -> Figures:
-        """What it moves, in one pass: files made on demand are made once."""
+        """Bytes moved, computed in one pass, because files made on demand are made once."""
         stored = {key: entry.shards.dtype.item_bytes for key, entry in self.manifest.tensors.items()}
         files: dict[str, int] = {}
         tensors: set[StateKey] = set()
@@ -168,8 +167,8 @@ def make_plan(
     remote_bytes: int = 0,
     copies: CopyRules | None = None,
 ) -> Plan:
-    """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; where these are no limit, a checkpoint
-    whose index alone needs more has what it needs.
+    """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; if these are not a limit, a checkpoint
+    whose index alone needs more gets more.
 
     Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so, and as large as
     ``copies`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of which
@@ -217,7 +216,7 @@ def _scratch_bytes(task_bytes: int, is_strided: bool) -> int:
 
 
 def _is_strided(manifest: Manifest, layout: Layout) -> bool:
-    """Whether a stored piece, or one of the layout, is not an interval of its tensor's row-major order."""
+    """True if a stored piece, or one of the layout, is not an interval of its tensor's row-major order."""
     lazy, there = _by_making(layout)
     return any(entry.shards.flat is None for entry in manifest.tensors.values()) or any(
         not is_contiguous(segment.box, segment.shape)
@@ -270,8 +269,8 @@ def _cut(number: int, ends: Iterable[int]) -> Iterator[Task]:
 
 
 def _ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
-    """Where tasks end that have at most ``task_bytes`` and never split an element or a checksum; one empty task for an
-    empty file."""
+    """Ends of tasks of at most ``task_bytes`` that never split an element or a checksum; an empty file has one empty
+    task."""
     size, stop = file.size_bytes, 0
     while True:
         stop = _whole_elements(file, min(stop + task_bytes, size))

@@ -53,7 +53,7 @@ Step = Fill | Zeros | Gather
 
 
 def steps(file: FileLayout, task: Task) -> Iterator[Step]:
-    """What fills a task, in order, its bytes covered exactly once."""
+    """Contents of a task, in order; each byte is covered exactly once."""
     index = max(0, bisect_right(file.offsets, task.start) - 1)
     while index < len(file.segments) and file.offsets[index] < task.stop:
         segment, offset = file.segments[index], file.offsets[index]

@@ -1,4 +1,4 @@
-"""Whether loading a file of torch before 1.6 can run nothing: five pickles are proven, and no byte is left over.
+"""Proof that loading a file of torch before 1.6 runs no code: five pickles are proven, and no byte is left over.
 
 Storages that are pickled outside of torch.save are such files too.
 """

@@ -239,7 +239,7 @@ def _kind(value: Value) -> str:
 
 
 def _is_plain_key(value: Value) -> bool:
-    """Whether it can be hashed again as it is, and holds nothing that is not allowed."""
+    """True if the key can be hashed again unchanged and holds nothing that is not allowed."""
     if isinstance(value, tuple):
         return all(map(_is_plain_key, value))
     return type(value) in _PLAIN or (isinstance(value, GlobalRef) and value.dtype is not None)
@@ -258,7 +258,7 @@ def _num_tensors(value: Value) -> int:
 
 
 def _is_module(value: Opaque) -> bool:
-    """Whether it is a ``torch.nn.Module``, which keeps its parts under these names whatever its class."""
+    """True for a ``torch.nn.Module`` of any class: it keeps its parameters under these names."""
     return {"_parameters", "_buffers", "_modules"} <= value.attributes.keys()
 
 

@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote before torch 1.6, and still writes with ``_use_new_zipfile_serialization=False``.
+"""Format of ``torch.save`` before torch 1.6, still written with ``_use_new_zipfile_serialization=False``.
 
 Five pickles follow each other: a magic number, a version, facts of the machine, what was saved, and the keys of the
 storages in the order in which they lie behind the pickles. A storage is its number of elements in eight bytes, and the
@@ -37,19 +37,19 @@ _MAGIC = re.compile(rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file that begins with ``head`` is of this format; 32 bytes suffice."""
+    """True if a file that begins with ``head`` has this format; 32 bytes suffice."""
     return _MAGIC.match(head) is not None
 
 
 class FirstPickle(Protocol):
-    """What was read of the first of several pickles."""
+    """Result of reading the first of several pickles."""
 
     @property
     def value(self) -> Value: ...
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """End of the pickle in bytes."""
 
 
 Read = TypeVar("Read", bound=FirstPickle)
@@ -128,7 +128,7 @@ class _Pickles(Generic[Read]):
                 return found
 
     def _more_than(self, num_bytes: int, error: EndsEarlyError) -> int:
-        """How many bytes to try, where the pickle may be longer than ``num_bytes``."""
+        """Number of bytes to try next, if the pickle may be longer than ``num_bytes``."""
         if self.position + num_bytes >= self._size:
             raise IncompleteError(f"it is truncated, or damaged: {error.message}", path=self._path) from error
         if num_bytes >= MAX_PICKLE_BYTES:
@@ -136,7 +136,7 @@ class _Pickles(Generic[Read]):
         return min(num_bytes * 8, MAX_PICKLE_BYTES)
 
     def _ahead(self, num_bytes: int) -> bytes:
-        """What follows: as much as was read already, if that is ``num_bytes`` at least."""
+        """The next bytes: those that were read already, if there are at least ``num_bytes``."""
         known = self._known[self.position - self._known_start :]
         if len(known) < num_bytes:
             stop = min(self.position + max(num_bytes, FIRST_READ_BYTES), self._size)

@@ -1,4 +1,4 @@
-"""What ``torch.save`` writes: a stored zip of a pickle and one record a storage.
+"""The zip format of ``torch.save``: a pickle and one record per storage, stored without compression.
 
 Facts from torch 2.15.0, torch/serialization.py ``_save`` and caffe2/serialize/inline_container.cc, checked against
 files it wrote; docs/formats/torch.md has the layout. Reading takes the directory, the pickle and the local headers of
@@ -197,7 +197,7 @@ class ItemLocation:
 
 
 def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocation:
-    """Where the elements of the DCP item at ``[start, stop)`` of a file are.
+    """Byte range of the elements of the DCP item at ``[start, stop)`` of a file.
 
     Items of one size whose bytes before the elements are equal have their elements at one place, so that all but the
     first of them cost one read of 4 KiB and a comparison.
@@ -238,7 +238,7 @@ def value_at_start(head: bytes, path: str) -> Value:
 
 
 _LOCAL_HEADER: Final = Struct("<4s22xHH")
-"""What stands before the first record of a zip: of interest are the lengths of its name and of its extra field."""
+"""Bytes before the first record of a zip; only the lengths of its name and of its extra field matter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,17 +33,17 @@ END_MAGIC, END64_MAGIC, LOCATOR64_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06
 TORCHSCRIPT = (
     "it is a TorchScript archive, which holds a program; load it with torch.jit.load and save its state_dict()"
 )
-"""What is said of one wherever it is met: its code is compressed, which the directory tells before any record does."""
+"""Message for TorchScript archives: their code is compressed, which the directory tells before any record does."""
 
 ENCRYPTED, DESCRIPTOR_FOLLOWS, UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
 DESCRIPTOR_BYTES = (12, 16, 20, 24)
-"""With and without its magic, with sizes of 4 and of 8 bytes."""
+"""Data descriptors: with and without magic, with sizes of 4 and of 8 bytes."""
 
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 0x0001
 
 ALIGNMENT = 64
-"""Where payloads start, as torch's writer does it by default, so that tensors can be mapped."""
+"""Default alignment of payloads in torch's writer, so that tensors can be mapped."""
 
 MAX_DIRECTORY_BYTES = 1 << 28
 """About four million records."""
@@ -110,7 +110,7 @@ class Directory:
         return payload
 
     def _limits(self) -> dict[str, int]:
-        """Where each record must have ended: at the next header, or at the directory."""
+        """Latest end of each record: the next header, or the directory."""
         records = list(self.records.values())
         stops = [record.header_offset for record in records[1:]] + [self.start]
         return {record.name: stop for record, stop in zip(records, stops, strict=True)}
@@ -151,7 +151,7 @@ def _neighbours(records: list[Record]) -> list[list[Record]]:
 
 
 COMPRESSED = "torch.save never does this; pack it again without compression (zip -0)"
-"""What is said of a compressed record."""
+"""Message for a compressed record."""
 
 
 def read_directory(
@@ -198,7 +198,7 @@ class _DirectoryReader:
         return self._read(start, stop)
 
     def _find_end(self) -> int | None:
-        """Where the end record starts: the last one whose comment reaches exactly to the end of the file.
+        """Start of the end record: the last one whose comment reaches exactly to the end of the file.
 
         Others after it would lie in its comment, and some libraries take the last that looks like one.
         """
@@ -332,7 +332,7 @@ class _DirectoryReader:
 
 
 class ArchiveWriter:
-    """The segments of a stored zip as torch's writer (miniz) lays it out; ``base`` is where in its file it starts.
+    """Segments of a stored zip as torch's writer (miniz) writes it; ``base`` is its start in the file.
 
     Payloads start at multiples of 64 bytes from the start of the archive, through an ``FB`` field of padding in the
     local header. Sizes and checksums follow a record in a descriptor, so that nothing has to be known before the bytes
@@ -406,7 +406,8 @@ class _Entry:
 
     @property
     def is_wide(self) -> bool:
-        """Where a number does not fit 32 bits the local header has a zip64 field, and the descriptor 64-bit sizes."""
+        """A number that does not fit 32 bits needs a zip64 field in the local header and 64-bit sizes in the
+        descriptor."""
         return self.size >= MAX32 or self.offset >= MAX32
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any, Protocol
 
 from ckpt_tools.errors import MalformedError, UnsupportedError, UsageError
-from ckpt_tools.serialization.range_stream import RangeStream
 from ckpt_tools.serialization.zip_archive import ReadRange
 
 MAX_WINDOW_BYTES = 1 << 23
 """The window that a frame may ask for, which the reader keeps; the one of the level that torch uses is 2 MiB."""
 
 READ_BYTES = 256 << 10
-"""Of the compressed bytes at a time."""
+"""Compressed bytes read at a time."""
 
 FED_BYTES = 1 << 12
 """Decompressed at a time where the output is not bounded: zstd makes up to 20,000 times as much of it."""
@@ -22,7 +20,7 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class Inflated(Protocol):
-    """What was compressed, from its start on."""
+    """A decompressing stream."""
 
     def read(self, size: int) -> bytes:
         """The next bytes, at most ``size``; none at the end. Raises MalformedError for a damaged frame."""
@@ -35,12 +33,12 @@ class ZstandardMissingError(UsageError):
 def inflating(read: ReadRange, size: int, path: str) -> Inflated:
     """The ``size`` compressed bytes that ``read`` gives, in however many frames. Raises ZstandardMissingError."""
     decompressor, error = _decompressor(path)
-    stream = io.BufferedReader(RangeStream(read, size), READ_BYTES)
-    return _Checked(decompressor.stream_reader(stream, read_across_frames=True), error, path)
+    stream = decompressor.stream_reader(_Compressed(read, size), read_size=READ_BYTES, read_across_frames=True)
+    return _Checked(stream, error, path)
 
 
 def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
-    """All of it. Raises MalformedError where it is damaged or has more than ``limit_bytes``."""
+    """The whole decompressed data. Raises MalformedError if it is damaged or larger than ``limit_bytes``."""
     stream = inflating(read, size, path)
     found = bytearray()
     while part := stream.read(min(1 << 20, limit_bytes + 1 - len(found))):
@@ -51,7 +49,7 @@ def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> byte
 
 
 def inflated_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
-    """What every decompressor makes of it: of several frames, some read the first alone.
+    """The one frame that every decompressor reads alike: of several frames, some read the first alone.
 
     Raises:
         UnsupportedError: it holds more than ``limit_bytes``. MalformedError: it is damaged, or not one frame to the
@@ -88,6 +86,19 @@ def _decompressor(path: str) -> tuple[Any, type[Exception]]:
 
 def _damaged(error: Exception, path: str) -> MalformedError:
     return MalformedError(f"an item is compressed with zstd, and damaged: {error}", path=path)
+
+
+class _Compressed:
+    """The first ``size`` bytes of a range, read one after another."""
+
+    def __init__(self, read: ReadRange, size: int) -> None:
+        self._range = read
+        self._size = size
+        self._at = 0
+
+    def read(self, num_bytes: int) -> bytes:
+        start, self._at = self._at, min(self._at + num_bytes, self._size)
+        return self._range(start, self._at)
 
 
 class _Checked:

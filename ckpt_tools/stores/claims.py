@@ -1,4 +1,4 @@
-"""One program at a time writes below a URL, as far as programs ask: the lock that ``convert`` takes, for others too."""
+"""The public ``claim``: the lock that ``convert`` takes on a URL, for other programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.arguments import refusing_empty
-from ckpt_tools.errors import CkptError, StoreError
+from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.remote import lock_of
 from ckpt_tools.stores.s3.lock import ObjectLock
 
@@ -22,9 +22,7 @@ class UrlClaim:
     def check(self) -> None:
         """Raises StoreError if another process was seen to take over. Costs nothing: a thread looks."""
         if self._lock.lost:
-            raise StoreError(
-                f"another process took over {self._lock.url}, because this one gave no sign of life for too long"
-            )
+            raise self._lock.taken_over()
 
 
 @refusing_empty

@@ -1,4 +1,4 @@
-"""What a place that takes bytes must be able to do."""
+"""Interfaces of places that take bytes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ckpt_tools.stores.source import Buffer, ServiceFile, Store
 
 @dataclass(frozen=True, slots=True)
 class CopyingRules:
-    """How a destination copies: ranges of files of its own ``service``, as parts of at least ``min_bytes``. Where a
-    file has such parts, all of its parts but the last hold as many."""
+    """Copying rules of a destination: ranges of files of its own ``service``, as parts of at least ``min_bytes``. If a
+    file has such parts, all of its parts but the last have this size."""
 
     service: Hashable
     min_bytes: int
 
     def allow(self, source: ServiceFile, num_bytes: int) -> bool:
-        """Whether so many bytes of ``source`` may be copied as a part."""
+        """True if so many bytes of ``source`` may be copied as a part."""
         return source.service == self.service and num_bytes >= self.min_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PartRules:
-    """How a destination wants its files cut: into parts of about ``part_bytes``, at most ``max_parts`` of a file.
+    """Part sizes that a destination needs: about ``part_bytes``, at most ``max_parts`` per file.
 
     ``copying`` is there where it may copy of files itself.
     """
@@ -46,7 +46,7 @@ class PartRules:
 
 
 class Destination(ABC):
-    """Files being written, part by part, none of which anybody else can see yet.
+    """Files being written part by part, not visible to other processes yet.
 
     Parts of a file are numbered from 0 in order of their bytes, and may be written in any order, from any thread or
     process that was given the destination and the file's handle; a part may be written twice, and holds the same
@@ -65,35 +65,34 @@ class Destination(ABC):
 
     @abstractmethod
     def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
-        """Whether that part is there, whole, as the process that wrote it said: its CRC-32 and its part tag."""
+        """True if that part is stored completely, with the CRC-32 and the part tag of the process that wrote it."""
 
     @abstractmethod
     def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
-        """All parts were written, with these part tags. Raises StoreError."""
+        """Complete a file of which all parts were written, with these part tags. Raises StoreError."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Let go of what is open; nothing is removed, nothing is raised."""
+        """Close everything that is open; nothing is removed or raised."""
 
     @property
     def copying(self) -> CopyingRules | None:
-        """What ``copy`` takes, if the destination is in a service that copies within itself, so that bytes need not
-        come here and go back."""
+        """Rules for ``copy``, if the service of the destination can copy ranges of its own files; else None."""
         return None
 
     def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
-        """As ``write``, with bytes ``[start, stop)`` of ``source``, which ``copying`` allows. Raises StoreError."""
+        """Like ``write``, with bytes ``[start, stop)`` of ``source``, which ``copying`` allows. Raises StoreError."""
         raise AssertionError("a destination without copying rules copies nothing")
 
     def fail(self, error: BaseException) -> None:  # noqa: B027 - nothing to do is the default
-        """Somebody's part will never come: whoever waits for parts before its own raises this."""
+        """Make every process that waits for parts raise this error, because a part will not come."""
 
 
 class Log(Protocol):
     """Bytes kept beside unfinished output, which outlive the process that wrote them."""
 
     def read(self) -> bytes:
-        """All that was appended, perhaps but for an end that was cut off. Raises StoreError."""
+        """Everything that was appended; the end may be cut off. Raises StoreError."""
 
     def append(self, data: bytes) -> None:
         """Add ``data``. Raises StoreError."""
@@ -104,10 +103,10 @@ class Log(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Leftover(Jsonable):
-    """Something of ours, ``num_bytes`` large, that an ended run left at its destination or beside it."""
+    """A file or object of ``num_bytes`` that an ended run left at its destination or beside it."""
 
     kind: str
-    """What it is, in words: unfinished output, an open upload."""
+    """Kind in words: unfinished output, an open upload."""
     url: str
     num_bytes: int
 
@@ -136,7 +135,7 @@ class Claim(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Place(ABC):
-    """Where an output is to be, as a file or as a folder, before anything is written there."""
+    """The place of an output, a file or a folder, before anything is written there."""
 
     form: OutputForm = field(default=Folder(), kw_only=True)
 
@@ -160,12 +159,12 @@ class Place(ABC):
 
     @property
     def parts(self) -> PartRules:
-        """How files are cut there."""
+        """Part sizes for files there."""
         return PartRules()
 
     @abstractmethod
     def present(self) -> Present | None:
-        """What stands there already, as one file or as a folder that is not empty. Raises StoreError."""
+        """What exists there: one file, or a folder that is not empty; else None. Raises StoreError."""
 
     @abstractmethod
     def check_free(self, *, overwrite: bool) -> None:
@@ -185,7 +184,7 @@ class Place(ABC):
 
     @abstractmethod
     def leftovers(self) -> Sequence[Leftover]:
-        """What killed runs left there, whatever the form of their output, and nothing else.
+        """Leftovers of killed runs, for every form of output, and nothing else.
 
         Raises:
             DestinationExistsError: a process is writing there. StoreError: looking failed.

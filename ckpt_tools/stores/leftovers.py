@@ -1,4 +1,4 @@
-"""What runs that were killed, or failed with ``--resume``, left at a destination."""
+"""Removes leftovers of runs that were killed, or failed with ``--resume``, at a destination."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_tools.stores.destination import Leftover, Place
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CleanReport(Shown):
-    """What was left at ``destination``, and whether it is gone now."""
+    """Leftovers at ``destination``, and whether they were removed."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("destination", "is_removed", "leftovers", "num_bytes")
     JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("num_bytes",)
@@ -27,7 +27,7 @@ class CleanReport(Shown):
 
 
 def clean(place: Place, *, dry_run: bool) -> CleanReport:
-    """What was found there, and removed unless ``dry_run``.
+    """Find leftovers, and remove them unless ``dry_run``.
 
     Raises:
         DestinationExistsError: a process is writing there. StoreError: the place failed.

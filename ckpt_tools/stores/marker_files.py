@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 PARTIAL = ".ckpt-tools-partial"
-"""The folder of what is ours while we write to an object store: in a destination that is a folder, beside a file."""
+"""Folder of unfinished output in an object store: inside a destination that is a folder, beside a file."""
 
 MARKERS = (".metadata", "latest", "latest_universal")
-"""With ``*.index.json``, the files without which a folder is no checkpoint."""
+"""Marker files, as is ``*.index.json``: a folder without its marker is not a checkpoint."""
 
 DIGESTS_NAME = "ckpt-tools.digests.json"
 """The list of digests in a folder."""
 
 DIGESTS_SUFFIX = ".digests.json"
-"""Behind the name of a file: the list of its digests beside it."""
+"""Suffix of the file of digests beside a file."""
 
 
 SIGNATURE_NAME = "model.sig"
@@ -24,13 +24,13 @@ so that no killed run leaves it to be published by the next."""
 
 
 def is_marker(path: str) -> bool:
-    """Whether a folder is no checkpoint without the file."""
+    """True if a folder without the file is not a checkpoint."""
     name = path.rpartition("/")[2]
     return name in MARKERS or name.endswith(".index.json")
 
 
 def is_shown(path: str) -> bool:
-    """Whether a relative name is a file's that belongs to a checkpoint: none of a hidden folder, and no folder itself,
-    for which tools make empty objects."""
+    """True if the relative name is a file of a checkpoint: not in a hidden folder, and not a folder itself, for which
+    some tools make empty objects."""
     *folders, name = path.split("/")
     return bool(name) and not any(folder.startswith(".") for folder in folders)

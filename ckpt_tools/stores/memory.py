@@ -49,7 +49,7 @@ class MemoryWriter:
         self.data[offset : offset + len(data)] = data
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
     def abandon(self) -> None:
         """Nor here."""

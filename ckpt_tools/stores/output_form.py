@@ -1,4 +1,4 @@
-"""Whether an output is one file or a folder, and the names that follow from it.
+"""Form of an output, one file or a folder, and the names that follow from it.
 
 It is decided once, where a place is opened.
 """
@@ -21,7 +21,7 @@ class Folder:
     file_name: ClassVar[None] = None
     """No file is the whole output."""
     partial_name: ClassVar[str] = PARTIAL
-    """What is ours while we write to an object store lies in the folder, under this name."""
+    """Folder of unfinished output in an object store, inside the destination."""
 
     def root_of(self, path: str) -> str:
         """The folder in which the files of an output at ``path`` are named."""
@@ -38,7 +38,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class SingleFile:
-    """The output is the file ``name``; what else is written lies beside it, and is named as it is."""
+    """The output is the file ``name``; other files are written beside it, under names derived from its name."""
 
     kind: ClassVar[Kind] = "file"
     name: str
@@ -49,7 +49,7 @@ class SingleFile:
 
     @property
     def partial_name(self) -> str:
-        """What is ours while we write to an object store lies beside the file, under this name."""
+        """Folder of unfinished output in an object store, beside the file."""
         return f".{self.name}{PARTIAL}"
 
     def root_of(self, path: str) -> str:
@@ -57,7 +57,7 @@ class SingleFile:
         return path.rpartition("/")[0]
 
     def digests_path(self, inside: str) -> str:
-        """Beside the file, wherever a format places it in a folder."""
+        """The file of digests beside the file, whatever its name in a folder would be."""
         return self.name + DIGESTS_SUFFIX
 
     def url_of(self, url: str, path: str) -> str:

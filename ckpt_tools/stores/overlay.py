@@ -29,14 +29,14 @@ class Overlay(StoreWrapper):
             buffer[:] = memoryview(data)[start : start + len(buffer)]
 
     def version(self, path: str) -> str:
-        """That of the store's file; literals have none."""
+        """Version in the store; empty for literals."""
         return "" if path in self.literals else self.store.version(path)
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
-        """Of the store's own files."""
+        """Prefetch files of the store; literals need none."""
         if path not in self.literals:
             self.store.prefetch(path, start, stop)
 
     def locate(self, path: str) -> ServiceFile | None:
-        """That of the store's file; literals are in no service."""
+        """Location of the store's file; None for literals."""
         return None if path in self.literals else self.store.locate(path)

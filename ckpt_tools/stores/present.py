@@ -1,4 +1,4 @@
-"""What stands at a place where an output is to be, down to what no checkpoint holds, and how much of it may go."""
+"""Lists what exists at a destination and which files may be replaced."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Present:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What stands at a place, as far as it decides whether an output may take the place."""
+    """Facts about a place that decide whether an output may replace its contents."""
 
     is_taken: bool
     """A file is there, or a folder with something in it."""

@@ -1,9 +1,9 @@
 """Small reads of a distant store, out of blocks that are read ahead and kept for a while.
 
 Headers are read a few hundred bytes at a time: a DCP item has two, a torch file one for each storage. A request costs
-10 to 30 ms wherever the bytes lie, so that a small read fetches the whole blocks around it. One that goes on where an
-earlier one ended fetches what follows too: the items of a DCP file are read one after the other. A piece of which a
-thread needs headers and elements is read in one request. Large reads pass through untouched. 300 MB of DCP items of
+10 to 30 ms at any position, so a small read fetches the whole blocks around it. A read that starts where an earlier
+one ended also fetches the following blocks: the items of a DCP file are read one after the other. A piece whose headers
+and elements a thread needs is read in one request. Large reads pass through untouched. 300 MB of DCP items of
 0.2 to 4 MB by 8 threads: 850 requests for 312 MB; blocks of 256 KiB alone took 1,400 for 471 MB.
 """
 
@@ -58,7 +58,7 @@ class BlockCache(StoreWrapper):
             self._mine.piece = (path, start, buffer)
 
     def _held(self, path: str, start: int, num_bytes: int) -> memoryview | None:
-        """Those bytes, where they are of the piece that this thread expected last."""
+        """The bytes, if they lie in the range that this thread announced last."""
         held: tuple[str, int, memoryview] | None = getattr(self._mine, "piece", None)
         if held is None or held[0] != path or not held[1] <= start <= start + num_bytes <= held[1] + len(held[2]):
             return None
@@ -85,7 +85,7 @@ class BlockCache(StoreWrapper):
             done += len(piece)
 
     def _wanted(self, path: str, first: int, last: int) -> Sequence[_Block]:
-        """Blocks ``first`` to ``last``; those that nobody has asked for yet are read here, and before it returns."""
+        """Blocks ``first`` to ``last``; those that are not being read yet are read here."""
         with self._lock:
             found = {number: self._blocks.get((path, number)) for number in range(first, last + 1)}
             missing = [number for number, block in found.items() if block is None]
@@ -114,8 +114,8 @@ class BlockCache(StoreWrapper):
         return run
 
     def _read(self, path: str, run: dict[int, _Block]) -> None:
-        """In one request for each stretch. Blocks that cannot be read fail for all who wait, and are read anew by
-        whoever asks later."""
+        """Read each stretch in one request. A failed block raises in all threads that wait for it, and is read again
+        at the next request."""
         for stretch in _stretches(list(run)):
             start = stretch[0] * BLOCK_BYTES
             buffer = memoryview(bytearray(min(len(stretch) * BLOCK_BYTES, self.sizes[path] - start)))

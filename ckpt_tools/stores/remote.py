@@ -26,7 +26,7 @@ from ckpt_tools.stores.source import Source, Store
 
 
 def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
-    """What is at ``url``: a folder, or one file alone, its small reads served from blocks read ahead.
+    """Source at ``url``: a folder, or one file alone; small reads are served from blocks read ahead.
 
     Raises:
         SourceNotFoundError: nothing is there. StoreError: it cannot be reached. UsageError: unknown options, or a
@@ -44,7 +44,7 @@ def _open_s3(url: str, options: Mapping[str, Any]) -> Store | None:
 
 
 def open_remote_place(url: str, options: Mapping[str, Any]) -> Place:
-    """Where an output is to be; nothing is touched. Raises UsageError."""
+    """Place of an output; nothing is touched. Raises UsageError."""
     if not _is_s3(url):
         return FsspecPlace.of(url, options)
     bucket, key = bucket_of(url, S3Options.parse(options))

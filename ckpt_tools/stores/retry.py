@@ -31,7 +31,7 @@ TRANSIENT_CODES = frozenset(
         *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
     }
 )
-"""What S3 and its likes call those failures, and bodies that arrived damaged."""
+"""Error codes of S3 and compatible services for those failures, and for bodies that arrived damaged."""
 
 
 class TransientError(Exception):
@@ -50,12 +50,12 @@ def host_of(url: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """``text`` whose URLs lack what stands before an ``@``."""
+    """``text`` without the credentials before ``@`` in its URLs."""
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def is_transient(status: int, code: str) -> bool:
-    """Whether a service's answer, an HTTP status and a code in words, is worth another attempt."""
+    """True if an HTTP status and an error code are worth another attempt."""
     return status in TRANSIENT_STATUSES or code in TRANSIENT_CODES
 
 
@@ -76,7 +76,7 @@ class RetryPolicy:
             raise ValueError(f"{self} is not valid")
 
     def wait_seconds(self, num_failures: int, fraction: float) -> float:
-        """How long to wait after that many failures; ``fraction`` of ``[0, 1)`` is the jitter."""
+        """Seconds to wait after that many failures; ``fraction`` of ``[0, 1)`` is the jitter."""
         doublings = min(num_failures - 1, 64)
         return float(min(self.cap_seconds, self.base_seconds * 2**doublings) * fraction)
 
@@ -88,7 +88,7 @@ def retried(
     sleep: Callable[[float], None] = time.sleep,
     fraction: Callable[[], float] = random.random,
 ) -> Result:
-    """What ``call`` gives in the first attempt that raises no ``TransientError``. Whoever listens hears of each other.
+    """Result of the first attempt of ``call`` without a ``TransientError``. Failed attempts are reported to listeners.
 
     Raises:
         CkptError: the last attempt's, where all failed. Whatever else ``call`` raises ends it at once.

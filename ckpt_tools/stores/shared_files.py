@@ -1,7 +1,7 @@
-"""Whether another machine sees the same files, asked before it is given work.
+"""Checks that another machine sees the same files before it is given work.
 
 A path means the same on every node of a cluster only if they share the file system it lies on. One that does not would
-find a checkpoint incomplete, or fill files that nobody reads.
+find a checkpoint incomplete, or write files that are never read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.marker_files import TOKEN_NAME
 from ckpt_tools.stores.source import Store, StoreWrapper
 
@@ -55,7 +55,7 @@ def _seeing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def shared_files(source: Store, target: Destination) -> Iterator[SharedFiles]:
-    """What the machines must share of a run's source and target; nothing of those that are no local folders."""
+    """Files of a run's source and target that all machines must see; empty for stores that are not local folders."""
     reading, writing = _local(source), _local(target.store) if isinstance(target, StoreDestination) else None
     sizes = () if reading is None else ((reading.root / path, size) for path, size in [*reading.list().items()][:1])
     if writing is None:

@@ -1,7 +1,7 @@
-"""What a place that holds bytes must be able to do, and a source as a reader sees it.
+"""Interface of stores, and a source as a reader sees it.
 
-A store knows files by relative names, moves bytes exactly, and confines itself: a name that leaves the store is refused
-whoever gave it. It knows nothing of formats, staging or retries.
+A store knows files by relative names, moves bytes exactly, and confines itself: a name that leaves the store is always
+refused. It knows nothing of formats, staging or retries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 Buffer = bytes | bytearray | memoryview
 
 _LARGE_BYTES = 1 << 20
-"""From this size on a copy costs more memory than a longer way costs time."""
+"""Size from which a copy costs more memory than a second code path costs time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ServiceFile:
 class Store(ABC):
     """A folder of files, local or remote. A store inherits it, and overrides what it can do beyond listing and reading.
 
-    Whoever uses a store calls any of its methods, and never asks which kind it is.
+    Callers use any of its methods without asking which kind it is.
     """
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where the store is, for messages."""
+        """URL of the store, for messages."""
 
     @abstractmethod
     def list(self) -> Mapping[str, int]:
@@ -135,7 +135,7 @@ class FileWriter(Protocol):
         """The file is complete. Raises StoreError."""
 
     def abandon(self) -> None:
-        """Let go of it, whatever it holds. Raises StoreError."""
+        """Close the file without checks. Raises StoreError."""
 
 
 class FillableStore(Store):

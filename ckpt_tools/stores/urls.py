@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.core.applicability import STORES, Case, check
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source
 
@@ -36,7 +36,7 @@ _FOREIGN = """
 """
 
 FOREIGN_SUFFIXES = frozenset(f".{name}" for name in _FOREIGN.split())
-"""Endings of files in formats that are not written: a folder of that name is not what anybody means."""
+"""Suffixes of files in formats that are not written: a folder of such a name is probably a mistake."""
 
 FILES_OR_FOLDERS = {".ckpt": ("safetensors", "torch")}
 """Lightning calls a torch file so, and the folder of a sharded checkpoint too: an ending that is refused for formats
@@ -48,7 +48,7 @@ ELSEWHERE = "choose another destination"
 """The end of messages about a destination that is refused."""
 
 StorageOptions: TypeAlias = Mapping[str, Any] | None
-"""How stores that are not local are reached: credentials, an endpoint. One call uses the same for every store."""
+"""Options for reaching remote stores: credentials, an endpoint. One call uses the same for every store."""
 
 
 def check_storage_options(storage_options: StorageOptions, *urls: str | Path | None) -> None:
@@ -58,7 +58,7 @@ def check_storage_options(storage_options: StorageOptions, *urls: str | Path | N
 
 
 def is_remote(url: str | Path) -> bool:
-    """Whether ``url`` is one, and of another scheme than ``file``."""
+    """True for a URL of another scheme than ``file``."""
     return "://" in str(url) and len(scheme := urlsplit(str(url)).scheme) > 1 and scheme != "file"
 
 
@@ -79,7 +79,7 @@ def local_path(url: str | Path) -> Path:
 
 
 def open_source(url: str | Path, storage_options: StorageOptions = None) -> Source:
-    """What is at ``url``: a folder, or one file, as a store of that file alone.
+    """Source at ``url``: a folder, or one file as a store of that file alone.
 
     An index stands for its shards, and ``.metadata`` or ``latest`` for the folder.
 
@@ -98,8 +98,8 @@ def open_source(url: str | Path, storage_options: StorageOptions = None) -> Sour
 
 
 def open_run(url: str | Path, storage_options: StorageOptions = None) -> Source:
-    """As ``open_source``, of a folder of checkpoints or of one, with the files in hidden folders: savers write there
-    what they have not finished.
+    """Like ``open_source``, for a folder of one or more checkpoints, with the files in hidden folders: savers
+    write unfinished checkpoints there.
 
     Raises:
         SourceNotFoundError: nothing is there. StoreError: it cannot be reached.
@@ -130,7 +130,7 @@ def _beside(name: str, index: str) -> bool:
 
 
 def open_place(url: str | Path, storage_options: StorageOptions = None) -> Place:
-    """Where an output is to be, one file if the name implies it; nothing is touched.
+    """Place of an output, one file if the name implies it; nothing is touched.
 
     Raises:
         UsageError: nothing can be written there.
@@ -144,7 +144,7 @@ def _place_at(url: str | Path, storage_options: StorageOptions) -> Place:
         from ckpt_tools.stores.remote import open_remote_place
 
         return open_remote_place(str(url), storage_options or {})
-    from ckpt_tools.stores.local_staging import LocalPlace
+    from ckpt_tools.stores.local.place import LocalPlace
 
     return LocalPlace(local_path(url))
 
@@ -165,7 +165,7 @@ def check_apart(src: str | Path, dst: str | Path, storage_options: StorageOption
 
 
 def _same_file(one: PurePosixPath, other: PurePosixPath) -> bool:
-    """Whether two names are of one file or folder: by their letters, or by what the file system says."""
+    """True if two names are of one file or folder: the same text, or the same to the file system."""
     if one == other:
         return True
     try:

@@ -10,7 +10,7 @@ from ckpt_tools.stores.source import ServiceFile, Source, Store, StoreWrapper, c
 
 @dataclass(frozen=True, slots=True)
 class Within(StoreWrapper):
-    """What lies below ``folder`` of ``store``."""
+    """Files below ``folder`` of ``store``."""
 
     store: Store
     folder: str

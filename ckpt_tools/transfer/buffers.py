@@ -45,7 +45,7 @@ def populate(memory: NDArray[np.uint8]) -> None:
 
 
 def _is_resident(pages: NDArray[np.uint8]) -> bool:
-    """Whether the page in the middle is there: memory that is in use already is so as a whole."""
+    """True if the page in the middle is resident: memory in use is resident as a whole."""
     middle = pages[pages.nbytes // mmap.PAGESIZE // 2 * mmap.PAGESIZE :]
     found = ctypes.c_ubyte()
     _libc().mincore(middle.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(1), ctypes.byref(found))

@@ -1,8 +1,8 @@
 """Checksums over ranges of output files whose parts are made by different workers.
 
-A checksum stands in a file after the bytes it covers, so the worker that writes it needs what others know of earlier
-parts. Workers post what they have before they write, and wait for what they need. Nobody waits for ever: tasks are
-handed out in order, and a task needs earlier ones alone.
+A checksum follows the bytes it covers, so the worker that writes it needs the checksums of earlier parts from other
+workers. Workers post their checksums before they write, and wait for those they need. No worker waits forever: tasks
+are assigned in order, and a task needs earlier ones only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PartCrc:
 
 
 class Board(Protocol):
-    """Where workers tell each other of their parts' checksums, by the number of the file."""
+    """Exchange of parts' checksums between workers, by the number of the file."""
 
     def post(self, file: int, parts: Iterable[PartCrc]) -> None:
         """Tell; a part told twice counts once."""
@@ -41,7 +41,7 @@ class Board(Protocol):
         """The checksum of a range, as soon as all of its parts are known. Raises what ``fail`` was given."""
 
     def fail(self, error: BaseException) -> None:
-        """Somebody's parts will never come."""
+        """Raise ``error`` in all workers that wait, because a part will not come."""
 
     def forget(self, file: int) -> None:
         """The file is complete."""

@@ -1,7 +1,7 @@
 """Run a plan: read, place, cast, checksum, write.
 
 A task assembles its range in one buffer, fills in the checksums that lie in it, and writes it with one call. It depends
-on nothing but its inputs and the checksums of earlier bytes, so it may run in any process, and twice. Once all tasks of
+only on its inputs and the checksums of earlier bytes, so it may run in any process, and twice. Once all tasks of
 a file are done the file is finished. Publishing is the caller's.
 """
 
@@ -55,16 +55,16 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What a run moved, in bytes; what an earlier run had written already is not in ``bytes_written``."""
+    """Bytes that a run moved; ``bytes_written`` does not include what an earlier run had written."""
 
     bytes_read: int
     bytes_written: int
     bytes_copied: int = 0
-    """Of those written, what the destination copied itself."""
+    """Part of ``bytes_written`` that the destination copied itself."""
 
 
 class History(Protocol):
-    """What an earlier run left of the same plan, and where this one notes what a later one may need."""
+    """History of an earlier run of the same plan, and notes of this one for a later run."""
 
     @property
     def handles(self) -> Mapping[int, str]:
@@ -75,7 +75,7 @@ class History(Protocol):
 
     @property
     def is_journaling(self) -> bool:
-        """Whether tasks that are handed out now will be noted."""
+        """True if tasks that are started now will be noted."""
 
     def begun(self, file: int, handle: str) -> None:
         """A file was begun."""
@@ -95,10 +95,10 @@ class NoHistory:
         return ()
 
     def begun(self, file: int, handle: str) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def done(self, receipt: Receipt) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
 
 def execute(
@@ -143,7 +143,7 @@ def execute(
 
 @dataclass(slots=True)
 class Worker:
-    """What is done with a task. It may be sent to another process, where it starts with no buffer and no open file."""
+    """Runs a task. It may be sent to another process, where it starts with no buffer and no open file."""
 
     plan: Plan
     tensor_reader: TensorReader
@@ -261,7 +261,7 @@ class _Files:
         return self.plan.layout
 
     def jobs(self) -> Iterator[PlacedTask]:
-        """What is left to do, in order; runners take one at a time."""
+        """Tasks that are not done, in order; runners take one at a time."""
         for task in self.plan.tasks():
             if (task.file, task.number) not in self._recovered:
                 yield PlacedTask(task, self._handle(task.file), self.history.is_journaling)

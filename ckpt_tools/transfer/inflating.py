@@ -1,8 +1,8 @@
 """Ranges of items that are stored compressed, in bounded memory.
 
-A compressed item can be read from its start alone. A stream for each of the few items in use goes forward as far as it
-is asked to, and keeps the last part of what came out, because workers do not ask in order. What lies before that part
-is decompressed again. An item is read once more before, to learn how long it is: its zip directory is at its end.
+A compressed item can be read from its start alone. Each of the few items in use has a stream,
+which keeps the last part of its output, because workers do not ask in order. Bytes before that part are decompressed
+again. An item is read once before, to learn its length: its zip directory is at its end.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from ckpt_tools.serialization.zstd import Inflated
 
 BLOCK_BYTES = 1 << 20
-"""Of what comes out at a time."""
+"""Bytes decompressed at a time."""
 
 WINDOW_BYTES = 12 << 20
-"""Of what came out last that a stream keeps: three tasks of full size."""
+"""Last decompressed bytes that a stream keeps: three tasks of full size."""
 
 MAX_STREAMS = 4
 """Streams that are kept. Together they take what ``planning.plan.INFLATING_BYTES`` states."""
 
 MAX_OVERHEAD_BYTES = 1 << 20
-"""Of an item beside its elements: a zip directory and a small pickle."""
+"""Bytes of an item in addition to its elements: a zip directory and a small pickle."""
 
 _MARK = "\0inflated:"
 
@@ -115,7 +115,7 @@ class _Stream:
 
 @dataclass(slots=True, weakref_slot=True)
 class Inflating:
-    """What compressed ranges hold; ``read`` gives bytes ``[start, stop)`` of a file. Safe to share between threads."""
+    """Decompresses ranges; ``read`` gives bytes ``[start, stop)`` of a file. Safe to share between threads."""
 
     read: Callable[[str, int, int], bytes]
     _streams: OrderedDict[str, _Stream] = field(default_factory=OrderedDict)

@@ -1,9 +1,9 @@
-"""What a run has done, noted beside its unfinished output, so that a later run need not do it again.
+"""Journal of a run, kept beside its unfinished output, so that a later run need not repeat it.
 
-A journal is an append-only text. Its first line says of which plan it is, the others which files were begun, with a
-digest of what is to be in them, and which tasks are done, with their checksums. Nothing is noted before it is written,
-and nothing noted is believed before it was looked at: whoever resumes has the destination check every task. Each line
-carries its own checksum, so that one cut off by a kill, or never written by a failing disk, is no line.
+A journal is an append-only text. Its first line names the plan, the others list the files that were begun, with a
+digest of their intended contents, and the tasks that are done, with their checksums. A task is noted after it was
+written, and a resumed run has the destination check every noted task. Each line carries its own checksum, so that one
+cut off by a kill, or damaged by a failing disk, is ignored.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from ckpt_tools.transfer.execute import Receipt
 from ckpt_tools.transfer.runners.base import Runner
 
 FORMAT = 1
-"""Of the lines below and of what the digests cover; a journal of another is one of another plan."""
+"""Version of the lines below and of the digests; a journal of another version is of another plan."""
 
 _PLAN, _FILE, _PART = "plan", "file", "part"
 
 MAX_SHARE = 0.01
-"""Of the time, at most, that goes into the log: what is done meanwhile waits, and a kill costs it. A local file is told
-every 2 to 10 milliseconds, one kept as objects, at a request for each append, every few seconds. Telling of each task
-alone took 3 % of a conversion between files in memory, since 4 MiB of other data leave nothing of ours in the
-processor's cache."""
+"""Largest share of the time that goes into the log: what is done meanwhile waits, and a kill loses it. A local file is
+written every 2 to 10 milliseconds, a log of objects, at a request for each append, every few seconds. Noting each task
+alone took 3 % of a conversion between files in memory, since 4 MiB of other data evict everything else from
+the processor's cache."""
 
 
 QUIET_SECONDS = 2.0
-"""What a run does so early is not noted, unless it was asked to be resumable from its first byte. Most have ended by
-then, and a kill costs the others no more. To sum up what is noted takes 5 % of a conversion in memory. A log that the
+"""Seconds without notes at the start of a run, unless it must be resumable from its first byte. Most runs have ended by
+then, and a kill costs the others no more. The checksums of notes take 5 % of a conversion in memory. A log that the
 kernel has begun to write out cannot be removed before it is on the disk, behind gigabytes of output: 0.05 to 0.2 s of a
 conversion that takes 1.2 s."""
 
@@ -185,7 +185,7 @@ class JournalPolicy(ABC):
 
     __slots__ = ()
     keeps_output: ClassVar[bool]
-    """Whether unfinished output of an earlier run, and of this one if it fails, is kept."""
+    """True if unfinished output of an earlier run, and of this one if it fails, is kept."""
 
     @abstractmethod
     def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
@@ -193,7 +193,7 @@ class JournalPolicy(ABC):
 
     @abstractmethod
     def all_written(self, journal: Journal) -> None:
-        """All output is written, and is about to be published."""
+        """Called when all output is written, just before it is published."""
 
     @abstractmethod
     def noting(self, journal: Journal) -> AbstractContextManager[None]:
@@ -214,7 +214,7 @@ class FromFirstByte(JournalPolicy):
 
     @contextmanager
     def noting(self, journal: Journal) -> Iterator[None]:
-        """Whatever ends the work, what was done is noted, and an error says so."""
+        """Write the journal however the work ends; an error message says so."""
         try:
             yield
         except BaseException as error:
@@ -324,7 +324,7 @@ def _add_shards(digest: _Digest, table: ShardTable) -> None:
 
 
 def _version(source: Store, name: str) -> str:
-    """What tells the file from one written later; nothing where the store cannot, or the file is not needed."""
+    """Version of the source file; empty if the store cannot tell, or the file is not needed."""
     try:
         return source.version(name)
     except CkptError:

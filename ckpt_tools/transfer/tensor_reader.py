@@ -60,14 +60,14 @@ class TensorReader:
         self._inflating = Inflating(lambda file, start, stop: self._reader(file)(start, stop))
 
     def release(self, store: Store) -> None:
-        """Let go of the store and of all that was kept of it; ``store`` answers from now on."""
+        """Free the store and everything kept of it; ``store`` is used from now on."""
         self.store = store
         self._items.clear()
         self.__post_init__()
 
     @property
     def bytes_read(self) -> int:
-        """What was asked of the store so far, headers of items and gaps between wanted elements included."""
+        """Bytes read from the store so far, including headers of items and gaps between wanted elements."""
         return self._bytes_read
 
     @property
@@ -117,7 +117,7 @@ class TensorReader:
         return ByteRange(hit.at.file, first, first + item * (stop - start))
 
     def locate(self, file: str) -> ServiceFile | None:
-        """Where a file is in terms of a service that could copy of it."""
+        """Location of a file in a service that can copy it; else None."""
         return self.store.locate(file)
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
@@ -238,7 +238,7 @@ class TensorReader:
 
 
 def _is_sparse(wanted: NDArray[Any], strides: Shape, span: int) -> bool:
-    """Whether most of a span is not wanted, and lies in gaps too long to be read for nothing."""
+    """True if most of a span is not wanted and its gaps are too long to be read."""
     if span <= MAX_READ_AMPLIFICATION * wanted.size:
         return False
     num_runs = wanted.size // _run_length(wanted.shape, strides)
@@ -246,7 +246,7 @@ def _is_sparse(wanted: NDArray[Any], strides: Shape, span: int) -> bool:
 
 
 def _run_length(shape: Shape, strides: Shape) -> int:
-    """How many elements ``strides`` apart follow one another without a gap."""
+    """Number of elements ``strides`` apart that follow one another without a gap."""
     length = 1
     for stride, extent in sorted(zip(strides, shape, strict=True)):
         if extent > 1 and stride != length:

@@ -1,4 +1,4 @@
-"""Who runs the tasks of a conversion: threads here, or the processes of a Ray cluster."""
+"""Workers of a conversion: threads here, or the processes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WorkerPool:
 
     @property
     def workers_per_process(self) -> int:
-        """How many share the memory that a plan is made for."""
+        """Number of workers that share the memory of a plan."""
         return 1 if self.runner == "ray" else choose_workers(self.num_workers)
 
     def connected(self) -> AbstractContextManager[None]:

@@ -93,7 +93,7 @@ class Side:
 
 
 def _is_end(a: str, b: str) -> bool:
-    """Whether the shorter path is the end of the longer one: ``rng.torch`` of ``app.rng.torch``."""
+    """True if the shorter path is the end of the longer one: ``rng.torch`` of ``app.rng.torch``."""
     shorter, longer = sorted((a, b), key=len)
     return longer.endswith((f".{shorter}", f" {shorter}"))
 

@@ -1,4 +1,4 @@
-"""How far the elements of two tensors are apart: how many differ in any bit, and the largest differences as numbers.
+"""Deviation between the elements of two tensors: how many differ in any bit, and the largest differences.
 
 Two elements of one dtype differ if any bit does, so that another payload of a NaN and the sign of a zero count, and
 are counted apart. Elements of two dtypes are compared as numbers: exactly if both are integers of at most 64 signed
@@ -33,11 +33,11 @@ class Deviation(Jsonable):
 
     num_differing: int = 0
     num_nan_bits: int = 0
-    """Of these: NaN on both sides, with other payloads or signs."""
+    """Part of ``num_differing``: NaN on both sides, with other payloads or signs."""
     num_zero_signs: int = 0
-    """Of these: zero on both sides, with other signs."""
+    """Part of ``num_differing``: zero on both sides, with other signs."""
     num_one_nan: int = 0
-    """Of these: NaN on one side only."""
+    """Part of ``num_differing``: NaN on one side only."""
     max_abs: float = 0
     max_rel: float = 0.0
 
@@ -118,7 +118,7 @@ def _widest(dtype: DType) -> type[np.generic]:
 
 
 def _deviation(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
-    """Of pairs that are known to differ."""
+    """Deviation of pairs that are known to differ."""
     our_nans, their_nans = np.isnan(ours), np.isnan(theirs)
     plain = ~(our_nans | their_nans)
     max_abs, max_rel = _largest(ours[plain], theirs[plain])
@@ -160,5 +160,5 @@ def _as_floats(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _magnitude(array: NDArray[Any]) -> NDArray[Any]:
-    """As float64: int64 cannot hold the magnitude of its smallest number."""
+    """Convert to float64: int64 cannot hold the magnitude of its smallest number."""
     return np.asarray(np.abs(_as_floats(array)))

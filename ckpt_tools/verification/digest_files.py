@@ -49,14 +49,14 @@ def stored_digests(source: Source, manifest: Manifest, storage_options: StorageO
 
 
 def digests_url(source: Source, manifest: Manifest) -> str:
-    """Where the digests of a checkpoint lie, if it has any."""
+    """Location of a checkpoint's digests, if it has any."""
     if _is_one_file(source):
         return source.store.url + DIGESTS_SUFFIX
     return f"{source.store.url.rstrip('/')}/{digests.place_in(manifest)}"
 
 
 def _is_one_file(source: Source) -> bool:
-    """Whether the source is a file, or that and its optimizer's, and not the folder it is in."""
+    """True if the source is a file, or a file with its optimizer's, and not the folder around it."""
     others = source.files.keys() - {source.store.url.rpartition("/")[2]}
     return len(others) < len(source.files) and all(is_optimizer(name) for name in others)
 

@@ -3,7 +3,7 @@
 A digest is over the elements of a whole tensor, row-major, as the little-endian bytes of its dtype. It does not depend
 on the format, on how many ranks wrote the tensor or on how it was cut, so that the digests of a checkpoint are those
 of everything converted from it without a cast. XXH3-128 is there for speed (25 GB/s a core; it finds any accident),
-BLAKE3 against intent (4 GB/s a core; nobody finds other bytes with the same digest).
+BLAKE3 against intent (4 GB/s a core; no other bytes with the same digest can be found).
 
 The list is JSON, sorted by name, and is made by reading back what was written: it tells what is there, not what was
 meant. A folder holds it as ``ckpt-tools.digests.json``, in the folder of the tag where there are tags; beside a
@@ -50,7 +50,7 @@ _HEX = {"xxh3_128": re.compile("[0-9a-f]{32}"), "blake3": re.compile("[0-9a-f]{6
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What one tensor is, and the digests of its bytes in hexadecimal.
+    """Description of a tensor and the digests of its bytes in hexadecimal.
 
     Raises:
         ValueError: a digest is not of its form.
@@ -89,7 +89,7 @@ def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: 
 
 
 def num_bytes(manifest: Manifest) -> int:
-    """What there is to hash."""
+    """Number of bytes to hash."""
     return sum(entry.num_bytes for entry in manifest.tensors.values())
 
 
@@ -213,7 +213,7 @@ def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
 
 
 def is_list(source: Source, path: str) -> bool:
-    """Whether a file is a list of digests, of this or a later version. Raises StoreError."""
+    """True if a file is a list of digests, of this or a later version. Raises StoreError."""
     try:
         read_list(source, path)
     except UnsupportedError:

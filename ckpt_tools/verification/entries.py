@@ -98,7 +98,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether they are the same value: 1 and 1.0 are, and so are a list and a tuple, and NaN and NaN."""
+    """True if the values are equal: 1 and 1.0 are, a list and a tuple are, NaN and NaN are."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b) or (a != a and b != b)

@@ -90,7 +90,7 @@ def _limit(table: ShardTable, row: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Inflated:
-    """What compressed ranges hold, as files."""
+    """Compressed ranges as decompressed files."""
 
     inflating: Inflating
 

@@ -85,7 +85,7 @@ def _beside(source: Source, digests: str) -> frozenset[str]:
 
 
 def _check_tags(place: Place, files: Iterable[str], written: Iterable[str]) -> None:
-    """Of formats that keep each checkpoint in a folder of its own, only the one of the same name is replaced."""
+    """In formats that keep each checkpoint in a folder of its own, only the one of the same name is replaced."""
     new = _folders(written)
     others = sorted(_folders(files) - new)
     if new and others:

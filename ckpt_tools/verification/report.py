@@ -13,7 +13,7 @@ from ckpt_tools.verification.report_summary import DifferenceSummary, summarize
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Shown):
-    """What was compared. ``num_bytes`` are logical bytes of the tensors on one side.
+    """Result of a comparison. ``num_bytes`` are logical bytes of the tensors on one side.
 
     ``num_digests`` counts the tensors whose elements were compared with a recorded digest; it is None if there were no
     digests. ``notes`` list what was left out of the comparison, and the reason.

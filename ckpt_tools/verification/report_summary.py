@@ -1,4 +1,4 @@
-"""What a person wants to know first of many differences: how many of which kind, how large, and in which modules."""
+"""Summary of many differences: how many of which kind, how large, and in which modules."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def module_of(fqn: str) -> str:
 
 
 def magnitude(difference: Difference) -> float:
-    """How large it is: infinite if one side alone has a NaN."""
+    """Size of a difference: infinite if one side alone has a NaN."""
     deviation = difference.deviation
     if deviation is None:
         return 0.0

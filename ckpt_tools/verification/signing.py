@@ -33,7 +33,7 @@ FILE_SUFFIX = ".sig"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SignReport(Shown):
-    """Where the signature was written."""
+    """File of the signature."""
 
     signature: str
 
@@ -81,7 +81,7 @@ def _is_signature(path: Path) -> bool:
 
 
 def is_signature(data: bytes) -> bool:
-    """Whether ``data`` is a Sigstore bundle, by its media type."""
+    """True if ``data`` is a Sigstore bundle, by its media type."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
@@ -117,7 +117,7 @@ class _ModelSigning:
         return self.verifying.Config().use_elliptic_key_verifier(public_key=public_key)
 
     def hashing(self, path: Path, signature: Path) -> Any:
-        """All files but the signature."""
+        """All files except the signature."""
         folder, file = path.resolve(), signature.resolve()
         ignored = [file.relative_to(folder)] if file.is_relative_to(folder) else []
         return self.hashing_module.Config().set_ignored_paths(paths=ignored)

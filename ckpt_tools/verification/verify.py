@@ -1,4 +1,4 @@
-"""What ``verify``, ``diff`` and ``checksum`` do: wires comparison, stored checksums and digests together."""
+"""Implements ``verify``, ``diff`` and ``checksum``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Running:
 def verify_alone(
     source: Source, manifest: Manifest, options: ConvertOptions, how: Running, *, against: str | Path | None
 ) -> VerifyReport:
-    """Whether every byte can be read and matches the stored checksums, and every tensor matches its digest, if
+    """Check that every byte can be read and matches the stored checksums, and every tensor matches its digest, if
     there are digests: those in ``against``, of a checkpoint that was converted to this one with ``options``, or those
     stored with this one.
 
@@ -111,13 +111,13 @@ def verify_pair(
 
 
 def _has_more(manifest: Manifest) -> bool:
-    """Whether there are tensors beside the model's, or groups of them."""
+    """True if there are tensors beside the model's, or groups of them."""
     return bool(manifest.groups or manifest.of_kind(Kind.STATE, Kind.EXTRA))
 
 
 def _keeps_names(manifest: Manifest, other: Manifest, target: Writer | None, options: ConvertOptions) -> bool:
-    """Whether the names of a model without other state are the source's own, with what wrappers put in: so a format of
-    whole states holds them, unless ``state="model"`` wrote it."""
+    """True if the names of a model without other state are the source's own, wrappers' prefixes included: a format of
+    whole states holds them so, unless ``state="model"`` wrote it."""
     if _has_more(manifest) or target is None or not (target.holds_optimizer or options.state == "all"):
         return False
     is_renamed = bool(options.rename or options.names)

@@ -13,13 +13,13 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local_staging import staged
+from ckpt_tools.stores.local.place import staged
 from ckpt_tools.stores.output_form import Folder
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from ckpt_tools.stores.local_staging import staged
+from ckpt_tools.stores.local.place import staged
 from ckpt_tools.stores.output_form import Folder, SingleFile
 form = SingleFile("out") if sys.argv[2] == "True" else Folder()
 with staged(Path(sys.argv[1]), form, overwrite=True) as staging:

@@ -154,17 +154,10 @@ def test_long_file_names_are_not_folded(columns: int, tmp_path: Path) -> None:
 
 
 def test_findings_wrap_at_words(tmp_path: Path) -> None:
-    import os
-    import pickle
-
-    class Bad:
-        def __reduce__(self) -> object:
-            return os.system, ("echo one two three four five six seven eight nine ten eleven twelve",)
-
     name = "a_checkpoint_of_somebody_else_with_a_long_name_of_its_own.pkl"
-    (tmp_path / name).write_bytes(pickle.dumps(Bad()))
+    (tmp_path / name).write_bytes(b"\x93NUMPY\x01\x00\x02\x00{}")
     code, text = shown("scan", tmp_path, columns=60)
     assert code == 7
     assert name in text
     assert all(len(line) <= 60 or len(line.split()) == 1 for line in text.splitlines())
-    assert "seven eight nine ten eleven twelve" in " ".join(text.split())
+    assert "the header of the array is not as numpy writes it; it may mean objects" in " ".join(text.split())

@@ -23,7 +23,7 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.torch_zip import ITEM_HEAD_BYTES, ITEM_TAIL_BYTES
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from fixtures import synthetic
 from fixtures.synthetic import Model
 

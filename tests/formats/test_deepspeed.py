@@ -13,7 +13,7 @@ import fixtures
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture

@@ -17,7 +17,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.deepspeed.universal.reader import UniversalReader
 from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures.store import Fixture
 from tests.support.manifests import assert_holds, gathered

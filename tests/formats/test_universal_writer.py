@@ -28,7 +28,7 @@ from ckpt_tools.formats.deepspeed.universal.writer import UniversalWriter
 from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.execute import execute

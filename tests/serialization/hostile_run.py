@@ -108,7 +108,7 @@ def zipped(sample: bytes) -> bytes:
 
 def legacy(sample: bytes) -> bytes:
     """The format before torch 1.6: magic number, version, machine, the object, the keys of its storages."""
-    return MAGIC + b"\x80\x02M\xe9\x03." + b"\x80\x02}." + sample + b"\x80\x02]."
+    return MAGIC + b"\x80\x02M\xe9\x03." + MACHINE + sample + b"\x80\x02]."
 
 
 def in_tar(sample: bytes) -> bytes:
@@ -123,6 +123,7 @@ def in_tar(sample: bytes) -> bytes:
 
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+MACHINE = b"\x80\x02}(Vprotocol_version\nM\xe9\x03Vlittle_endian\n\x88Vtype_sizes\n}u."
 FORMS: dict[str, Callable[[bytes], bytes]] = {"raw": bytes, "zip": zipped, "legacy": legacy, "tar": in_tar}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Store

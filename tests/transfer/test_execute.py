@@ -28,8 +28,8 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import IncompleteError, StoreError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local import LocalStore, LocalWriter
-from ckpt_tools.stores.local_staging import staged
+from ckpt_tools.stores.local.place import staged
+from ckpt_tools.stores.local.store import LocalStore, LocalWriter
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.output_form import Folder
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
@@ -370,7 +370,7 @@ def test_few_files_are_open_at_a_time_however_slowly_they_are_closed(tmp_path: P
         from ckpt_tools.planning.plan import Plan
         from ckpt_tools.transfer.runners.threads import ThreadRunner
         from ckpt_tools.stores.file_destination import StoreDestination
-        from ckpt_tools.stores.local import LocalStore
+        from ckpt_tools.stores.local.store import LocalStore
         files = [FileLayout(f"{n}", (Literal(b"x"),)) for n in range(1000)]
         plan = Plan(Manifest("test", {}), Layout(files), 64, 2)
         source = LocalStore(Path(sys.argv[1]))

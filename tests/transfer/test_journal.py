@@ -25,8 +25,8 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import StoreError, UsageError
 from ckpt_tools.planning.plan import CopyRules, Plan
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local import LocalStore
-from ckpt_tools.stores.local_staging import LocalPlace
+from ckpt_tools.stores.local.place import LocalPlace
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer
 from ckpt_tools.transfer import journal as journal_module

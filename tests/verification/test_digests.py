@@ -35,8 +35,8 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.registry import writers
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.torch_zip import locate_item
-from ckpt_tools.stores import local_staging as staging
-from ckpt_tools.stores.local_staging import Staging
+from ckpt_tools.stores.local import place as local_place
+from ckpt_tools.stores.local.place import Staging
 from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
@@ -354,8 +354,8 @@ def test_digests_of_a_file_lie_beside_it_and_are_published_first(
     torch.save(small_state(), tmp_path / "m.pt")
     monkeypatch.chdir(tmp_path)
     appeared: list[str] = []
-    rename = staging.rename_new
-    monkeypatch.setattr(staging, "rename_new", lambda old, new: (appeared.append(new.name), rename(old, new))[1])
+    rename = local_place.rename_new
+    monkeypatch.setattr(local_place, "rename_new", lambda old, new: (appeared.append(new.name), rename(old, new))[1])
     report = ckpt_tools.convert("m.pt", name, checksum=True)
     assert report.digests == f"{name}.digests.json"
     assert appeared == [f"{name}.digests.json", name]

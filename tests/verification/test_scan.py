@@ -1,4 +1,4 @@
-"""``scan`` names what a loader would run, in every carrier, and nothing of what the frameworks wrote."""
+"""``scan`` refuses what a loader would run, in every carrier, and nothing of what the frameworks wrote."""
 
 from __future__ import annotations
 
@@ -144,14 +144,26 @@ def test_nothing_is_executed(results: list[Any], work: Path) -> None:
     assert {path.name for path in work.iterdir()} == {*(kind.replace(" ", "_") for kind in HOSTS), "trace"}
 
 
-def test_scan_names_every_sample(results: list[Any], work: Path) -> None:
+def test_scan_refuses_every_sample_and_names_what_it_imports(results: list[Any], work: Path) -> None:
     wanted = {name: gadget for name, gadget, _ in sample(work / "canary")}
-    missed = [(kind, name, found[0]) for kind, name, found, _ in results if not named(wanted[name], found[0])]
-    assert missed == []
+    assert [(kind, name) for kind, name, found, _ in results if not found[0]] == []
+    read = [result for result in results if result[0] not in NOT_READ and not result[1].startswith(UNNAMED)]
+    assert len(read) > len(results) * 3 // 4
+    assert [(kind, name, found[0]) for kind, name, found, _ in read if not named(wanted[name], found[0])] == []
+
+
+NOT_READ = {"torch, tar"}
+"""Hosts that are findings whatever they hold."""
+
+UNNAMED = (
+    "INST", "nested", "twice nested", "in ", "trailing", "after a first", "getattr chain", "attrgetter chain",
+    "name from a call", "extension",
+)  # fmt: skip
+"""Techniques whose gadget is in a string, computed, or in an opcode or a pickle that is refused before it is read."""
 
 
 def named(gadget: tuple[str, str, tuple[Any, ...]], findings: Any) -> bool:
-    """Whether the findings hold module and name of the gadget, as a call or as what a computed call is made of."""
+    """Whether the findings hold module and name of the gadget."""
     module, name, _ = gadget
     text = " ".join(findings)
     return (module in text or in_python_3(module, name)[0] in text) and name in text
@@ -241,7 +253,7 @@ def test_what_python_and_numpy_pickle_is_clean(protocol: int, tmp_path: Path) ->
 
 
 HARM = b"cos\nsystem\n(Vid\ntR."
-CALL = "os.system('id')"
+CALL = "it calls os.system"
 
 
 def found(data: bytes, tmp_path: Path, name: str = "model.pt") -> tuple[list[str], bool]:
@@ -290,18 +302,40 @@ PLACES = {
 }
 
 
+RUNS, NAMES = "a loader of pickles could run it", "it names os.system"
+SAID = {
+    "after a pickle": "more data follows the end of the pickle",
+    "after the storages of a legacy file": "after the last storage",
+    "after two legacy files": "after the last storage",
+    "before damage": NAMES,
+    "cut off": NAMES,
+    "compressed": "is compressed",
+    "with a wrong checksum": "its checksum is wrong",
+    "twice in a zip": "belongs to no tensor",
+    "without a name of a pickle": "belongs to no tensor",
+    "in a zip in a zip": "belongs to no tensor",
+    "in an array of objects": CALL,
+    "named otherwise in its record": "does not start where the directory says",
+    "behind a prefix": "0x00 is not an opcode",
+    "in bytes of bytes": "more data follows the end of the pickle",
+    "beyond the first read": CALL,
+}
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_every_pickle_of_a_file_is_looked_at(place: str, tmp_path: Path) -> None:
-    findings, unsafe = found(PLACES[place], tmp_path)
-    assert findings
-    assert CALL in findings
-    assert unsafe
+def test_every_place_of_a_pickle_is_refused(place: str, tmp_path: Path) -> None:
+    (finding,), unsafe = found(PLACES[place], tmp_path)
+    assert SAID[place] in finding
+    assert unsafe == (SAID[place] in (NAMES, CALL))
 
 
-@pytest.mark.parametrize("name", ["config.json", ".hidden/model.pt", "a/b/rng_state_0.pth", "weights.safetensors"])
-def test_every_file_is_looked_at(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("config.json", RUNS), (".hidden/model.pt", CALL), ("a/b/rng_state_0.pth", CALL), ("weights.safetensors", RUNS)],
+)
+def test_every_file_is_looked_at(name: str, said: str, tmp_path: Path) -> None:
     findings, unsafe = found(pickle.dumps(1)[:2] + HARM, tmp_path, name)
-    assert findings[0] == CALL
+    assert said in findings[0]
     assert unsafe
 
 
@@ -368,10 +402,10 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def test_the_command_says_what_and_where(tmp_path: Path) -> None:
-    (tmp_path / "model.pt").write_bytes(zipped({"archive/data.pkl": HARM.replace(b"Vid", b"V[red]\x1b[0m")}))
+    (tmp_path / "model.pt").write_bytes(zipped({"archive/data.pkl": HARM.replace(b"system", b"[red]\x1b[0m")}))
     code, out, error = command("scan", tmp_path)
     assert code == 7
-    assert all(text in out for text in ("model.pt", "archive/data.pkl", "os.system('[red]\\x1b[0m')"))
+    assert all(text in out for text in ("model.pt", "archive/data.pkl", "it calls os.[red]\\x1b[0m"))
     assert error.startswith("Error: ") and "Traceback" not in error
     code, out, _ = command("scan", tmp_path, "--json")
     (finding,) = json.loads(out)["findings"]

@@ -33,7 +33,7 @@ from ckpt_tools.formats.orbax.metadata import (
 )
 from ckpt_tools.formats.orbax.roles import Roles, find_roles
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 
 _HOUSEKEEPING = (TREE, CHECKPOINT, COMMITTED, MANIFEST, STRINGS, "_sharding", "checkpoint_metadata.json")

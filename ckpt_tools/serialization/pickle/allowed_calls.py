@@ -316,4 +316,4 @@ ARGUMENTS: dict[tuple[str, str], tuple[str, str]] = {
     ("collections", "defaultdict"): ("the name of a builtin container or number type", "a dict"),
     ("copyreg", "_reconstructor"): ("a class of this list, object, None", "how protocols 0 and 1 make an object"),
 }
-"""What each function takes, and why it is harmless, in words."""
+"""Arguments of each function, and why it is harmless, in words."""

@@ -83,7 +83,7 @@ def _is_dtype_state(state: Value) -> bool:
 
 
 def _fits_dtype(dtype: Opaque) -> bool:
-    """Whether the state of a dtype says what its code says."""
+    """True if the state of a dtype agrees with its code."""
     code, state = dtype.args[0], dtype.state
     if state is None:
         return True
@@ -303,22 +303,16 @@ FACTORIES = frozenset(
     {("builtins", each) for each in ["bool", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"]}
     | {("collections", each) for each in ["Counter", "OrderedDict", "deque"]}
 )
-"""What a defaultdict may make of a key that is missing."""
+"""Factories allowed in a defaultdict."""
 
 _TENSOR_STATE = with_slots(PLAIN_ATTRIBUTES)
 _WRAPPERS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 
 
 def is_listed(module: str, attribute: str) -> bool:
-    """Whether a pickle may hold the name at all."""
+    """True if a pickle may hold the name at all."""
     key = (module, attribute)
     return key in _BY_NAME or key in CALLS or key in CLASSES
-
-
-def may_be_called(module: str, attribute: str) -> bool:
-    """Whether some call of the name is listed: enough to explain what was refused, not to prove anything."""
-    key = (module, attribute)
-    return key in CALLS or key in CLASSES or any(rule.call or rule.new for rule in _BY_NAME.get(key, ()))
 
 
 def refusal(made: Opaque | SetState) -> str | None:

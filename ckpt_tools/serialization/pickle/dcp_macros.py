@@ -21,10 +21,10 @@ from ckpt_tools.serialization.pickle.opcodes import U32
 _INTEGER = rb"K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8}"
 
 NAMES_ARE_NEAR = 64
-"""Where in the memo, from its end, the field names are right after the first record of a class: it puts about 20."""
+"""Last memo entries that are searched for the field names after the first record of a class: it puts about 20."""
 
 NAMES_ARE_EARLY = 4096
-"""Where in the memo, from its start, ``torch.Size`` is: the first tensor of a DCP needs it."""
+"""First memo entries that are searched for ``torch.Size``: the first tensor of a DCP needs it."""
 
 MAX_ATTEMPTS = 100
 """Records after which a class whose names are not found in the memo is read opcode by opcode."""
@@ -104,7 +104,7 @@ class RecordMacro(ABC):
         return b""
 
     def fetched(self, opcode: bytes) -> Value:
-        """What an opcode fetches from the memo."""
+        """Value that an opcode fetches from the memo."""
         return self.machine.memo.fetch(opcode[1] if len(opcode) == 2 else U32.unpack_from(opcode, 1)[0])
 
     def extents(self) -> bytes:
@@ -116,7 +116,7 @@ class RecordMacro(ABC):
         return rb"(?:\)|\(?(?:" + _INTEGER + rb")*+[\x85-\x87t]" + re.escape(self.put) + rb")"
 
     def call(self) -> bytes:
-        """What makes a ``Size`` of the tuple on the stack."""
+        """Opcodes that make a ``Size`` of the tuple on the stack."""
         return re.escape(b"\x85" + self.put + b"R" + self.put)
 
     def size(self, written: bytes) -> Size | None:
@@ -410,4 +410,4 @@ RECORD_MACROS: dict[tuple[str, str], type[RecordMacro]] = {
 MACROS: dict[tuple[str, str], type[RecordMacro]] = RECORD_MACROS | {
     name: _TensorMacro for name, kind in CLASSES.items() if kind is TensorStorageMetadata
 }
-"""With those after which equal ones are shared."""
+"""Macros by class; records of tensors that are equal are shared."""

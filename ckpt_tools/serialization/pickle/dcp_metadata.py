@@ -42,7 +42,7 @@ class Record:
 
     @property
     def is_filled(self) -> bool:
-        """Whether it got its fields; macros share what is, so that it must not change any more."""
+        """True once the fields are set; macros share such records, so they must not change any more."""
         first: tuple[str, ...] = type(self).__slots__[:1]
         try:
             return bool([getattr(self, name) for name in first])
@@ -138,7 +138,7 @@ class MetadataIndex(Record):
 
 
 class StorageInfo(Record):
-    """Where an item lies: ``_StorageInfo`` of the file system storage; lengths in bytes."""
+    """Position of an item: ``_StorageInfo`` of the file system storage; lengths in bytes."""
 
     __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
     relative_path: str
@@ -178,7 +178,7 @@ def _names(values: Value) -> tuple[str, ...]:
 
 
 class TensorProperties(Record):
-    """What a DCP says of a tensor besides its size. Its pickled state is a tuple of 5 (torch < 2.8) or 6 fields.
+    """Properties of a tensor in a DCP besides its size. Its pickled state is a tuple of 5 (torch < 2.8) or 6 fields.
 
     ``dtype`` is a ``GlobalRef``; ``layout`` and ``memory_format`` are ``Opaque`` calls and mean nothing here.
     """
@@ -403,7 +403,7 @@ CLASSES: dict[tuple[str, str], type[Record]] = {
     # A subclass with one field more, mcore_data, which megatron-core 0.15 writes.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
 }
-"""What each global becomes."""
+"""Class that each global becomes."""
 
 GLOBALS: dict[type, GlobalRef] = (
     {kind: GlobalRef(module, name) for (module, name), kind in CLASSES.items()}

@@ -480,7 +480,7 @@ def _storage_class(value: StorageRef) -> GlobalRef:
 
 
 def _function(value: StoredTensor) -> GlobalRef:
-    """What torch rebuilds the bare tensor with: a storage of another type than the tensor needs the newer one."""
+    """Function that rebuilds the bare tensor: a storage of another type than the tensor needs the newer one."""
     if value.storage is None:
         return _META_TENSOR
     return _TENSOR if value.storage.dtype is value.dtype else _TENSOR_V3

@@ -1,7 +1,7 @@
 """Pickles as data: an interpreter of their opcodes that makes values and can do nothing else.
 
-Every opcode is a small function on a stack of our own (``unpickler.opcodes``). A name becomes a ``GlobalRef``; calling
-one builds a value if the name is on the allow-list (``unpickler.calls``), and records the call as a ``values.Opaque``
+Every opcode is a small function on the machine's own stack (``opcodes``). A name becomes a ``GlobalRef``; calling
+one builds a value if the name is on the allow-list (``allowed_calls``), and records the call as a ``values.Opaque``
 if it is not. Nothing is imported, nothing foreign is called, no attribute is set. Every cost is bounded where it
 arises: lengths by the data, integers, nesting and the hashing of keys by constants, copies, containers and memo indices
 by the size of the data.
@@ -25,7 +25,6 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckpt_tools.core.values import Opaque, Value
 from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, UnsafeError
@@ -36,15 +35,12 @@ from ckpt_tools.serialization.pickle.machine import EndsEarlyError, Language, Ma
 from ckpt_tools.serialization.pickle.opcodes import STEPS
 from ckpt_tools.serialization.pickle.value_limits import Checker
 
-if TYPE_CHECKING:
-    from ckpt_tools.serialization.pickle.trace.recorder import Recording
-
-__all__ = ["PersistentLoad", "dumps", "loads", "recorded", "refuse_call"]
+__all__ = ["PersistentLoad", "dumps", "loads", "refuse_call"]
 
 _LANGUAGE = Language(STEPS, CALLS, MACROS)
 
 GC_PAUSE_BYTES = 1 << 20
-"""From this size on the cyclic garbage collector pauses: it would scan millions of live objects again and again."""
+"""Size from which the cyclic garbage collector pauses: it would scan millions of live objects again and again."""
 
 SHORT_OPERAND_BYTES = 300
 """More than an opcode takes whose length is not checked before it is read: one byte of length, and what it counts."""
@@ -72,22 +68,22 @@ class FirstPickle:
 
 
 def load_first(data: bytes, *, path: str, persistent_load: PersistentLoad | None = None) -> FirstPickle:
-    """What ``loads`` gives for the pickle that ``data`` begins with. Raises EndsEarlyError where it may be cut."""
+    """Like ``loads``, for the pickle that ``data`` begins with. Raises EndsEarlyError if it may be cut off."""
     return _first(data, path, persistent_load, is_prefix=True)
 
 
 FIRST_BYTES = (1 << 22, 1 << 25)
-"""How much of a pickle is read first, and next, before all of it is."""
+"""Sizes of the first two reads of a pickle, before all of it is read."""
 
 FIRST_PART = 8
-"""How many times longer a pickle is at least, so that its beginning takes little of the time."""
+"""Minimum ratio of a pickle's size to its first read, so that the first read costs little."""
 
 
 def check_start(
     read: Callable[[int, int], bytes], size: int, *, path: str, persistent_load: PersistentLoad | None = None
 ) -> None:
-    """Refuse by its first bytes what is no pickle, or one of which no more need be read: a file may be a hole of
-    gigabytes behind a short pickle, or within a string of it.
+    """Refuse data by its first bytes if it is not a pickle, or ends early: a file may be a hole of gigabytes behind a
+    short pickle, or within a string of it.
 
     Raises:
         FormatError: as ``loads`` would, or TooLongError.
@@ -119,7 +115,7 @@ def run_checked(machine: Machine, *, is_prefix: bool) -> int:
 
 @contextmanager
 def interpreting(machine: Machine, path: str) -> Iterator[None]:
-    """Whatever goes wrong within is an error that names ``path``."""
+    """Turn every exception within into an error that names ``path``."""
     try:
         with gc_paused(len(machine.data) >= GC_PAUSE_BYTES):
             yield
@@ -143,7 +139,7 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (struct.error, "an operand is cut off"),
     (UnicodeError, "text that is not valid"),
 )
-"""In the place of what the interpreter says of code of ours."""
+"""Messages that replace those of Python's own exceptions."""
 
 
 def _reason(error: Exception) -> str:
@@ -151,21 +147,6 @@ def _reason(error: Exception) -> str:
         if isinstance(error, kind):
             return words
     return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-
-
-def recorded(data: bytes, *, path: str) -> Recording:
-    """What a loader that executes pickles would run of the one that ``data`` starts with; nothing is run.
-
-    Any bytes can be asked about. Raises MemoryBudgetError alone.
-    """
-    from ckpt_tools.serialization.pickle.trace.opcodes import TRACING
-    from ckpt_tools.serialization.pickle.trace.recorder import Recorder
-
-    try:
-        with gc_paused(len(data) >= GC_PAUSE_BYTES):
-            return Recorder(data, TRACING).record()
-    except MemoryError as error:
-        raise MemoryBudgetError("there is not enough memory to check this pickle", path=path) from error
 
 
 def refuse_call(value: Value, path: str) -> None:

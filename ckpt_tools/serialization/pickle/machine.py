@@ -12,7 +12,7 @@ from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.memo import LeftOutError, Memo
 
 PersistentLoad = Callable[[Value], Value]
-"""What a persistent id stands for."""
+"""Maps a persistent id to its value."""
 
 MAX_NAME_CHARS = 1 << 12
 """Length of the name of a class or function with its module."""
@@ -42,7 +42,7 @@ class TooLongError(UnsupportedError):
 
 
 class Unset:
-    """What a memo index holds that was never put, or that a macro does not know: part of a record."""
+    """Value at a memo index that was never put, or that a macro skipped: part of a record."""
 
 
 UNSET = Unset()
@@ -57,8 +57,8 @@ class Macro(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """What a machine understands: a step for each opcode, the functions that a pickle may call, and macros for the
-    classes whose objects it may read at once.
+    """Language of a machine: a step for each opcode, the functions that a pickle may call, and macros for classes whose
+    objects are read at once.
 
     With ``leaves_out`` macros give no place in the memo to what no pickler refers to again; ``run_first`` starts again
     without them where one does.
@@ -133,7 +133,7 @@ class Machine:
             return self._run_first()
 
     def forget(self) -> None:
-        """Let go of all that only reading needs: the value is whole."""
+        """Free everything that only reading needs; the value is complete."""
         self.memo = Memo()
         self.sizes.clear()
         self.macros.clear()
@@ -220,7 +220,7 @@ Step = Callable[[Machine, int], int]
 """One opcode: the machine and the position after the opcode, to the position of the next."""
 
 Call = Callable[[Machine, tuple[Value, ...]], Value]
-"""What calling a function with these arguments makes."""
+"""Builds the value of a call with these arguments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The memo of a pickle: what was put, by place, without room for what nobody asks for."""
+"""The memo of a pickle: values by index, without room for values that are never fetched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Memo(list[Value]):
         return len(self) + self._num_left_out
 
     def leave_out(self, num_places: int) -> None:
-        """The next ``num_places`` are put, and nobody will ask for them."""
+        """Skip the next ``num_places``, which are never fetched."""
         if not num_places:
             return
         self._num_left_out += num_places

@@ -238,7 +238,7 @@ def _unicode_line(machine: Machine, at: int) -> int:
 
 
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\\\0\n\r\x1a"}
-"""What picklers of Python 3 escape, so that a line stays one."""
+"""Escapes of Python 3 picklers, which keep a string on one line."""
 
 # Looked up here, since Python imports a codec where it is first used: reading a pickle imports nothing at all.
 _RAW_UNICODE = codecs.lookup("raw-unicode-escape")

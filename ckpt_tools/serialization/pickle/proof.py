@@ -1,4 +1,4 @@
-"""Whether loading a pickle can run nothing: the reader that makes values reads it, and the closed list knows all of it.
+"""Proof that loading a pickle runs no code: the reader accepts it, and everything in it is on the closed list.
 
 The reader refuses what no pickler writes, so that no two unpicklers read two things. It keeps every name that it met
 and every object that it recorded, whatever became of them: dropped, overwritten, or handed to a call that ignores it.
@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, Value
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import FormatError, MalformedError
 from ckpt_tools.serialization.pickle.allowed_calls import CALLS
 from ckpt_tools.serialization.pickle.closed_list import FACTORIES, is_listed, refusal
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.load import interpreting, run_checked
-from ckpt_tools.serialization.pickle.machine import Call, Language, Machine, PersistentLoad, SetState
+from ckpt_tools.serialization.pickle.machine import Call, EndsEarlyError, Language, Machine, PersistentLoad, SetState
 from ckpt_tools.serialization.pickle.opcodes import STEPS
 from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, fields
 
@@ -26,14 +28,10 @@ _FROM_BYTES = GlobalRef("torch.storage", "_load_from_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What the closed list does not know, at byte ``at``.
-
-    ``subject`` is the name that it is about, if it is about one; ``name`` is the same if a user could vouch for it.
-    """
+    """An entry that is not on the closed list, at byte ``at``; ``name`` if the user could allow it by name."""
 
     at: int
     what: str
-    subject: str
     name: str | None
 
 
@@ -65,12 +63,23 @@ def prove(
     ``inner`` reads the bytes that hold a storage outside of torch's files.
 
     Raises:
-        FormatError: no pickler wrote it, or it breaks a bound. MemoryBudgetError: there is not enough memory for it.
+        FormatError: no pickler wrote it, or it breaks a bound. UnlistedNameError: so, and it names code before that.
+        MemoryBudgetError: there is not enough memory for it.
     """
     machine = Machine(data, _language(inner), persistent_load)
-    with interpreting(machine, path):
-        stop = run_checked(machine, is_prefix=is_prefix)
-        return _judged(machine, stop, frozenset(allowed))
+    try:
+        with interpreting(machine, path):
+            stop = run_checked(machine, is_prefix=is_prefix)
+            return _judged(machine, stop, frozenset(allowed))
+    except FormatError as error:
+        names = [str(ref) for key, ref in machine.names.items() if not is_listed(*key) and str(ref) not in allowed]
+        if not names or (is_prefix and isinstance(error, EndsEarlyError)):
+            raise
+        raise UnlistedNameError(f"{error.message}; it names {listed(names)}", path=error.path) from error
+
+
+class UnlistedNameError(MalformedError):
+    """A pickle that no pickler wrote, and that names code before the place where reading it fails."""
 
 
 def _language(inner: Callable[[bytes], StorageRef] | None) -> Language:
@@ -125,10 +134,10 @@ class _Judge:
             if key == (_FROM_BYTES.module, _FROM_BYTES.name) and key in self.machine.language.calls:
                 continue
             if not is_listed(*key) and not self._is_allowed(str(ref)) and str(ref) not in called:
-                self._refuse(0, f"it names {ref}", str(ref), str(ref))
+                self._refuse(0, f"it names {ref}", str(ref))
         for at, factory in self.machine.factories:
             if (factory.module, factory.name) not in FACTORIES and not self._is_allowed(str(factory)):
-                self._refuse(at, f"a defaultdict makes what is missing with {factory}", str(factory), None)
+                self._refuse(at, f"a defaultdict makes what is missing with {factory}", None)
 
     def _objects(self) -> set[str]:
         """Judge every object; the names that were refused with one."""
@@ -140,11 +149,11 @@ class _Judge:
                 name = str(made.ref) if type(made.ref) is GlobalRef else ""
                 called.add(name)
                 is_known = not name or is_listed(made.ref.module, made.ref.name)
-                self._refuse(at, what, name, None if is_known else name)
+                self._refuse(at, what, None if is_known else name)
         return called
 
     def _is_vouched_for(self, made: Opaque | SetState) -> bool:
-        """Of a class that the user allowed any arguments are, but no state that is a hook."""
+        """True for a class that the user allowed, with any arguments, but without a state that is a hook."""
         if type(made.ref) is not GlobalRef or str(made.ref) not in self.allowed:
             return False
         has_hooks = type(made.state) is dict and not ATTRIBUTES.accepts(made.state)
@@ -155,10 +164,10 @@ class _Judge:
             self.uses_allowed.add(name)
         return name in self.allowed
 
-    def _refuse(self, at: int, what: str, subject: str, name: str | None) -> None:
+    def _refuse(self, at: int, what: str, name: str | None) -> None:
         self.num_refusals += 1
         if len(self.refusals) < MAX_REFUSALS:
-            self.refusals.append(Refusal(at, what, subject, name))
+            self.refusals.append(Refusal(at, what, name))
 
 
 def _remembered(made: Opaque | SetState, known: dict[tuple[Value, ...], str | None]) -> str | None:

@@ -1,4 +1,4 @@
-"""What a line of the closed list says."""
+"""An entry of the closed list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, INT, STR, Shape, 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a pickle may do with each of ``names`` of each of ``modules``, and why that runs nothing of its choosing."""
+    """Allowed uses of each of ``names`` of each of ``modules``, and why they run no code of the pickle."""
 
     modules: str
     names: str

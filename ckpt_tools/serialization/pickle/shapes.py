@@ -128,7 +128,7 @@ PLAIN_ATTRIBUTES = Shape(
 
 
 def with_slots(shape: Shape) -> Shape:
-    """How picklers give attributes in slots: a pair of dicts."""
+    """A pair of dicts, the form in which picklers give attributes in slots."""
     return shape | row(shape | NOTHING, shape | NOTHING)
 
 

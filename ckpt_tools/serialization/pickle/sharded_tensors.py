@@ -120,7 +120,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class DTensorPart:
-    """What one rank keeps of a DTensor of ``shape``."""
+    """One rank's part of a DTensor of ``shape``."""
 
     shape: Shape
     dtype: DType
@@ -139,7 +139,7 @@ class DTensorPart:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorPart:
-    """What one rank keeps of a ShardedTensor of ``shape``: tensors, each with where it begins."""
+    """One rank's part of a ShardedTensor of ``shape``: tensors with their offsets."""
 
     shape: Shape
     dtype: DType
@@ -158,7 +158,7 @@ class PartReader:
     _meshes: dict[int, tuple[Value, Mesh]] = field(default_factory=dict)
 
     def read(self, value: Value) -> Part | None:
-        """The part that ``value`` stands for; None if it stands for something else.
+        """The part that ``value`` describes; None if it describes something else.
 
         Raises:
             UnsupportedError: a class, a field or a placement that is not handled. MalformedError: what is recorded
@@ -342,7 +342,7 @@ def _rank(given: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coor
 
 
 def _along(position: int, axis: tuple[Shape, Shape]) -> int:
-    """Where ``position`` of one dim of a mesh, which may have been made of several, is among the ranks."""
+    """Rank offset of ``position`` in one dim of a mesh, which may be made of several axes."""
     found = 0
     for size, stride in zip(reversed(axis[0]), reversed(axis[1]), strict=True):
         position, inner = divmod(position, size)
@@ -444,7 +444,7 @@ class MeshRecord:
     """A mesh of one dim as torch 2.15 pickles it, seen from one rank: the same object for all tensors of a file.
 
     ``ranks`` is the tensor of all ranks. The tensors of a file lie on the CPU, whatever the mesh's device, as those of
-    a run with offloading do: whoever loads them moves them to where the parameter is.
+    a run with offloading do: loading moves them to where the parameter is.
     """
 
     value: Opaque

@@ -1,4 +1,4 @@
-"""What is checked once a pickle was read: that values can be walked, and that records hold what they should."""
+"""Checks of a value after its pickle was read: it can be walked, and its records hold the right types."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Checker:
         self._max_size = SPARE_NODES + 2 * num_bytes
 
     def check(self, value: Value, depth: int = 0) -> int:
-        """How deep ``value``, itself ``depth`` deep, nests. Raises MalformedError."""
+        """Nesting depth of ``value``, which is ``depth`` deep itself. Raises MalformedError."""
         if type(value) in _SCALARS:
             return 0
         if type(value) is tuple and len(value) <= _SMALL and _SCALARS.issuperset(map(type, value)):
@@ -82,7 +82,7 @@ class Checker:
 
 
 def _parts(value: Value) -> Iterable[Collection[Value]]:
-    """What a value contains, in groups."""
+    """Contents of a value, in groups."""
     if isinstance(value, OrderedDict):
         return (value.keys(), value.values(), (value.attributes,))
     if isinstance(value, dict):

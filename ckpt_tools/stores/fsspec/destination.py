@@ -96,7 +96,7 @@ class FsspecLog:
         return b""
 
     def append(self, data: bytes) -> None:
-        """Nobody could use it."""
+        """Does nothing: the log is never read."""
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: the log is empty."""

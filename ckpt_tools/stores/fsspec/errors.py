@@ -1,4 +1,4 @@
-"""What an exception of a file system of fsspec means: nothing is there, it is refused, or it may work a moment later.
+"""Classifies exceptions of fsspec file systems: not found, refused, or worth another attempt.
 
 fsspec's HTTP file system turns everything that ``info`` meets, a refused connection too, into FileNotFoundError, and
 keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_info``).
@@ -17,7 +17,7 @@ _REFUSED = (401, 403, 407)
 
 
 def judged(error: Exception, url: str) -> Exception:
-    """What to raise for it: ``error`` itself, a FileNotFoundError, where nothing is there; else a StoreError, or a
+    """Exception to raise: ``error`` itself if it is a FileNotFoundError for a missing file; else a StoreError, or a
     TransientError with one."""
     cause = _cause(error)
     if isinstance(cause, CkptError):
@@ -35,7 +35,7 @@ def judged(error: Exception, url: str) -> Exception:
 
 
 def _cause(error: Exception) -> BaseException:
-    """What happened, under a FileNotFoundError that was made of an answer or of none; others are what they say."""
+    """The first cause of a FileNotFoundError that fsspec made of a failed request; other errors are their own cause."""
     cause = error.__cause__
     if cause is None or not isinstance(error, FileNotFoundError):
         return error

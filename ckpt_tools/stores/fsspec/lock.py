@@ -15,7 +15,7 @@ from ckpt_tools.stores.s3.client import Small
 
 @dataclass(frozen=True, slots=True)
 class FsspecObjects:
-    """``SmallObjects`` of the file system of a URL. Ages are by the store's clock against ours."""
+    """``SmallObjects`` of the file system of a URL. Ages compare the store's clock with the local one."""
 
     fs: Any
     path: str

@@ -1,11 +1,11 @@
 """A path of a file system of fsspec, as the place of an output.
 
-Files are written below ``.ckpt-tools-partial/<16 hex digits>/`` and moved when all are whole, the last one last. Where
-the service cannot rename, a move is a copy; where a move is interrupted, files are missing at the destination and none
-is half: the one without which a folder is no checkpoint comes last.
+Files are written below ``.ckpt-tools-partial/<16 hex digits>/`` and moved when all are complete, the marker file last.
+If the service cannot rename, a move is a copy; if moving is interrupted, files are missing at the destination, and none
+is half written.
 
-Of what was there before, the files that the caller names are removed, one by one, and nothing else. Of the folder
-``.ckpt-tools-partial``, the folders with such a number for a name are ours.
+Of the old files, those that the caller names are removed, one by one. In ``.ckpt-tools-partial``, the folders whose
+names are such numbers are a run's.
 """
 
 from __future__ import annotations
@@ -56,21 +56,11 @@ class FsspecClaim(Claim):
         place.check_free(overwrite=self.overwrite)
         check_only(place.present(), place.url, replaced)
         if isinstance(place.form, Folder):
-            asked(place.url, lambda: self._remove_old(replaced))
+            # What makes it a checkpoint first. The file system may know nothing of a folder but its files.
+            place.remove_files([sorted(replaced, key=lambda path: not is_marker(path))])
         into = place.form.root_of(place.path)
         for path in paths:
             self._move(f"{self.destination.root}/{path}", f"{into}/{path}")
-
-    def _remove_old(self, replaced: Mapping[str, int]) -> None:
-        """What makes it a checkpoint first. The file system may know nothing of a folder but its files."""
-        fs, root = self.place.fs, self.place.path
-        fs.invalidate_cache()
-        for path in sorted(replaced, key=lambda path: not is_marker(path)):
-            with suppress(FileNotFoundError):
-                fs.rm_file(f"{root}/{path}")
-        for folder in folders_of(replaced):
-            with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
-                fs.rmdir(f"{root}/{folder}")
 
     def _move(self, old: str, new: str) -> None:
         def move() -> None:
@@ -120,7 +110,7 @@ class FsspecPlace(Place):
         return Present(store, {self.name: size_of(self.fs.info(self.path), self.url)})
 
     def _folder(self) -> Present | None:
-        """What is in the folder, but for what is staged there."""
+        """Contents of the folder without unfinished output."""
         self.fs.invalidate_cache()
         if kind_at(self.fs, self.path, self.url) != "directory":
             return None
@@ -133,7 +123,7 @@ class FsspecPlace(Place):
         return Present(FsspecStore(self.fs, self.path), files, others) if files or others else None
 
     def _partials(self) -> list[str]:
-        """How it was written to, as a folder or as a file, is not said."""
+        """Folders of unfinished output, for both forms, because the form of an earlier output is unknown."""
         return [self.taken_as(Folder())._partial, self.as_file()._partial]
 
     @property
@@ -179,8 +169,7 @@ class FsspecPlace(Place):
         for folder in asked(self.url, lambda: self._staged(partial)):
             with suppress(FileNotFoundError):
                 asked(self.url, partial_call(self.fs.rm, folder, recursive=True))
-        with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
-            self.fs.rmdir(partial)
+        self._remove_folder(partial)
 
     def _staged(self, partial: str) -> list[str]:
         """The folders in ``partial`` that runs made."""
@@ -212,8 +201,12 @@ class FsspecPlace(Place):
             with suppress(FileNotFoundError):
                 self.fs.rm_file(f"{self.path}/{name}")
         for folder in folders_of(names):
-            with suppress(Exception):  # it holds more, or there are no folders here; each service says so otherwise
-                self.fs.rmdir(f"{self.path}/{folder}")
+            self._remove_folder(f"{self.path}/{folder}")
+
+    def _remove_folder(self, path: str) -> None:
+        """Remove a folder if it is empty. Services without folders, and full folders, raise errors of many kinds."""
+        with suppress(Exception):
+            self.fs.rmdir(path)
 
     def _find(self, partial: str) -> dict[str, Any]:
         with suppress(FileNotFoundError):

@@ -42,7 +42,7 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def asked(url: str, call: Callable[[], Result]) -> Result:
-    """What ``call`` of a file system gives, tried again where the network failed.
+    """Result of ``call`` of a file system, repeated after failures of the network.
 
     Raises:
         StoreError: it failed. FileNotFoundError is the caller's.
@@ -97,7 +97,7 @@ class FsspecStore(Store):
         return {name: size_of(info, self.url) for name, info in names.items() if is_shown(name) or name == self.only}
 
     def modified(self, path: str) -> float | None:
-        """As it was listed."""
+        """The time in the listing."""
         return self._times.get(path)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
@@ -154,7 +154,7 @@ def _time_of(info: Mapping[str, Any]) -> float | None:
 
 
 def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | None:
-    """What is at ``url``: a file, or a folder; None where there is nothing.
+    """Store at ``url``, a file or a folder; None if nothing exists there.
 
     Raises:
         StoreError: it cannot be asked; others as ``file_system`` says.

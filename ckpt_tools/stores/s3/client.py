@@ -38,7 +38,7 @@ CONNECT_SECONDS, READ_SECONDS = 10, 60
 """S3 answers within a second, or not at all."""
 
 RECEIVE_BYTES = 256 << 10
-"""Of a body at a time, through a buffer that stays in the processor's cache: no second copy of a part in memory."""
+"""Bytes of a body read at a time, into a buffer that fits the processor's cache: no second copy of a part in memory."""
 
 MAX_DELETED = 1000
 """Keys of one DeleteObjects request, the service's own limit."""
@@ -63,7 +63,7 @@ class RefusedError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class S3Options:
-    """How to reach a service; what is left out comes from the usual AWS environment and files."""
+    """Options for reaching a service; missing ones come from the usual AWS environment and files."""
 
     key: str | None = None
     secret: str | None = field(default=None, repr=False)
@@ -79,7 +79,7 @@ class S3Options:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> S3Options:
-        """From storage options as a user gives them. Raises UsageError for what is none."""
+        """Parse storage options as a user gives them. Raises UsageError for unknown ones."""
         names = [each.name for each in fields(cls) if each.name != "retry"]
         unknown = sorted(set(options) - {*names, "retries"})
         if unknown:
@@ -151,7 +151,7 @@ class Bucket:
                 yield Found(found["Key"], int(found["Size"]), found["ETag"], found["LastModified"].timestamp())
 
     def holds_any(self, prefix: str) -> bool:
-        """Whether any key starts with ``prefix``. Raises as ``objects``."""
+        """True if any key starts with ``prefix``. Raises as ``objects``."""
         return bool(self._call("list_objects_v2", prefix, Prefix=prefix, MaxKeys=1).get("Contents"))
 
     def _pages(self, operation: str, key: str, **given: Any) -> Iterator[Mapping[str, Any]]:
@@ -169,7 +169,7 @@ class Bucket:
         return Found(key, int(found["ContentLength"]), found["ETag"], found["LastModified"].timestamp())
 
     def metadata(self, key: str) -> Mapping[str, str] | None:
-        """What was said of the object when it was made, if there is one. Raises StoreError."""
+        """Metadata of the object, if it exists. Raises StoreError."""
         found = self._found("head_object", key, Key=key)
         return None if found is None else dict(found.get("Metadata", {}))
 
@@ -298,7 +298,7 @@ class Bucket:
     # Uploads
 
     def create_upload(self, key: str, metadata: Mapping[str, str]) -> str:
-        """The id of a new upload, of which nobody sees anything before it is completed. Raises StoreError.
+        """Id of a new upload, which is not visible before it is completed. Raises StoreError.
 
         An attempt whose answer was lost leaves an open upload behind, which ``uploads`` lists.
         """
@@ -330,7 +330,7 @@ class Bucket:
         return _bare(answer["CopyPartResult"]["ETag"])
 
     def parts(self, key: str, upload: str) -> dict[int, Part]:
-        """What an open upload holds, by number from 1. Raises StoreError."""
+        """Parts of an open upload, by number from 1. Raises StoreError."""
         found, marker = {}, 0
         while True:
             page = self._call("list_parts", key, Key=key, UploadId=upload, PartNumberMarker=marker)

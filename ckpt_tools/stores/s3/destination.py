@@ -1,6 +1,6 @@
 """Files of an output as multipart uploads to S3, and the log of what was written.
 
-Every output file is a multipart upload, of which nobody sees anything until it is completed; a task is one part of it.
+Every output file is a multipart upload, which is invisible until it is completed; a task is one part of it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ckpt_tools.stores.s3.upload_notes import TOKEN, UploadNotes, in_parallel
 from ckpt_tools.stores.source import Buffer, ServiceFile, checked_name
 
 PART_BYTES = 8 << 20
-"""Of a file that is uploaded: 8 MiB are what S3's own tools use."""
+"""Part size of an uploaded file: S3's own tools use 8 MiB."""
 
 MAX_PARTS = 10_000
-"""Of one upload, the service's limit."""
+"""Most parts of one upload, the service's limit."""
 
 LOG_NUMBER = re.compile(r"\d{12}")
 
 MIN_COPY_BYTES = 5 << 20
-"""Of a part that the service copies itself, and of any but a file's last: its own limit."""
+"""Smallest part that the service copies, and smallest part that is not a file's last: the service's limit."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class S3Destination(Destination):
         return found is None or found.get(number + 1) == Part(_etag(part_tag), num_bytes)
 
     def _parts(self, path: str, handle: str) -> Mapping[int, Part] | None:
-        """What an upload of an earlier run holds; None where it was completed, nothing where it is gone."""
+        """Parts of an upload of an earlier run; None if it was completed, empty if it is gone."""
         if (path, handle) not in self._held:
             key = self.prefix + path
             try:
@@ -105,7 +105,7 @@ class S3Destination(Destination):
         return self.prefix + path, self.finished[path][0].partition("/")[0]
 
     def abandon(self) -> None:
-        """Nothing is open on this side."""
+        """Does nothing: no file is open here."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return S3Destination, (self.bucket, self.prefix, self.notes)

@@ -1,9 +1,9 @@
-"""Who is writing to a place of an object store: an object that one process holds, and keeps showing that it lives.
+"""Lock on a place of an object store: an object that its holder writes again every few seconds.
 
-The object is made with a condition ("if there is none"), so that of two processes one is told. Its holder writes it
-again every few seconds. One whose holder has been silent for long, by the service's own clock, or was a process of
-this machine and is gone, is taken over, again with a condition ("if it is still this one"). Where a service knows no
-conditions, what was written is read back; two who start within that moment may both believe to be first.
+The object is made with a condition ("if there is none"), so that of two processes one fails. A lock whose
+holder has been silent for long, by the service's own clock, or was a process of this machine that has ended, is taken
+over, again with a condition ("if it is still this one"). On services without conditions the object is read back; two
+processes that start within that moment may both get the lock.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 from ckpt_tools.stores.s3.client import Small
 
 BEAT_SECONDS = 15.0
-"""How often a holder shows that it lives: four requests a minute."""
+"""Interval of a holder's heartbeats: four requests a minute."""
 
 STALE_SECONDS = 60.0
 """Silence after which a holder is taken for dead: four times the above, as a request may be tried again for half a
 minute."""
 
 ATTEMPTS = 3
-"""An object that vanishes between being found and being read belonged to somebody who just ended."""
+"""Attempts to take a lock: its object may vanish between listing and reading when a holder ends."""
 
 
 class SmallObjects(Protocol):
-    """What a lock needs of a store."""
+    """Operations that a lock needs of a store."""
 
     def get(self, key: str) -> Small | None: ...
 
@@ -56,7 +56,7 @@ class ObjectLock:
     _etag: str = field(default="", repr=False)
     _num_beats: int = field(default=0, repr=False)
     lost: bool = field(default=False, repr=False)
-    """Somebody else was seen to have taken over."""
+    """True once another process was seen to have taken over."""
 
     def take(self) -> None:
         """Raises DestinationExistsError where another process holds it, and StoreError."""
@@ -87,21 +87,22 @@ class ObjectLock:
         return True
 
     def beat(self) -> None:
-        """Show that we live. Raises StoreError where somebody else took over."""
+        """Write a heartbeat. Raises StoreError if another process took over."""
         self._num_beats += 1
         self.objects.put_matching(self.key, self._text(), self._etag)
         self.check()
 
     def check(self) -> None:
-        """Raises StoreError where somebody else took over."""
+        """Raises StoreError if another process took over."""
         if not self._is_mine():
             self.lost = True
-            raise StoreError(
-                f"another process took over {self.url}, because this one gave no sign of life for too long"
-            )
+            raise self.taken_over()
+
+    def taken_over(self) -> StoreError:
+        return StoreError(f"another process took over {self.url}, because this one gave no sign of life for too long")
 
     def release(self) -> None:
-        """Let go of it, if it is ours still. Raises StoreError."""
+        """Release the lock if this process still holds it. Raises StoreError."""
         if self._is_mine():
             self.objects.delete([self.key])
 
@@ -125,7 +126,7 @@ class ObjectLock:
 
 
 def _content(found: Small) -> dict[str, object]:
-    """What a lock says; nothing where it is none of ours, or half written."""
+    """Content of a lock; empty if the object is damaged or not a lock."""
     with suppress(ValueError):
         content = json.loads(found.data)
         return content if isinstance(content, dict) else {}
@@ -133,19 +134,19 @@ def _content(found: Small) -> dict[str, object]:
 
 
 def _named(found: Small) -> str:
-    """Which process holds a lock, for a person. Locks of earlier versions do not name the host."""
+    """Process that holds a lock, for messages. Locks of earlier versions do not name the host."""
     content = _content(found)
     return f" (process {content['pid']} on {content['host']})" if {"pid", "host"} <= content.keys() else ""
 
 
 def is_held(found: Small | None) -> bool:
-    """Whether a lock that was read is that of a process that lives, as far as anybody can tell."""
+    """True if the lock is held by a process that is not known to be dead."""
     return found is not None and not _is_stale(found)
 
 
 def _is_stale(found: Small) -> bool:
-    """Whether it is that of a process that is gone. One that says nothing is of a process that was killed while it
-    wrote it: nobody believes to hold a lock before reading it back."""
+    """True if the holder is dead. An empty lock is of a process that was killed while it wrote it: a process holds a
+    lock only after it has read it back."""
     content = _content(found)
     if not content:
         return True

@@ -1,13 +1,11 @@
 """A key of an S3 bucket as the place of an output that is absent, old, or complete.
 
-Publishing completes the uploads, the last file last. Beside unfinished output, below ``.ckpt-tools-partial/``, lie
-small objects of ours: the lock of the process that writes, the log of what it did, and its notes. They are gone when
-the output is published.
+Publishing completes the uploads, the marker file last. Small objects below ``.ckpt-tools-partial/`` are the lock of the
+process that writes, its log, and its notes. They are removed when the output is published.
 
-S3 renames nothing, so that an existing checkpoint cannot be swapped for another in one step. Its last file goes first,
-then the rest of it, then the new files come, the last of them last: whoever looks meanwhile finds no checkpoint.
-The objects that go are those that the caller names, and no other. Marks that tools make for folders, empty objects with
-a slash at the end of their names, are never ours, and stay.
+S3 cannot rename, so an existing checkpoint cannot be swapped for another in one step. Its marker file is removed first,
+then its other files, then the new files are completed, the marker last: meanwhile there is no checkpoint. Only objects
+that the caller names are removed. Empty objects whose names end in a slash, which tools make for folders, stay.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class S3Claim(Claim):
         """Make the finished files visible, the last of ``paths`` last, and ``replaced`` go.
 
         Raises:
-            DestinationExistsError: somebody else put something there meanwhile. StoreError: the service failed, or
+            DestinationExistsError: another process wrote there meanwhile. StoreError: the service failed, or
             another process took over.
         """
         self.lock.check()
@@ -63,7 +61,7 @@ class S3Claim(Claim):
         _quietly(self._tidy)
 
     def _remove_debris(self, paths: Sequence[str]) -> None:
-        """What a killed run left half made, but for the files that it completed for us."""
+        """Remove incomplete objects of a killed run, except those that it completed for this one."""
         notes = self.destination.notes
         if partial_objects := notes.partial_objects():
             marks = dict(map(self.destination.mark, paths))
@@ -71,14 +69,14 @@ class S3Claim(Claim):
             self.place.bucket.delete([key for key in partial_objects if key not in kept])
 
     def _old(self, new: Sequence[str], replaced: Mapping[str, int]) -> list[Found]:
-        """What has to go; but a single file is replaced as it is, in one step."""
+        """Objects to remove; a single file is replaced in one step instead."""
         names = {self.place.inside + path for path in replaced}
         is_file = isinstance(self.place.form, SingleFile)
         old = [] if is_file else [each for each in self.place.objects() if each.key in names]
         return [] if len(new) == 1 and {each.key for each in old} <= set(new) else old
 
     def _remove(self, old: Sequence[Found]) -> None:
-        """What makes it a checkpoint first."""
+        """Remove markers first, so that the folder is no checkpoint from then on."""
         keys = [each.key for each in old]
         self.place.bucket.delete([key for key in keys if is_marker(key)])
         self.place.bucket.delete([key for key in keys if not is_marker(key)])
@@ -132,7 +130,7 @@ class S3Place(Place):
         return f"{self._root}{self.form.partial_name}/"
 
     def objects(self) -> list[Found]:
-        """What is in the folder, but for what is ours alone."""
+        """Contents of the folder without unfinished output."""
         folder = self.taken_as(Folder())
         partial_objects = set(folder._notes.partial_objects())
         found = self.bucket.objects(self.inside)
@@ -177,7 +175,7 @@ class S3Place(Place):
         check_free(self.url, Standing(bool(kinds), kinds), self.form.kind, overwrite=overwrite)
 
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[S3Claim]:
-        """As ``Place.claim``. S3 answers when bytes are safe, so that ``fsync`` asks for nothing more."""
+        """Like ``Place.claim``. S3 answers when bytes are safe, so ``fsync`` changes nothing."""
         return claimed(self, overwrite=overwrite, resume=resume)
 
     def new_claim(self, *, overwrite: bool) -> S3Claim:
@@ -186,7 +184,8 @@ class S3Place(Place):
         )
 
     def _ways(self) -> list[S3Place]:
-        """As a folder or as a file: how it was written to is not said. A bucket itself is a folder."""
+        """The place as a folder and as a file, because the form of an earlier output is unknown. A bucket is a
+        folder."""
         return [self.taken_as(Folder()), *([self.as_file()] if self.key else [])]
 
     def leftovers(self) -> Sequence[Leftover]:
@@ -238,7 +237,7 @@ _KINDS = {
     "lock": re.compile("lock"),
     "note": re.compile(rf"notes/(begun/{TOKEN_FORM.pattern}/.+|publishing)", re.DOTALL),
 }
-"""The objects below ``.ckpt-tools-partial/`` that are ours."""
+"""Objects below ``.ckpt-tools-partial/`` that runs make."""
 
 
 @contextmanager
@@ -275,6 +274,6 @@ def _forget(claim: S3Claim) -> None:
 
 
 def _quietly(call: Callable[[], None]) -> None:
-    """What cannot be removed now, ``clean`` removes later; the error that brought us here is the one to tell."""
+    """Ignore errors: ``clean`` can remove the rest later, and the first error is the one to report."""
     with suppress(CkptError):
         call()

@@ -1,4 +1,4 @@
-"""What lies below a prefix of an S3 bucket, as a store to read from."""
+"""A prefix of an S3 bucket as a store to read from."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class S3Store(Store):
         return self._etags.get(path) or self._found(path).etag
 
     def modified(self, path: str) -> float | None:
-        """As it was listed."""
+        """The time in the listing."""
         return self._times.get(path)
 
     def locate(self, path: str) -> ServiceFile | None:
@@ -69,7 +69,7 @@ class S3Store(Store):
 
 
 def open_s3_store(bucket: Bucket, key: str) -> S3Store | None:
-    """What is at ``key``: an object, or what lies below it; None where there is nothing.
+    """Store at ``key``, which is an object or a prefix; None if nothing exists there.
 
     Raises:
         SourceNotFoundError: there is no such bucket. StoreError: it cannot be asked.

@@ -1,4 +1,4 @@
-"""What a run notes in a bucket about itself, so that whoever comes after a kill knows what is ours and how far it came.
+"""Notes of a run in a bucket, which tell the next run after a kill which objects are the run's and what is done.
 
 Before an upload is begun, its key and a token are noted; the finished object carries the token. Before anything is made
 visible, it is noted which file comes last, and what was there. From these follows, after a kill at any moment, which
@@ -21,10 +21,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 TOKEN_FORM = re.compile(r"[0-9a-f]{16}")
-"""Of a token. A note by another name is not ours."""
+"""Form of a token. A note by another name is ignored."""
 
 _NOTE = re.compile(rf"{TOKEN_FORM.pattern}/.+", re.DOTALL)
-"""Of an upload, below ``begun/``."""
+"""Form of the name of an upload, below ``begun/``."""
 
 TOKEN = "ckpt-tools-upload"
 """The metadata by which a finished object is known to be of a certain upload."""
@@ -103,11 +103,11 @@ class UploadNotes:
         return ours + [key for key in self._remains(note["old"]) if key not in set(ours)]
 
     def token(self, key: str) -> str | None:
-        """That of the object at ``key``, if there is one and it was an upload of ours."""
+        """Token of the upload that made the object at ``key``; None if there is no object or no upload of a run."""
         return (self.bucket.metadata(key) or {}).get(TOKEN)
 
     def _remains(self, old: Mapping[str, str]) -> list[str]:
-        """What is left of what was there, unless all of it is."""
+        """Old objects that are left; empty if all of them are."""
         found = dict(zip(old, in_parallel(self.bucket.head, old), strict=True))
         left = [key for key, each in found.items() if each is not None and each.etag == old[key]]
         return left if len(left) < len(old) else []

@@ -1,4 +1,4 @@
-"""What runs tasks: any order, any place, each result once."""
+"""Interface of runners: each task runs once, in any order, anywhere."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Tasks on the processes of a Ray cluster.
 
-Items are handed out in order, and a process works through those it was given in the order it was given them. So the
-earliest item that is not done is always the one its process is at, or the next to be handed out; as an item waits for
-earlier ones alone, that one waits for nobody, and something always moves.
+Items are assigned in order, and each process works through its items in that order. So the earliest item that is not
+done is always under way, or the next to be assigned; an item waits for earlier ones only, so this one never waits, and
+there is no deadlock.
 
-A lost process breaks this: its items would queue behind others that wait for them. Then nothing more is handed out,
-whoever waits gives its item back (``RayBoard.postpone``), and when no item is in anybody's hands all that came back is
-handed out again, in order and before anything new. A loss costs the items of the lost process, those that waited, and
-the time of what is under way.
+A lost process breaks this: its items would queue behind others that wait for them. Then nothing more is assigned,
+waiting items are given back (``RayBoard.postpone``), and when none is assigned all of them are assigned again, in order
+and before new ones. A loss costs the items of the lost process, those that waited, and the time of those under way.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ ITEMS_PER_WORKER = 2
 one, 1,190 with two, on 2 busy cores."""
 
 MAX_LOSSES = 5
-"""Processes that one item, or the start of one worker, may lose before it is believed to be what kills them. A machine
-that goes takes its processes one after the other, and an item may meet several of them."""
+"""Processes that one item, or the start of one worker, may lose before it counts as the cause. A machine that is lost
+takes its processes one after the other, and an item may meet several of them."""
 
 START_SECONDS = 600.0
-"""How long a run waits while it has no worker at all: clusters that grow take minutes to add a machine."""
+"""Seconds that a run without any worker waits: clusters that grow take minutes to add a machine."""
 
 ENDING_SECONDS = 10.0
-"""How long an interrupted run waits for processes that it killed to be gone."""
+"""Seconds that an interrupted run waits for the processes that it killed."""
 
 
 @dataclass(slots=True)
@@ -91,7 +90,7 @@ class RayRunner:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult(Generic[Result]):
-    """What became of an item: a result or an error, which crosses between processes as a value so as to stay itself."""
+    """Outcome of an item: a result or an error, sent between processes as a value so that its class is kept."""
 
     result: tuple[Result, ...]
     error: BaseException | None = None
@@ -127,7 +126,7 @@ def new_process() -> Any:
 
 @cache
 def _process_class() -> Any:
-    """Known to Ray once, not once a process."""
+    """Register the class with Ray once, not once a process."""
     import ray
 
     return ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(Process)
@@ -171,7 +170,7 @@ class _Event(Generic[Item]):
 
 @dataclass(slots=True)
 class _Run(Generic[Item, Result]):
-    """One call of ``RayRunner.run``: what is in whose hands. Only the thread that takes the results touches it."""
+    """State of one call of ``RayRunner.run``. Used only by the thread that takes the results."""
 
     runner: RayRunner
     work: Any
@@ -182,7 +181,7 @@ class _Run(Generic[Item, Result]):
     places: list[tuple[int, int, _Worker]] = field(default_factory=list)
     """A heap of the free places at workers, those at idle ones first."""
     waiting: list[_Numbered[Item]] = field(default_factory=list)
-    """A heap of what was taken and is in nobody's hands."""
+    """Heap of items that were taken and are not assigned."""
     error: BaseException | None = None
     num_starting: int = 0
     num_out: int = 0
@@ -198,7 +197,7 @@ class _Run(Generic[Item, Result]):
             self._hand_out()
 
     def drain(self) -> None:
-        """Nobody takes results any more: wait for what is under way, or, being interrupted again, end it."""
+        """Wait for tasks under way without taking results; after a second interruption, kill them."""
         self.error = self.error or GeneratorExit()
         try:
             while self.num_out:
@@ -216,7 +215,7 @@ class _Run(Generic[Item, Result]):
         self.workers.clear()
 
     def processes(self) -> list[Any]:
-        """Those that can be used again, or are still to come."""
+        """Processes that can be used again, or are still starting."""
         return [worker.process for worker in self.workers]
 
     def start(self, process: Any, num_losses: int = 0) -> None:
@@ -230,7 +229,7 @@ class _Run(Generic[Item, Result]):
         ref.future().add_done_callback(lambda ended: self.news.put(_Event(worker, item, ended)))
 
     def _peek(self) -> _Numbered[Item] | None:
-        """The earliest item that is in nobody's hands. An error of the items themselves ends the run like another."""
+        """First item that is not assigned. An error of the items themselves ends the run like another."""
         if not self.waiting and not self.is_exhausted:
             try:
                 self.waiting.extend(_Numbered(*taken) for taken in (next(self.items),))
@@ -317,7 +316,7 @@ class _Run(Generic[Item, Result]):
                 self._offer(worker, num_items)
 
     def _lost(self, worker: _Worker, loss: BaseException) -> None:
-        """A process is gone, as far as anybody can tell: another takes its place."""
+        """Replace a process that seems dead by a new one."""
         if worker.is_lost:
             return
         worker.is_lost = True
@@ -339,7 +338,7 @@ class _Run(Generic[Item, Result]):
                 self.runner.board.postpone()
 
     def _hand_out_again(self) -> None:
-        """Nothing is under way, so nobody waits: everything can go on in order."""
+        """Resume in order: no task is under way, so none waits."""
         if self.runner.board is not None:
             self.runner.board.resume()
         self.is_draining = False

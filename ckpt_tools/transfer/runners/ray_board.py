@@ -1,9 +1,8 @@
-"""A board of checksums that the workers of a Ray cluster share: one process, beside the one that hands out tasks.
+"""A board of checksums that the workers of a Ray cluster share: one process, beside the one that assigns tasks.
 
-Whoever waits for a checksum waits in that process, on its event loop, and is woken by what it waits for, by an error,
-or by ``postpone``. The last is for a lost worker. Nobody waits for ever while every earlier task is in somebody's
-hands; once one is lost, those who wait for it may hold all workers that could repeat it. They give their tasks back
-then, and everything is handed out again in order (``runners.ray``).
+A worker that needs a checksum waits on the event loop of that process, until the checksum, an error, or ``postpone``.
+The last is for a lost worker: tasks that wait for its parts may occupy all workers that could repeat them. They are
+given back, and everything is assigned again in order (``runners.ray``).
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ ANSWER_RANGES = 4096
 in turn, and a question costs half a millisecond."""
 
 MAX_WAITING = 100_000
-"""Questions that may be open at a time, more than any cluster has workers: beyond it nobody could tell anything."""
+"""Questions that may be open at a time, more than any cluster has workers: above it, no message could be sent."""
 
 MAX_UNHEARD = 1000
-"""What the process that hands out tasks has told and not been answered: it tells a whole journal at once."""
+"""Unanswered messages of the process that assigns tasks: it sends a whole journal at once."""
 
 
 class PostponedError(Exception):
@@ -37,8 +36,8 @@ class PostponedError(Exception):
 
 @dataclass(slots=True)
 class RayBoard:
-    """The board, from any process. In a worker, what was told is known to be there before the task goes on: once a
-    receipt is out nobody would tell it again."""
+    """Client of the board, for any process. A worker waits until its post has arrived, because after the receipt it is
+    not repeated."""
 
     notices: Any
     """The handle of ``ChecksumActor``."""
@@ -71,7 +70,7 @@ class RayBoard:
         self.notices.forget.remote(file)
 
     def postpone(self) -> None:
-        """Whoever waits, or would, gets PostponedError instead, until ``resume``."""
+        """Raise PostponedError in every call that waits or would wait, until ``resume``."""
         _answer(self.notices.postpone.remote(True))
 
     def resume(self) -> None:
@@ -108,7 +107,7 @@ def _answer(ref: Any) -> Any:
 
 
 def sendable(error: BaseException) -> BaseException:
-    """The error itself where any process can make it again, as ours and Python's own; else its words."""
+    """The error itself if any process can rebuild it, as those of ckpt-tools and Python; else its message."""
     is_plain = type(error).__module__ == "builtins" and all(isinstance(each, str | int) for each in error.args)
     if is_plain or isinstance(error, CkptError | PostponedError):
         return error
@@ -117,7 +116,7 @@ def sendable(error: BaseException) -> BaseException:
 
 @dataclass(slots=True)
 class _FileChecksums:
-    """What is known of one file: ranges whose parts are still coming, and values of those that are whole."""
+    """Checksums of one file: ranges with missing parts, and values of complete ranges."""
 
     parts: dict[Range, dict[int, PartCrc]] = field(default_factory=dict)
     missing: dict[Range, int] = field(default_factory=dict)
@@ -125,7 +124,7 @@ class _FileChecksums:
     in_order: list[Range] = field(default_factory=list)
 
     def add(self, part: PartCrc) -> bool:
-        """Whether it was the last of its range."""
+        """True if the part was the last of its range."""
         covers = part.covers
         known = self.parts.setdefault(covers, {})
         if covers in self.values or part.start in known:

@@ -16,10 +16,11 @@ from ckpt_tools.guard import guarded
 from ckpt_tools.signals import held_back, starting_processes
 
 OBJECT_STORE_BYTES = 256 << 20
-"""Of a cluster that is started here. The plan alone goes through it; Ray's own habit is 30 % of the memory."""
+"""Object store memory of a cluster that is started here. Only the plan passes through it; Ray's default is 30 % of the
+memory."""
 
 ANSWER_SECONDS = 10.0
-"""What a cluster's port may take to answer."""
+"""Seconds for a cluster's port to answer."""
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def connected(address: str | None, num_workers: int) -> Iterator[None]:
 
 
 def _is_there(address: str | None) -> bool:
-    """Whether the cluster at ``address`` is somebody's; else it is started here."""
+    """True if the cluster at ``address`` runs already; else it is started here."""
     return address not in (None, "local")
 
 

@@ -22,13 +22,13 @@ RESULTS_PER_WORKER = 8
 """Results that may wait to be taken. Each may hold a file open until it is, and closing one may take a disk's time."""
 
 NAP_SECONDS = 0.003
-"""How long whoever takes the results rests once all are taken. To be woken for each of them costs the workers the
-interpreter's lock at every turn: 1.4 s instead of 1.2 s for 4.2 GB in tasks of 4 MiB. There is room for what small
+"""Pause of the thread that takes the results once all are taken. Waking it for each of them costs the workers the
+interpreter's lock every time: 1.4 s instead of 1.2 s for 4.2 GB in tasks of 4 MiB. There is room for what small
 tasks make meanwhile: each of them takes a thread 0.3 ms and more."""
 
 LEAVING_SECONDS = 2.0
-"""How long a run that a signal ended waits for its threads. One that hangs in a read would keep what was written from
-being removed."""
+"""Seconds that a run ended by a signal waits for its threads. One that hangs in a read would keep the output from being
+removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Shared(Generic[Item]):
         return taken
 
     def end(self) -> None:
-        """No further item is taken; whoever waits for room is woken, one after the other."""
+        """Take no further item, and wake the threads that wait for room, one after the other."""
         self.ended = True
         self.room.release()
 

@@ -1,11 +1,7 @@
-"""The calls that a loader of pickles would execute for a checkpoint.
+"""Proof that loading a checkpoint runs no code, or the findings where there is no proof.
 
-Every pickle of every file is followed by a machine that writes calls down (``containers.unpickler.recorder``): those of
-torch files in both formats and of the tar before them, of the items of a DCP, of whatever lies beside a checkpoint, one
-after the other where several follow each other, and inside the byte strings that a pickle gives to an unpickler. What
-cannot be followed to its end is a finding too, since a loader might get further.
-
-``carriers`` knows in what files pickles lie, ``sources`` which files there are, ``report`` what is found.
+``source`` lists the files and the items of a DCP, ``kinds`` recognises them, ``prove`` parses each kind to its last
+byte, ``disguise`` looks for a second meaning, and ``report`` holds the findings.
 """
 
 from ckpt_tools.verification.scan.findings import Finding

@@ -1,4 +1,4 @@
-"""What a scan spends on data that is small in a file and large outside of it: a small file must not cost much."""
+"""Limits of a scan for data that a small file expands to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckpt_tools.verification.scan.findings import NotLookedIntoError
 
 MAX_INFLATED_BYTES = 1 << 25
-"""Of one item, or of all records of an archive together: they are held in memory."""
+"""Most bytes of one decompressed item, which is held in memory."""
 
 _SPARE_INFLATED_BYTES, _INFLATED_PER_BYTE = 1 << 28, 64
 """Elements of tensors are inflated and not read: about a second a gigabyte."""
@@ -17,8 +17,6 @@ _SPARE_INFLATED_BYTES, _INFLATED_PER_BYTE = 1 << 28, 64
 _SPARE_PICKLED_BYTES, _PICKLED_PER_BYTE = 1 << 20, 1
 """The worst opcodes take a second and 100 MB for each megabyte of them. An item of a tensor has 300 bytes of pickle, so
 that a checkpoint of many compressed tensors is far from this; a compressed object of several megabytes is not."""
-
-_SPARE_FOLLOWED_BYTES, _MAX_FOLLOWED_BYTES = 1 << 21, 1 << 25
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class InflationBudget:
 
     @contextmanager
     def granting(self, packed_bytes: int) -> Iterator[Grant]:
-        """What an item of ``packed_bytes`` may have, and what it takes, also if it is refused within. Raises
+        """Grant bytes to an item of ``packed_bytes``, and spend what it uses, also if it is refused within. Raises
         NotLookedIntoError if nothing is left."""
         self._left += packed_bytes * _INFLATED_PER_BYTE
         if self._left <= 0:
@@ -56,24 +54,10 @@ class PickleBudget:
         self._left = _SPARE_PICKLED_BYTES
 
     def spend(self, num_bytes: int, packed_bytes: int) -> bool:
-        """Whether a pickle of ``num_bytes`` in an item of ``packed_bytes`` is within the budget; it is spent then."""
+        """True if a pickle of ``num_bytes`` in an item of ``packed_bytes`` is within the budget, which is then
+        spent."""
         self._left += packed_bytes * _PICKLED_PER_BYTE
         if num_bytes > self._left:
             return False
         self._left -= num_bytes
         return True
-
-
-class FollowedBudget:
-    """Bytes that are followed to explain what was refused, inflated and nested data included: some for the scan, and
-    as many as there are in what is explained, up to 32 MiB together."""
-
-    def __init__(self) -> None:
-        self.left = _SPARE_FOLLOWED_BYTES
-        self._ungranted = _MAX_FOLLOWED_BYTES - _SPARE_FOLLOWED_BYTES
-
-    def grant(self, num_bytes: int, at_least: int) -> None:
-        """For a piece of ``num_bytes``, of which ``at_least`` are followed whatever was followed before."""
-        granted = min(num_bytes, self._ungranted)
-        self._ungranted -= granted
-        self.left = max(self.left + granted, at_least)

@@ -9,9 +9,12 @@ from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.tokens import imports_as_a_pickle
 
 _END_BYTES = (1 << 16) + 22
-"""From the end of a file, where Python's zipfile looks for the end record of an archive."""
+"""Bytes at the end of a file in which Python's zipfile looks for the end record of an archive."""
 
 _BLOCK = 512
+
+_NO_PICKLES = (b"PK\x03\x04", b"\x93NUMPY")
+"""First bytes with which no pickle starts."""
 
 _NUMBER_LINES = (b"P", b"p", b"g", b"I", b"L", b"F", b"S")
 """Opcodes of pickles that take a line: the length of a header holds a NUL, with which none of these means anything."""
@@ -21,8 +24,8 @@ def check_one_meaning(piece: Piece) -> None:
     """Raises MalformedError where a proven file may be an archive, or a pickle that imports something, for another
     loader."""
     head = piece.head(_BLOCK)
-    if head.startswith((b"PK\x03\x04", b"\x93NUMPY")):
-        # An archive that starts here is the only one in it, and no pickle starts so.
+    if head.startswith(_NO_PICKLES):
+        # An archive that starts here is the only one in it.
         return
     if is_tar(head):
         raise MalformedError("a loader may take it for a tar archive")
@@ -31,16 +34,25 @@ def check_one_meaning(piece: Piece) -> None:
         raise MalformedError("a loader may take its end for a zip archive")
     if is_safetensors and head[:1] in _NUMBER_LINES:
         return
-    if not kinds.PICKLED.search(piece.file) and imports_as_a_pickle(piece):
-        raise RunsElsewhereError("a loader of pickles could run it")
+    if runs_as_a_pickle(piece):
+        raise RunsElsewhereError(RUNS_AS_A_PICKLE)
+
+
+RUNS_AS_A_PICKLE = "a loader of pickles could run it"
+
+
+def runs_as_a_pickle(piece: Piece) -> bool:
+    """True if a loader of pickles could import something from ``piece``, whose name is not that of a pickle."""
+    is_other = not kinds.PICKLED.search(piece.file) and not piece.head(_BLOCK).startswith(_NO_PICKLES)
+    return is_other and imports_as_a_pickle(piece)
 
 
 class RunsElsewhereError(MalformedError):
-    """A file that a loader of pickles could run, whatever its name says. The calls are findings of their own."""
+    """A file that a loader of pickles could run, although its name and first bytes are those of another kind."""
 
 
 def is_tar(block: bytes) -> bool:
-    """Whether the first block has the checksum of a tar, of whatever variant (Lib/tarfile.py ``frombuf``)."""
+    """True if the first block has the checksum of a tar of any variant (Lib/tarfile.py ``frombuf``)."""
     if len(block) < _BLOCK:
         return False
     stated = _number(block[148:156])

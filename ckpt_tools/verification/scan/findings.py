@@ -1,4 +1,4 @@
-"""What a scan finds, and their collector."""
+"""Findings of a scan, and their collector."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NotLookedIntoError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Finding(Shown):
-    """``what`` is the call, or the reason; ``place`` says which pickle of the file, and where in it."""
+    """``what`` is the reason; ``place`` says which pickle of the file, and where in it."""
 
     file: str
     place: str

@@ -1,4 +1,4 @@
-"""What a file is, by its name and by its first bytes. Only what is recognised by both can be proved."""
+"""Kinds of files, by name and by first bytes. Only a file that both recognise can be proved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JSON_NAME = re.compile(
     r"\.zattrs|\.zmetadata)$",
     re.I,
 )
-"""Those of Orbax and zarr have no ending."""
+"""Names without a suffix are those of Orbax and zarr."""
 _JSON_LINES_NAME = re.compile(r"\.jsonl$", re.I)
 
 PROGRAM = re.compile(
@@ -33,7 +33,7 @@ KNOWN_PROGRAMS = {
     "bbeb8b1fe7d79563af43902ec91f2db0be8d145466043aae200ff05168a4d6ba": "zero_to_fp32.py of DeepSpeed 0.19",
     "b1f54984e60ece6da9343a70233ef4e04653e8ce4c2739faa4363cd124a99561": "zero_to_torch.py",
 }
-"""Programs that DeepSpeed lays into every checkpoint, by the SHA-256 of their bytes."""
+"""Programs that DeepSpeed writes into every checkpoint, by the SHA-256 of their bytes."""
 
 MAX_KNOWN_PROGRAM_BYTES = 1 << 17
 

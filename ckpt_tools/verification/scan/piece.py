@@ -9,13 +9,12 @@ from ckpt_tools.serialization.zip_archive import ReadRange
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A file, or a part of one: ``place`` says where it is in ``file``, ``depth`` how many pickles it lies in."""
+    """A file, or a part of one: ``place`` says where it is in ``file``."""
 
     file: str
     place: str
     size: int
     read: ReadRange
-    depth: int = 0
 
     def part(self, start: int, stop: int, place: str) -> Piece:
         read = self.read
@@ -25,10 +24,10 @@ class Piece:
     def holding(self, data: bytes, place: str) -> Piece:
         """``data``, which came out of this."""
         inner = self._inner(place, len(data))
-        return replace(inner, read=lambda start, stop: data[start:stop], depth=self.depth + 1)
+        return replace(inner, read=lambda start, stop: data[start:stop])
 
     def within(self, place: str) -> str:
-        """Where ``place`` of this is in the file."""
+        """Position of ``place`` in the file."""
         return ", ".join(filter(None, (self.place, place)))
 
     def head(self, num_bytes: int) -> bytes:

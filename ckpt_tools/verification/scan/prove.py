@@ -21,7 +21,7 @@ from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import check_start
 from ckpt_tools.serialization.pickle.machine import PersistentLoad, TooLongError
-from ckpt_tools.serialization.pickle.proof import Proof, Refusal, prove
+from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prove
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.torch_legacy import is_legacy
@@ -29,6 +29,7 @@ from ckpt_tools.serialization.zip_archive import TORCHSCRIPT
 from ckpt_tools.stores.source import checked_name
 from ckpt_tools.verification.scan import kinds
 from ckpt_tools.verification.scan.budget import PickleBudget
+from ckpt_tools.verification.scan.disguise import RunsElsewhereError
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.strict_zip import covered_zip
@@ -37,20 +38,19 @@ MAX_TEXT_BYTES = 1 << 26
 """Text and JSON; a tokenizer takes 20 MB."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""As safetensors itself has it."""
+"""Limit of safetensors itself."""
 
 _HEAD_BYTES = 512
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 
 
 class Prover:
-    """Proves pieces, and notes what stands in the way."""
+    """Proves pieces, and collects findings."""
 
     def __init__(self, notebook: FindingCollector) -> None:
         self._notebook = notebook
         self._pickle_budget = PickleBudget()
         self.metadata: dict[str, Metadata] = {}
-        self._refused: list[tuple[str, Refusal]] = []
 
     def prove(self, piece: Piece) -> None:
         """Prove a whole file. Raises FormatError or UnsafeError where it cannot be; refused names are noted."""
@@ -124,12 +124,10 @@ class Prover:
     def _note(self, piece: Piece, place: str, proof: Proof) -> None:
         self._notebook.note(proof)
         for refusal in proof.refusals:
-            self._refused.append((piece.within(", ".join(filter(None, (place, f"byte {refusal.at:,}")))), refusal))
-
-    def refused(self) -> list[tuple[str, Refusal]]:
-        """What pickles hold that the closed list does not know, by place, since it was last asked."""
-        found, self._refused = self._refused, []
-        return found
+            where = piece.within(", ".join(filter(None, (place, f"byte {refusal.at:,}"))))
+            self._notebook.add(piece.file, where, Danger.RUNS if refusal.name else Danger.COULD_RUN, refusal.what)
+        if left := proof.num_refusals - len(proof.refusals):
+            self._notebook.add(piece.file, piece.within(place), Danger.COULD_RUN, f"{left:,} more", count=left)
 
     def _legacy(self, piece: Piece) -> None:
         found = prove_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed)
@@ -251,7 +249,7 @@ _NPY_HEADER = re.compile(
 
 
 def _npy_header(piece: Piece) -> tuple[int, str, list[int]]:
-    """Where the elements of an array start, its dtype and its shape. numpy writes a header in one way
+    """Start of the elements of an array, its dtype and its shape. numpy writes a header in one way
     (numpy/lib/_format_impl.py), and MLX with other commas (mlx/io/load.cpp)."""
     head = piece.head(12)
     version = tuple(head[6:8])
@@ -315,7 +313,7 @@ def _check_zeros(piece: Piece, start: int, stop: int) -> None:
 _ZEROS_BYTES = 1 << 20
 
 _MAX_PADDING_BYTES = 1 << 24
-"""Of one tensor; GGUF aligns to 32 bytes if its header does not say otherwise."""
+"""Most padding after one tensor; GGUF aligns to 32 bytes unless its header says otherwise."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _YAML_OBJECT = re.compile(r"!!?python|!!\w+\.|!new:|!apply:|!name:|!module:", re.I)
@@ -365,9 +363,14 @@ class CouldRunError(UnsafeError):
     """A text that names a program."""
 
 
-def danger_of(error: CkptError) -> Danger:
-    """The kind of finding that an error is."""
-    if error.message == TORCHSCRIPT:
+def reason_of(error: Exception) -> str:
+    """The words of a finding that is one of ``REASONS``."""
+    return error.message if isinstance(error, CkptError) else "values are nested too deep"
+
+
+def danger_of(error: Exception) -> Danger:
+    """The kind of a finding that is one of ``REASONS``."""
+    if isinstance(error, UnlistedNameError | RunsElsewhereError) or reason_of(error) == TORCHSCRIPT:
         return Danger.RUNS
     if isinstance(error, NotLookedIntoError | TooLongError):
         return Danger.NOT_LOOKED_INTO
@@ -375,10 +378,10 @@ def danger_of(error: CkptError) -> Danger:
         return Danger.COULD_RUN
     if isinstance(error, UnsafeError):
         return Danger.OUTSIDE
-    if isinstance(error, UnsupportedError) and ("compressed" in error.message or "encrypted" in error.message):
+    if isinstance(error, UnsupportedError) and re.search("compressed|encrypted", error.message):
         return Danger.NOT_LOOKED_INTO
     return Danger.NOT_UNDERSTOOD
 
 
 REASONS = (FormatError, UnsafeError, RecursionError)
-"""What a file that cannot be proved raises."""
+"""Exceptions of a file that cannot be proved."""

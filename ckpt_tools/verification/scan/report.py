@@ -1,4 +1,4 @@
-"""What a scan says at its end."""
+"""Report of a scan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt_tools.verification.scan.findings import Finding, FindingCollector
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScanReport(Shown):
-    """What was proved, and the findings where nothing could be.
+    """Counts of what was proved, and the findings.
 
     ``num_files`` files of ``num_bytes`` bytes and ``num_pickles`` pickles were proved; ``allowed`` are the names that
     the user vouched for and that were met. ``names`` are those that could be vouched for: what is left is a finding.
@@ -31,7 +31,7 @@ class ScanReport(Shown):
 
     @classmethod
     def of(cls, source: str, found: FindingCollector) -> ScanReport:
-        """What was collected from ``source``."""
+        """The report of the findings in ``source``."""
         return cls(
             source,
             found.num_files,

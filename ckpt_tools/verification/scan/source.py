@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, StoreError
-from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, StorageInfo
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError
+from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import InflationBudget
-from ckpt_tools.verification.scan.disguise import RunsElsewhereError, check_one_meaning
-from ckpt_tools.verification.scan.explain import Explainer
+from ckpt_tools.verification.scan.disguise import RUNS_AS_A_PICKLE, check_one_meaning, runs_as_a_pickle
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError
 from ckpt_tools.verification.scan.piece import Piece
-from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of
+from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of, reason_of
 from ckpt_tools.verification.scan.report import ScanReport
 
 _ZSTD = "stream.zstd/1"
@@ -29,7 +28,7 @@ Items = dict[tuple[int, int], StorageInfo]
 
 
 def scan_source(source: Source, url: str, allowed: Collection[str] = ()) -> ScanReport:
-    """What of ``source`` is proved to run nothing, and what is not. Nothing is executed or opened outside of it.
+    """Scan ``source``: prove each file, or note findings. Nothing is executed or opened outside of it.
 
     ``allowed`` are names that the user vouches for.
 
@@ -44,12 +43,12 @@ class _Scan:
     def __init__(self, source: Source, allowed: Collection[str]) -> None:
         self._notebook = FindingCollector(allowed)
         self._prover = Prover(self._notebook)
-        self._explainer = Explainer(self._notebook)
         self._inflation = InflationBudget()
-        hidden, links = _hidden(source.store)
-        self._source = replace(source, files=dict(sorted({**hidden, **source.files}.items())))
-        for link in links:
-            self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside the checkpoint")
+        self._source = source
+        if isinstance(source.store, LocalStore):
+            self._source = replace(source, files=dict(sorted({**source.store.hidden(), **source.files}.items())))
+            for link in _links_out(source.store):
+                self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside the checkpoint")
 
     def run(self, url: str) -> ScanReport:
         if not self._source.files and not self._notebook.findings:
@@ -82,31 +81,17 @@ class _Scan:
         check_one_meaning(piece)
 
     def _judged(self, piece: Piece, prove: Callable[[Piece], None]) -> None:
-        """Prove a piece; where that fails, say what a loader would run of it, and then why it is not proved."""
-        error: Exception | None = None
+        """Prove a piece; a failure is a finding."""
         try:
             prove(piece)
-        except REASONS as raised:
-            # Its traceback would hold this frame, and with it the bytes of the piece, until a collection of cycles.
-            error = raised.with_traceback(None)
-        refused = self._prover.refused()
-        if error is None and not refused:
-            return
-        shown = self._explainer.explain(piece)
-        for place, refusal in refused:
-            if not any(refusal.subject in each for each in shown):
-                self._notebook.add(piece.file, place, Danger.COULD_RUN, refusal.what)
-        if error is not None and not self._says_so(error, shown):
-            self._refuse(piece.file, piece.place, error)
-
-    def _says_so(self, error: Exception, shown: list[str]) -> bool:
-        return isinstance(error, RunsElsewhereError) and bool(shown)
+        except REASONS as error:
+            if danger_of(error) in (Danger.NOT_UNDERSTOOD, Danger.NOT_LOOKED_INTO) and runs_as_a_pickle(piece):
+                self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{reason_of(error)}; {RUNS_AS_A_PICKLE}")
+            else:
+                self._refuse(piece.file, piece.place, error)
 
     def _refuse(self, path: str, place: str, error: Exception) -> None:
-        if isinstance(error, CkptError):
-            self._notebook.add(path, place, danger_of(error), error.message)
-        else:
-            self._notebook.add(path, place, Danger.NOT_UNDERSTOOD, "values are nested too deep")
+        self._notebook.add(path, place, danger_of(error), reason_of(error))
 
     def _whole(self, path: str) -> Piece:
         size = self._source.size(path)
@@ -118,7 +103,7 @@ class _Scan:
         """The items of every file, as the metadata of its folder states them."""
         found: dict[str, Items] = defaultdict(dict)
         for path, metadata in self._prover.metadata.items():
-            for info in _infos(metadata):
+            for info in metadata.storage_data.values():
                 self._place(path, info, found)
         return found
 
@@ -136,7 +121,6 @@ class _Scan:
     def _items_of(self, whole: Piece, items: Items) -> None:
         """Every byte of a file of items is in exactly one of them."""
         if not items:
-            self._explainer.explain(whole)
             raise MalformedError("no metadata names the items of this file")
         at = 0
         for (start, stop), info in sorted(items.items()):
@@ -177,27 +161,10 @@ class _Scan:
         return piece.holding(data, "")
 
 
-def _infos(metadata: Metadata) -> list[StorageInfo]:
-    return list(metadata.storage_data.values())
-
-
-def _hidden(store: object) -> tuple[dict[str, int], list[str]]:
-    """The files in hidden folders, which a store does not list, and links to folders elsewhere."""
-    files: dict[str, int] = {}
-    links: list[str] = []
-    if not isinstance(store, LocalStore) or store.only is not None:
-        return files, links
+def _links_out(store: LocalStore) -> Iterator[str]:
+    """Links to folders outside of the store, whose listing has shown that every folder can be read."""
     root = Path(os.path.realpath(store.root))
-    for folder, folders, names in os.walk(root, onerror=_raise):
-        for name in folders:
-            path = Path(folder, name)
+    for folder, folders, _ in os.walk(root) if store.only is None else ():
+        for path in (Path(folder, name) for name in folders):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-                links.append(path.relative_to(root).as_posix())
-        for path in (Path(folder, name) for name in names):
-            if path.is_file():
-                files[path.relative_to(root).as_posix()] = path.stat().st_size
-    return files, links
-
-
-def _raise(error: OSError) -> None:
-    raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
+                yield path.relative_to(root).as_posix()

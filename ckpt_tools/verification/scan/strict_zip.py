@@ -1,7 +1,7 @@
-"""Zip archives of which every byte is accounted for: headers, records, descriptors, one directory, its end.
+"""Zip archives with every byte accounted for: headers, records, descriptors, one directory, its end.
 
-``serialization.zip_archive`` takes what makes the ranges of records certain. A proof needs more: that whoever reads the
-archive in another way, from the start, past the directory, or by another end record, finds the same.
+``serialization.zip_archive`` checks only what makes the ranges of records certain. A proof needs more: that a loader
+which reads the archive in another way, from the start, past the directory, or by another end record, finds the same.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from ckpt_tools.serialization.zip_archive import (
     DESCRIPTOR_MAGIC,
     END,
     END64,
+    END64_MAGIC,
+    END_MAGIC,
     LOCAL,
     LOCATOR64,
+    LOCATOR64_MAGIC,
+    MAX16,
     MAX32,
     UTF8_NAME,
     ZIP64_EXTRA,
@@ -27,7 +31,6 @@ from ckpt_tools.serialization.zip_archive import (
     Record,
     read_directory,
 )
-from ckpt_tools.verification.scan.archives import has_one_directory
 
 TAIL_BYTES = 1 << 13
 """One read from the end that holds the directory of an item of a DCP; larger ones take another read."""
@@ -45,9 +48,34 @@ def covered_zip(read: ReadRange, size: int, path: str) -> tuple[Directory, dict[
     directory = read_directory(read, size, path, tail_bytes=TAIL_BYTES)
     if directory is None or not directory.records:
         raise MalformedError("the zip archive has no end, or no records", path=path)
-    if not has_one_directory(read, size):
+    if not _has_one_directory(read, size):
         raise MalformedError("the zip archive has a second directory, which a loader may read instead", path=path)
     return directory, _Cover(read, size, directory).ranges()
+
+
+def _has_one_directory(read: ReadRange, size: int) -> bool:
+    """True if the end of a zip leaves one directory to find: miniz takes the last end record whatever follows it, and
+    the zip64 record also where the other needs none."""
+    tail = read(max(0, size - END.size - LOCATOR64.size), size)
+    end = tail.rfind(END_MAGIC)
+    if end < 0 or end + END.size != len(tail):
+        return False
+    *_, count, num_bytes, start, comment_bytes = END.unpack_from(tail, end)
+    return not comment_bytes and _agrees(read, size, tail[:end], ((count, MAX16), (num_bytes, MAX32), (start, MAX32)))
+
+
+def _agrees(read: ReadRange, size: int, before_end: bytes, stated: tuple[tuple[int, int], ...]) -> bool:
+    """True if a zip64 end record, if there is one, agrees with the end record; a field of all ones leaves the value to
+    it."""
+    locator = before_end[-LOCATOR64.size :]
+    if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
+        return True
+    at = LOCATOR64.unpack(locator)[2]
+    wide = read(at, at + END64.size) if at + END64.size <= size else b""
+    if not wide.startswith(END64_MAGIC):
+        return False
+    numbers = zip(END64.unpack(wide)[-3:], stated, strict=True)
+    return all(narrow in (number, most) for number, (narrow, most) in numbers)
 
 
 class _Cover:
@@ -73,7 +101,7 @@ class _Cover:
         return ranges
 
     def _header(self, record: Record) -> tuple[int, bool]:
-        """Where the record starts, and whether a descriptor follows it."""
+        """Start of the record's data, and whether a descriptor follows it."""
         at = record.header_offset
         name = record.name.encode()
         data = self._read(at, min(at + LOCAL.size + len(name) + 256, self._directory.start))
@@ -96,7 +124,7 @@ class _Cover:
     def _agrees(
         self, record: Record, sizes: tuple[int, int], crc32: int, wide: tuple[int, ...], has_descriptor: bool
     ) -> bool:
-        """Whether the local header says the same as the directory, or leaves it to the descriptor."""
+        """True if the local header agrees with the directory, or leaves the values to the descriptor."""
         stated = [record.size]
         if has_descriptor:
             stated.append(0)

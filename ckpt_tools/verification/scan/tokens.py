@@ -1,4 +1,4 @@
-"""Whether data could be a pickle that imports something, by its opcodes alone.
+"""Decides by opcodes alone whether data could be a pickle that imports something.
 
 What an opcode means is not followed, so that nothing depends on following it as every unpickler does. An unpickler that
 reads from the start meets these opcodes in this order, or fails before.
@@ -11,7 +11,7 @@ import re
 from ckpt_tools.verification.scan.piece import Piece
 
 MAX_OPCODES = 1 << 20
-"""More of them in a row are no accident."""
+"""More in a row are not an accident."""
 
 _SKIPPED = dict.fromkeys(b"(.012NQRabdelost)u]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x94\x97\x98", 0)
 _SKIPPED |= {ord(b"J"): 4, ord(b"K"): 1, ord(b"M"): 2, ord(b"G"): 8, ord(b"h"): 1, ord(b"j"): 4, ord(b"q"): 1,
@@ -20,7 +20,7 @@ _SKIPPED |= {ord(b"J"): 4, ord(b"K"): 1, ord(b"M"): 2, ord(b"G"): 8, ord(b"h"): 
 
 _COUNTED = {ord(b"U"): 1, ord(b"C"): 1, 0x8C: 1, 0x8A: 1, ord(b"T"): 4, ord(b"B"): 4, ord(b"X"): 4, 0x8B: 4, 0x8D: 8,
             0x8E: 8, 0x96: 8}  # fmt: skip
-"""Opcodes, and the bytes of the length that stands before their argument."""
+"""Opcodes with a counted argument, and the bytes of its length."""
 
 _LINE = frozenset(b"ILFVSPpg")
 _NAMES = frozenset(b"ci")
@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 def imports_as_a_pickle(piece: Piece) -> bool:
-    """Whether pickles that follow one another from the start of ``piece`` name anything that could be imported."""
+    """True if pickles that follow one another from the start of ``piece`` name anything that could be imported."""
     reader = _Reader(piece)
     for _ in range(MAX_OPCODES):
         if reader.at >= piece.size:
@@ -73,7 +73,7 @@ class _Reader:
         return found
 
     def line(self) -> bytes:
-        """Of a line that can name something; a longer one cannot."""
+        """The line, if it is short enough to be a name."""
         start = self.at
         self.skip_line()
         if self.at - start > _CHUNK_BYTES:

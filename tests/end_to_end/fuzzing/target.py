@@ -19,7 +19,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.summary import summarize
 from ckpt_tools.errors import CkptError, MemoryBudgetError
 from ckpt_tools.reading.checkpoint import read_source
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.transfer.tensor_reader import TensorReader

@@ -23,7 +23,7 @@ from ray.cluster_utils import Cluster
 
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.shared_files import SharedFiles, shared_files
 from ckpt_tools.testing.runners import RunnerTests, double

@@ -13,7 +13,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +34,7 @@ largest cost more than all copying. 4.2 GB by a C program of 2 threads, calls th
 0.73 s by 512 KiB, 1.08 s by 256 and 128 KiB. Calls of 1 MiB aligned to it took 6.3 s."""
 
 _STRADDLE_BYTES = 4 << 10
-"""How far beyond a multiple of ``WRITE_BYTES`` each call ends: one page."""
+"""Offset of the end of each call from a multiple of ``WRITE_BYTES``: one page."""
 
 
 class _Descriptor:
@@ -75,10 +75,8 @@ class LocalStore(FillableStore):
         return str(self.root / self.only if self.only else self.root)
 
     def list(self) -> Mapping[str, int]:
-        try:
+        with _listing():
             return dict(self._walk() if self.only is None else self._single(self.only))
-        except OSError as error:
-            raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
 
     def _single(self, name: str) -> Iterator[tuple[str, int]]:
         path = self.root / name
@@ -89,10 +87,8 @@ class LocalStore(FillableStore):
     def hidden(self) -> Mapping[str, int]:
         if self.only is not None:
             return {}
-        try:
+        with _listing():
             return {path: size for path, size in self._walk(with_hidden=True) if not is_shown(path)}
-        except OSError as error:
-            raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
 
     def _walk(self, *, with_hidden: bool = False) -> Iterator[tuple[str, int]]:
         if not self.root.is_dir():
@@ -194,6 +190,14 @@ class LocalStore(FillableStore):
         return LocalStore, (self.root, self.only, self.replaces, self.fsync)
 
 
+@contextmanager
+def _listing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
+
+
 def _raise(error: OSError) -> None:
     raise error
 
@@ -254,7 +258,7 @@ class LocalWriter:
         self.abandon()
 
     def abandon(self) -> None:
-        """As ``close``, and waits for no disk."""
+        """Like ``close``, without waiting for the disk."""
         try:
             os.close(self.number)
         except OSError as error:

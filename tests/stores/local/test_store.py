@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
-from ckpt_tools.stores.local import MAX_OPEN_FILES, LocalStore, LocalWriter
+from ckpt_tools.stores.local.store import MAX_OPEN_FILES, LocalStore, LocalWriter
 from ckpt_tools.stores.source import FillableStore
 from ckpt_tools.testing.stores import FillableStoreTests
 
@@ -279,7 +279,7 @@ def in_child(code: str, *, file_size_limit: int | None = None) -> str:
 import os
 from pathlib import Path
 from ckpt_tools.errors import CkptError
-from ckpt_tools.stores.local import LocalStore, LocalWriter
+from ckpt_tools.stores.local.store import LocalStore, LocalWriter
 try:
     {}
 except CkptError as error:

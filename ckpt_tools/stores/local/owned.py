@@ -1,8 +1,8 @@
-"""What is ours beside a local destination: the names of a staging folder and of what is in it, and removal by name.
+"""Files of a run beside a local destination: names in a staging folder, and removal by name.
 
-Nothing is removed but by its name. The names of an output are written down before its files are made, and those of a
-folder that it replaces before the two are swapped; so whoever comes after a kill knows which files are ours. A file
-whose name is not written down is somebody else's, wherever it lies, and stays.
+Files are removed by name only. The names of an output are written down before its files are made, and those of a
+folder that it replaces before the two are swapped, so that the next run after a kill knows which files are a run's. A
+file whose name is not written down stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local_look import folder_at, is_folder, is_regular, reporting
+from ckpt_tools.stores.local.present import folder_at, is_folder, is_regular, reporting
 from ckpt_tools.stores.marker_files import TOKEN_NAME
 from ckpt_tools.stores.present import folders_of, listed
 
@@ -68,7 +68,7 @@ def names_in(folder: Path) -> WrittenNames:
 
 
 def keep_only(folder: Path, paths: Sequence[str]) -> None:
-    """Remove what else is ours in the output. Raises DestinationExistsError where something is somebody else's."""
+    """Remove the run's other files from the output. Raises DestinationExistsError if it contains unknown files."""
     output, wanted = folder / OUTPUT_NAME, {*paths}
     ours = names_in(folder).read() | wanted
     check_ours(output, ours)
@@ -80,7 +80,7 @@ def staging_folder(place: Path) -> Path:
 
 
 def prepare(folder: Path, *, resume: bool) -> None:
-    """What a killed run left, where it is to be resumed; else nothing but a place for the output.
+    """Prepare the staging folder: keep the output of a killed run if ``resume``; else make an empty one.
 
     Raises:
         DestinationExistsError: there are files that no run wrote.
@@ -97,7 +97,7 @@ def prepare(folder: Path, *, resume: bool) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether it is something that a run makes in the staging folder, of the kind that it makes."""
+    """True if a run makes a file or folder of this name and kind in its staging folder."""
     if path.name == OUTPUT_NAME:
         return is_folder(path)
     is_named = path.name in (NAMES_NAME, TOKEN_NAME) or _LOG_NAME.fullmatch(path.name) is not None
@@ -105,7 +105,7 @@ def is_ours(path: Path) -> bool:
 
 
 def check_ours(folder: Path, ours: Collection[str]) -> None:
-    """Raises DestinationExistsError where a folder of ours holds anything but the files that are."""
+    """Raises DestinationExistsError if the folder contains other files than these."""
     unknown = unknown_in(folder, ours)
     if unknown:
         raise _strangers(folder, unknown)
@@ -119,7 +119,7 @@ def _strangers(folder: Path, names: list[str]) -> DestinationExistsError:
 
 
 def unknown_in(folder: Path, known: Collection[str]) -> list[str]:
-    """All that is in a folder but for files of these names, and for the folders that hold, or would hold, them."""
+    """Everything in a folder except files of these names and their parent folders."""
     folders = set(folders_of(known))
     found = folder_at(folder)
     if found is None:
@@ -138,7 +138,7 @@ def log_path(folder: Path) -> Path:
 
 
 def _empty(folder: Path) -> None:
-    """Remove what is ours from a staging folder, the names last; what is not ours stays."""
+    """Remove the run's files from a staging folder, the list of names last; other files stay."""
     output, known = folder / OUTPUT_NAME, names_in(folder).read()
     if is_folder(output):
         remove_named(output, known)
@@ -153,7 +153,7 @@ def _empty(folder: Path) -> None:
 
 
 def remove_ours(folder: Path) -> None:
-    """Remove a staging folder; it stays where something that is not ours lies in it, or the names are needed still.
+    """Remove a staging folder; it stays if it contains other files, or if the list of names is still needed.
 
     Raises OSError.
     """
@@ -163,7 +163,7 @@ def remove_ours(folder: Path) -> None:
 
 
 def remove_named(folder: Path, names: Collection[str]) -> None:
-    """Remove files by name, and the folders that are empty then. A folder or a link of such a name is no file of ours.
+    """Remove files by name, then the folders that became empty. A folder or a link of such a name stays.
 
     Raises OSError.
     """

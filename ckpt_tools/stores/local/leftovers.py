@@ -1,4 +1,4 @@
-"""What killed runs left beside a local destination, as far as it can be known to be a run's."""
+"""Leftovers of killed runs beside a local destination."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt_tools.stores.destination import Leftover
-from ckpt_tools.stores.local_lock import claim_folder, lock_folder
-from ckpt_tools.stores.local_look import contents_of, is_folder, is_there, open_folder, size_of
-from ckpt_tools.stores.local_ours import (
+from ckpt_tools.stores.local.lock import claim_folder, lock_folder
+from ckpt_tools.stores.local.owned import (
     NAMES_NAME,
     OUTPUT_NAME,
     aside_of,
@@ -19,11 +18,12 @@ from ckpt_tools.stores.local_ours import (
     staging_folder,
     unknown_in,
 )
-from ckpt_tools.stores.local_publish import recover
+from ckpt_tools.stores.local.present import contents_of, is_folder, is_there, open_folder, size_of
+from ckpt_tools.stores.local.publish import recover
 
 
 def find_leftovers(place: Path) -> list[Leftover]:
-    """What a run left, as far as it can be known to be a run's."""
+    """Leftovers that are known to be a run's."""
     found, folder, aside = [], staging_folder(place), aside_of(place)
     if _is_idle(folder) and (size := _num_bytes(folder)) is not None:
         found.append(Leftover("unfinished output", str(folder), size))
@@ -35,7 +35,7 @@ def find_leftovers(place: Path) -> list[Leftover]:
 
 
 def _is_idle(folder: Path) -> bool:
-    """Whether it is there and no process writes into it. Raises DestinationExistsError where one does."""
+    """True if the folder exists and no process writes into it. Raises DestinationExistsError if one does."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     with suppress(FileNotFoundError), open_folder(folder, os.O_NOFOLLOW) as number:
@@ -45,7 +45,7 @@ def _is_idle(folder: Path) -> bool:
 
 
 def _num_bytes(folder: Path) -> int | None:
-    """Of what is ours in a staging folder; None where it holds something, and nothing of ours."""
+    """Size of the run's files in a staging folder; None if it contains only other files."""
     ours = [path for path in folder.iterdir() if is_ours(path)]
     if not ours and any(folder.iterdir()):
         return None

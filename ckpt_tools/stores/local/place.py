@@ -1,10 +1,10 @@
-"""A destination that is absent, old, or complete, never half.
+"""A local destination that is absent, old, or complete, never half written.
 
 A conversion writes into a hidden folder beside its destination, which holds the output and a log of what was written of
-it. Publishing renames the output, or the one file in it, into place in one step (``local_publish``); any failure
-removes the folder, unless it is to be resumed. The folder is locked while a process writes (``local_lock``), so that a
-second writer is told, and what a killed one left is known to be nobody's. Nothing is removed but by its name
-(``local_ours``).
+it. Publishing renames the output, or the one file in it, into place in one step (``publish``); any failure
+removes the folder, unless it is to be resumed. The folder is locked while a process writes (``lock``), so that a
+second writer gets an error, and leftovers of a killed one can be told apart. Files are removed by name only
+(``owned``).
 """
 
 from __future__ import annotations
@@ -18,21 +18,9 @@ from pathlib import Path
 from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import Claim, Leftover, Place
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local import LocalStore, LocalWriter
-from ckpt_tools.stores.local_leftovers import find_leftovers, remove_leftovers
-from ckpt_tools.stores.local_lock import claim_folder
-from ckpt_tools.stores.local_look import (
-    check_path_free,
-    file_at,
-    folder_at,
-    is_folder,
-    is_full_folder,
-    is_there,
-    present_at,
-    reporting,
-    resolved,
-)
-from ckpt_tools.stores.local_ours import (
+from ckpt_tools.stores.local.leftovers import find_leftovers, remove_leftovers
+from ckpt_tools.stores.local.lock import claim_folder
+from ckpt_tools.stores.local.owned import (
     OUTPUT_NAME,
     aside_of,
     keep_only,
@@ -43,7 +31,18 @@ from ckpt_tools.stores.local_ours import (
     remove_ours,
     staging_folder,
 )
-from ckpt_tools.stores.local_publish import (
+from ckpt_tools.stores.local.present import (
+    check_path_free,
+    file_at,
+    folder_at,
+    is_folder,
+    is_full_folder,
+    is_there,
+    present_at,
+    reporting,
+    resolved,
+)
+from ckpt_tools.stores.local.publish import (
     recover,
     remove_replaced,
     rename_new,
@@ -51,6 +50,7 @@ from ckpt_tools.stores.local_publish import (
     sync_folder,
     sync_folders,
 )
+from ckpt_tools.stores.local.store import LocalStore, LocalWriter
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present, already_exists, check_only
 
@@ -70,7 +70,7 @@ class LocalPlace(Place):
         return self.path.name
 
     def present(self) -> Present | None:
-        """What was moved aside by a run that was killed stands there still: whoever claims the place puts it back."""
+        """What exists there; an output that a killed run moved aside counts, because the next claim puts it back."""
         with reporting("looking failed", self.path):
             place = resolved(self.path, self.form)
             aside = aside_of(place)
@@ -103,7 +103,7 @@ class LocalPlace(Place):
             remove_named(resolved(self.path, Folder()), [name for batch in batches for name in batch])
 
     def _places(self) -> list[Path]:
-        """Where an output may have been staged: the path taken as a file, and as a folder."""
+        """Paths whose staging folders are looked for: the path as a file, and as a folder."""
         return list(dict.fromkeys(resolved(self.path, form) for form in (SingleFile(self.name), Folder())))
 
 
@@ -132,7 +132,7 @@ class LocalLog:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """What was appended is with the kernel already, so that nothing can be lost, or needs to be raised."""
+        """Appended bytes are in the kernel already, so errors of closing lose nothing and are ignored."""
         if self._number is not None:
             with suppress(OSError):
                 os.close(self._number)
@@ -204,7 +204,7 @@ class Staging(Claim):
                 sync_folder(self.target.parent)
 
     def _publish_files(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
-        """All of them lie beside each other, the one that was asked for last."""
+        """Rename all files into one folder, the requested one last."""
         ordered = [*(path for path in paths if path != self.target.name), self.target.name]
         targets = {path: self.target.with_name(path) for path in ordered}
         for target in targets.values():
@@ -228,7 +228,7 @@ def staged(
 
     Raises:
         DestinationExistsError: the target exists and ``overwrite`` is False, or another process is writing it, or
-        somebody else's files are where the output is to be staged. UsageError: the target is a mount point.
+        other files are in the staging folder. UsageError: the target is a mount point.
         StoreError: the folder cannot be made.
     """
     # A signal ends what is done with the folder, and neither its making nor its removal.

@@ -1,4 +1,4 @@
-"""What is at a local path, down to what no checkpoint holds. Nothing here changes anything."""
+"""Lists what exists at a local path. Nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_tools.errors import StoreError, UsageError
-from ckpt_tools.stores.local import LocalStore
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.output_form import Folder, Kind, OutputForm, SingleFile
 from ckpt_tools.stores.present import Present, Standing, check_free
 
@@ -24,7 +24,7 @@ def resolved(target: Path, form: OutputForm) -> Path:
 
 
 def present_at(path: Path, form: OutputForm) -> Present | None:
-    """What is at a path, links not followed; but a link to a file stands for the file. Raises OSError."""
+    """What exists at a path. Links are not followed, but a link to a file counts as the file. Raises OSError."""
     match form:
         case SingleFile():
             return file_at(path)
@@ -100,7 +100,8 @@ def is_folder(path: Path) -> bool:
 
 
 def is_there(place: Path) -> bool:
-    """Whether it is a file, a folder or a link. Raises OSError where that cannot be known; ``os.path`` would say no."""
+    """True if the path is a file, a folder or a link. Raises OSError if that cannot be known; ``os.path`` would say
+    False."""
     return place.is_symlink() or place.exists()
 
 

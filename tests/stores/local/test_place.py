@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError, UsageError
-from ckpt_tools.stores import local_publish
-from ckpt_tools.stores.local_staging import LocalPlace, Staging, staged
+from ckpt_tools.stores.local import publish
+from ckpt_tools.stores.local.place import LocalPlace, Staging, staged
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 
 BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
@@ -178,7 +178,7 @@ class TestWithoutExchange:
 
     @pytest.fixture(autouse=True)
     def _no_exchange(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(local_publish, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(publish, "_exchange", lambda a, b: False)
 
     def test_a_full_folder_is_replaced_in_two_steps(self, tmp_path: Path) -> None:
         put(tmp_path / "out", "old", is_file=False)
@@ -216,7 +216,7 @@ def test_what_comes_while_the_old_is_replaced_is_kept(
 ) -> None:
     """Between the last look and the swap, and so with both ways to swap."""
     put(tmp_path / "out", "old", is_file=False)
-    real, came = local_publish._exchange, []
+    real, came = publish._exchange, []
 
     def late(a: Path, b: Path) -> bool:
         if not came:
@@ -224,7 +224,7 @@ def test_what_comes_while_the_old_is_replaced_is_kept(
         came.append(b)
         return real(a, b) if exchange else False
 
-    monkeypatch.setattr(local_publish, "_exchange", late)
+    monkeypatch.setattr(publish, "_exchange", late)
     with pytest.raises(DestinationExistsError, match=r"unchanged, because files were added to it meanwhile: late"):
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
     assert names(tmp_path) == ["out"]
@@ -238,16 +238,16 @@ def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(
 ) -> None:
     """By a process that has the old folder open, under the name of a file of the new one."""
     put(tmp_path / "out", "old", is_file=False)
-    real = local_publish.remove_named
+    real = publish.remove_named
 
     def late(folder: Path, names: Collection[str]) -> None:
         if "gone" in names:
             (folder / "a").write_text("mine")
         real(folder, names)
 
-    monkeypatch.setattr(local_publish, "remove_named", late)
+    monkeypatch.setattr(publish, "remove_named", late)
     if not exchange:
-        monkeypatch.setattr(local_publish, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(publish, "_exchange", lambda a, b: False)
     (tmp_path / "out/a").rename(tmp_path / "out/gone")
     with pytest.raises(DestinationExistsError, match=r"out is written; .* are kept in (.*); move them away") as caught:
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
@@ -278,7 +278,7 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path: Path, is_file: bool) ->
 CHILD = """
 import sys, time
 from pathlib import Path
-from ckpt_tools.stores.local_staging import staged
+from ckpt_tools.stores.local.place import staged
 from ckpt_tools.stores.output_form import Folder, SingleFile
 form = SingleFile("out") if sys.argv[2] == "True" else Folder()
 with staged(Path(sys.argv[1]), form, overwrite=sys.argv[3] == "True") as staging:
@@ -388,7 +388,7 @@ RACE = """
 import sys
 from pathlib import Path
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local_staging import LocalPlace, staged
+from ckpt_tools.stores.local.place import LocalPlace, staged
 from ckpt_tools.stores.output_form import Folder
 published = 0
 while published < 60:

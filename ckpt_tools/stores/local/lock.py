@@ -1,4 +1,4 @@
-"""The lock of a staging folder. It goes with the process that holds it."""
+"""The lock of a staging folder, which ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local_look import open_folder
+from ckpt_tools.stores.local.present import open_folder
 
 
 def claim_folder(folder: Path) -> int:
-    """A descriptor that locks ``folder``, which is made; the lock goes with the process that holds it."""
+    """Make ``folder`` and lock it; the descriptor that holds the lock, which ends with the process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        # Until we hold the lock, whoever does may publish the folder, or remove it, at any moment; then we start again.
+        # Until the lock is taken, its holder may publish or remove the folder at any time; then this starts again.
         with suppress(FileExistsError):
             folder.mkdir()
         with suppress(FileNotFoundError), open_folder(folder, os.O_NOFOLLOW) as number:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local_look import folder_at, is_folder, is_there, open_folder
-from ckpt_tools.stores.local_ours import aside_of, names_in, remove_named, staging_folder, unknown_in
+from ckpt_tools.stores.local.owned import aside_of, names_in, remove_named, staging_folder, unknown_in
+from ckpt_tools.stores.local.present import folder_at, is_folder, is_there, open_folder
 from ckpt_tools.stores.present import already_exists, listed
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
@@ -54,7 +54,7 @@ def replace_folder(finished: Path, target: Path, replaced: Mapping[str, int]) ->
 
 
 def remove_replaced(old: Path, folder: Path, target: Path, replaced: Mapping[str, int]) -> None:
-    """Remove the old folder by the names in it; where that fails, whoever comes next does it.
+    """Remove the old folder by the names in it; if that fails, the next run does it.
 
     Raises:
         DestinationExistsError: something came into it even now, by a process that had it open; it stays.
@@ -110,7 +110,7 @@ def _rename_flagged(a: Path, b: Path, flag: int) -> bool:
 
 
 def _replace_in_two_steps(finished: Path, target: Path, replaced: Mapping[str, int]) -> Path:
-    """Where the old folder is then."""
+    """Path of the old folder after both renames."""
     aside = aside_of(target)
     target.rename(aside)
     try:

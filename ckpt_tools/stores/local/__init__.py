@@ -1,0 +1,1 @@
+"""A local folder as a store to read and as a place to write."""
