@@ -1,4 +1,4 @@
-"""Who hears how far a long work is."""
+"""Progress callbacks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Progress = Callable[[int, int], None]
-"""Hears of bytes done so far and in all."""
+"""Called with the number of bytes done and in all."""
+
+
+def silent(done: int, total: int) -> None:
+    """Report no progress."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """Adds up bytes for a progress that wants them in all; never says more than there are."""
+    """Sums the bytes of each step for ``on_progress``; never reports more than ``total``."""
 
     on_progress: Progress
     total: int
