@@ -154,38 +154,50 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
 
     Args:
         src: The source: a path, or a URL of a store.
-        dst: The destination: a path, or a URL of a store that can be written to. A name that ends in
-            ``.safetensors``, ``.pt``, ``.pth`` or ``.bin`` is one file; any other is a folder.
-        to: The format to write, one of those that ``formats`` lists. Default: the one that the ending of ``dst``
-            implies.
+        dst: The destination: a path, or a URL of a store that can be written to. A name with one of these endings
+            is one file, any other a folder: {endings}.
+        to: The format to write. Default: the one that the ending of ``dst`` implies. Formats, beside plug-ins:
+            {formats}.
+
+    What to read:
         from_: The format of the source. Default: detected.
-        world_size: The number of ranks to write for; for dcp and zero1 to zero3. Default: the source's.
-        state: ``"model"`` for weights alone, ``"all"`` for the whole training state. Default: all if the target
-            format is made for it.
-        dtype: Cast the weights, and nothing else: ``"float32"``, ``"bfloat16"``, ``"float16"``, or the same as a
-            dtype of torch, numpy or ml_dtypes. Default: no cast.
-        weights: Which copy stands for a weight if one copy is written: the fp32 ``"master"``, or the ``"model"``'s
-            own. Default: ``"master"``, if there is one.
-        max_shard_size: Cut safetensors or torch into files of at most this size: bytes, or ``"5GB"``, ``"512MiB"``.
-            Default: one file.
+        tag: Which checkpoint of a DeepSpeed folder is read, or the name of the one that is written.
+        model_key: Where the model is in the tree that is read, or written to dcp: ``"app.model"``.
+        optim_key: Where the optimizer is in the tree that is read, or written to dcp.
+        param_order: A file of parameter names, as for ``inspect``.
+        storage_options: How stores are reached, the same for ``src`` and ``dst``.
+
+    Names and selection:
         include: Globs; only tensors with matching names are written. Default: all tensors.
         exclude: Globs; tensors with matching names are left out.
         rename: Rules ``"REGEX=REPLACEMENT"``, applied to names in this order.
         key_map: A file with a JSON object of old names to new names, applied before ``rename``.
-        model_key: Where the model is in the tree that is read, or written to dcp: ``"app.model"``.
-        optim_key: Where the optimizer is in the tree that is read, or written to dcp.
-        param_order: A file of parameter names, as for ``inspect``.
+        weights: Which copy of a weight is written if only one is: the fp32 ``"master"``, or the ``"model"``'s own.
+            Default: ``"master"``, if there is one.
+        state: ``"model"`` for weights alone, ``"all"`` for the whole training state. Default: all if the target
+            format is made for it.
+
+    Output:
+        dtype: Cast the weights, and nothing else: ``"float32"``, ``"bfloat16"``, ``"float16"``, or the same as a
+            dtype of torch, numpy or ml_dtypes. Default: no cast.
         buffers: Globs; tensors with matching names are buffers. They are not cast, and zero3 keeps them whole. Default:
             found by what the source says of its tensors.
-        tag: Which checkpoint of a DeepSpeed folder is read, or the name of the one that is written.
+        world_size: The number of ranks to write for, in formats with files for each rank. Default: the source's.
+        max_shard_size: Cut the weights into files of at most this size: bytes, or ``"5GB"``, ``"512MiB"``. Default:
+            one file.
         config: A folder with ``config.json`` and what belongs to it (``generation_config.json``, a tokenizer, a
-            preprocessor), which a folder of safetensors or torch files gets. Default: what lies beside ``src``, if it
-            is there.
+            preprocessor), which is copied to a folder that ``from_pretrained`` opens. Default: the files beside
+            ``src``, if there are any.
+
+    Running:
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
             index needs.
         workers: The number of threads, or of processes with ``runner="ray"``. Default: one for each processor.
         runner: ``"threads"`` of this process, or processes of a ``"ray"`` cluster. Default: ``"threads"``.
         address: The Ray cluster. Default: a cluster of this machine alone, which ends with the call.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+
+    Safety:
         overwrite: Replace the one checkpoint that is at ``dst`` itself. If anything else is there, nothing is
             replaced.
         resume: Continue what a killed or failed run of the same conversion wrote; if this one fails, keep what it
@@ -193,8 +205,6 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         strict: Raise ``LossError`` if anything would be dropped that was not asked to be.
         fsync: Return when the output would survive a power failure.
         checksum: Write the digests of the output with it, for ``verify``.
-        on_progress: Called with the number of bytes done and in all. Default: not called.
-        storage_options: How stores are reached, the same for ``src`` and ``dst``.
 
     Returns:
         A ``ConvertReport``: bytes, seconds, and the plan, whose ``notes`` say what was cast or dropped.

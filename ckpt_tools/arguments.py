@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
-from ckpt_tools.core.option_names import is_place, option
+from ckpt_tools.core.format_names import SINGLE_FILES
+from ckpt_tools.core.option_names import WrittenFormat, is_place, option
 from ckpt_tools.errors import UsageError
 
 Parameters = ParamSpec("Parameters")
@@ -39,9 +40,10 @@ def refusing_empty(function: Callable[Parameters, Result]) -> Callable[Parameter
 
 
 def written_out(keywords: type, defaults: type) -> Callable[[Function], Function]:
-    """Gives a function that ends with ``**options: Unpack[KEYWORDS]`` a signature with every keyword, for ``help``.
+    """Completes the ``help`` of a function that ends with ``**options: Unpack[KEYWORDS]``.
 
-    ``keywords`` is that TypedDict, and ``defaults`` a dataclass with fields of the same names.
+    The signature gets every keyword of that TypedDict, with the default of the same field of the dataclass
+    ``defaults``; ``{formats}`` and ``{endings}`` in the docstring become the lists of them.
     """
 
     def decorate(function: Function) -> Function:
@@ -52,6 +54,8 @@ def written_out(keywords: type, defaults: type) -> Callable[[Function], Function
             Parameter(name, Parameter.KEYWORD_ONLY, default=fields[name].default, annotation=kind.__forward_arg__)
             for name, kind in keywords.__annotations__.items()
         ]
+        text = (function.__doc__ or "").replace("{endings}", ", ".join(SINGLE_FILES))
+        function.__doc__ = text.replace("{formats}", ", ".join(get_args(WrittenFormat)))
         function.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return function
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import click
 
@@ -16,9 +16,32 @@ from ckpt_tools.core.option_names import (
     RUNNERS,
     STATES,
     WEIGHTS,
+    ReadFormat,
 )
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+HEADINGS = {
+    "What to read": ("from_", "tag", "model_key", "optim_key", "param_order", "storage_options"),
+    "Names and selection": ("include", "exclude", "rename", "key_map", "weights", "state"),
+    "Output": ("to", "dtype", "buffers", "world_size", "max_shard_size", "config"),
+    "Running": ("memory", "workers", "runner", "address"),
+    "Safety": ("overwrite", "resume", "strict", "fsync", "checksum"),
+}
+"""The options of a conversion by heading of its help, as in the docstring of ``ckpt_tools.convert``."""
+
+
+class Grouped(click.Command):
+    """A command whose help lists options under ``HEADINGS``, and the others under Options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        given = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        rows = {each.name: row for each in given if (row := each.get_help_record(ctx)) is not None}
+        groups = {title: [rows.pop(name) for name in names if name in rows] for title, names in HEADINGS.items()}
+        for title, group in {**groups, "Options": list(rows.values())}.items():
+            if group:
+                with formatter.section(title):
+                    formatter.write_dl(group)
 
 
 def _all(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
@@ -54,7 +77,12 @@ storage = click.option(
 source = _all(click.argument("src", metavar="SRC"), storage)
 
 reading = _all(
-    click.option("--from", "from_", metavar="FORMAT", help="The source's format. Default: detected."),
+    click.option(
+        "--from",
+        "from_",
+        metavar="FORMAT",
+        help=f"The source's format: {', '.join(get_args(ReadFormat))}, or a plug-in's. Default: detected.",
+    ),
     click.option("--tag", help="The checkpoint of a DeepSpeed folder. Default: the tag named in the file latest."),
     click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
     click.option("--optim-key", help="The key of the optimizer in a DCP tree. Default: detected."),
