@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import MAX_NOTES, print_json, show, show_notes, table
-from ckpt_tools.cli.wrapping import columns, echo, say
-from ckpt_tools.core.value_text import one_line
-from ckpt_tools.core.wording import count, listed, printable, size
+from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes
+from ckpt_tools.cli.wrapping import columns, echo, say, say_pairs
+from ckpt_tools.core.wording import count, listed, one_line, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tools.core.summary import Summary, TensorSummary
@@ -51,11 +50,7 @@ def inspect_command(src: str, tensors: bool, as_json: bool, quiet: bool, **readi
 
 
 def _show_summary(summary: Summary) -> None:
-    drawn = table(None, "", "")
-    drawn.show_header = False
-    for name, value in _rows(summary):
-        drawn.add_row(name, value)
-    show(drawn)
+    say_pairs((printable(name), printable(value)) for name, value in _rows(summary))
     show_notes(summary.notes, MAX_NOTES)
 
 

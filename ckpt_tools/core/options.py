@@ -99,7 +99,7 @@ class ConvertKeywords(ConsolidateKeywords, total=False):
     state: State | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ConvertOptions:
     """Everything that decides what is read, written or compared, with the same meaning in every function.
 
@@ -176,7 +176,7 @@ class ConvertOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Request(ConvertOptions):
     """One conversion as a user asks for it, checked as far as can be without opening ``src`` or ``dst``.
 

@@ -50,41 +50,41 @@ class Allowed:
     others: set[str]
 
 
-LISTING = Allowed({"cli", "core"}, set(), 20, {"click"})
+LISTING = Allowed({"cli", "core"}, set(), 19, {"click"})
 
 ALLOWED = {
     "--help": LISTING,
     "--version": LISTING,
     "convert --help": LISTING,
-    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 71, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 95, {"click", "numpy", "rich"}),
+    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 69, {"click", "numpy"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 93, {"click", "numpy"}),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors", "torch"},
-        116,
-        {"click", "numpy", "rich", "xxhash"},
+        115,
+        {"click", "numpy", "xxhash"},
     ),
     "convert": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors"},
-        119,
+        118,
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 100, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 99, {"click", "isal", "numpy"}
     ),
     "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 100, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 99, {"click", "isal", "numpy"}
     ),
     "diff": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 100, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 99, {"click", "isal", "numpy"}
     ),
     "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 94, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", *MACHINERY},
         {"dcp", "deepspeed", "megatron", "plugins", "safetensors", "sharded", "torch"},
         128,
-        {"click", "numpy", "rich"},
+        {"click", "numpy"},
     ),
     "clean": Allowed({"cli", "core", "stores"}, set(), 42, {"click"}),
 }
