@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.llama import Llama
 from benchmarks.measure import measured
@@ -26,25 +27,23 @@ WEIGHT_BYTES, STATE_BYTES = 4, 12
 BUILD_SECONDS = 1800
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of checkpoint: who saves what, and what a parameter takes in it."""
+class Kind(NamedTuple):
+    """A kind of checkpoint: what a parameter takes in it, and how many ranks save it."""
 
-    about: str
     bytes_per_element: int
-    world_size: int = 1
+    world_size: int = 4
 
 
 KINDS = {
-    "dcp": Kind("DCP of FSDP2, 4 ranks, fp32 and AdamW", STATE_BYTES, 4),
-    "dcp8": Kind("DCP of FSDP2, 8 ranks, fp32 and AdamW", STATE_BYTES, 8),
-    "dcp-weights": Kind("DCP of FSDP2, 4 ranks, fp32 weights", WEIGHT_BYTES, 4),
-    "hf-weights": Kind("safetensors shards of DCP's Hugging Face writer, 4 ranks, fp32 weights", WEIGHT_BYTES, 4),
-    "tp-weights": Kind("DCP, 4 ranks, every matrix cut along its inner axis, fp32 weights", WEIGHT_BYTES, 4),
-    "zero2": Kind("DeepSpeed ZeRO-2, 4 ranks, bf16 with fp32 masters and AdamW", 14, 4),
-    "zero3": Kind("DeepSpeed ZeRO-3, 4 ranks, bf16 with fp32 masters and AdamW", STATE_BYTES, 4),
-    "safetensors": Kind("one safetensors file, fp32 weights", WEIGHT_BYTES),
-    "torch": Kind("one .pt file, fp32 and AdamW", STATE_BYTES),
+    "dcp": Kind(STATE_BYTES),  # DCP of FSDP2, fp32 and AdamW
+    "dcp8": Kind(STATE_BYTES, 8),
+    "dcp-weights": Kind(WEIGHT_BYTES),
+    "hf-weights": Kind(WEIGHT_BYTES),  # safetensors shards of DCP's Hugging Face writer
+    "tp-weights": Kind(WEIGHT_BYTES),  # DCP, every matrix cut along its inner axis
+    "zero2": Kind(14),  # bf16 with fp32 masters and AdamW
+    "zero3": Kind(STATE_BYTES),
+    "safetensors": Kind(WEIGHT_BYTES, 1),
+    "torch": Kind(STATE_BYTES, 1),
 }
 
 

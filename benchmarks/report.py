@@ -9,7 +9,7 @@ from benchmarks import figures, inference, startup
 from benchmarks.figures import Result, Row
 from benchmarks.journal import Journal, Record
 from benchmarks.machine import ROOT, code
-from benchmarks.works import COPY, LARGE_BYTES, OURS
+from benchmarks.works import COPY, OURS
 
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -20,19 +20,6 @@ README_WORKS = ("dcp-safetensors", "dcp-torch", "dcp-zero3", "zero3-safetensors"
 """The works of README's few rows: each direction, and one without a rival."""
 
 MAX_MEMORY_BYTES = 256_000_000
-
-METHOD = f"""
-- Times are medians in seconds. They include start-up and imports. The contestants run alternately, in random order.
-- Warm: the source is in the page cache. Cold: its pages were evicted before the run.
-- fsync: the clock stops when the output is on the disk. ckpt-tools runs with `--fsync`; `cp -r` is followed by an fsync
-  of every file and folder. Without fsync, the kernel writes the output to the disk later, for all contestants alike.
-- `cp -r` copies an output that ckpt-tools wrote and that was verified. So "ours / cp" compares a conversion with a
-  copy of its result.
-- `torch_to_dcp` and `dcp.save` always sync their output. They are compared with our times with fsync.
-- Memory is the largest resident set of any run, child processes included.
-- The first output of every contestant was compared with its source, bit for bit (`ckpt-tools verify`).
-- The promises are about checkpoints of {LARGE_BYTES / 1e9:g} GB or more.
-""".strip()
 
 
 def write(journal: Journal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
@@ -96,7 +83,7 @@ def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     yield ""
     yield from _machine(journal)
     yield ""
-    yield METHOD
+    yield "[How it was measured](../../docs/benchmarks.md#how-it-was-measured)."
     yield ""
     yield from _summary(found)
     yield from _earlier(journal, found)
