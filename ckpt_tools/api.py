@@ -326,7 +326,7 @@ def make_loadable(
         storage_options: How stores are reached, the same for ``src`` and ``dst``.
 
     Returns:
-        A ``LoadableReport``; ``left_out`` and ``replaced`` list, by place and class, what is another than in ``src``.
+        A ``LoadableReport``; ``left_out`` and ``replaced`` list, by place and class, what differs from ``src``.
 
     Raises:
         UnsupportedError: a model was pickled whole, or no tensor would be left.
@@ -533,8 +533,8 @@ def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping
         storage_options: As for ``inspect``.
 
     Returns:
-        A ``ScanReport``. ``report.clean``: every byte of every file was accounted for, and loading it runs nothing but
-        the names of ``report.allowed``. ``report.findings`` says what is not proved, and why.
+        A ``ScanReport``. ``report.clean``: every byte of every file was accounted for, and loading it runs nothing
+        except the names of ``report.allowed``. ``report.findings`` says what is not proved, and why.
 
     Raises:
         SourceNotFoundError: nothing is at ``src``.

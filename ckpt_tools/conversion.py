@@ -71,7 +71,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanReport(Shown):
-    """What a conversion will do. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
+    """The plan of a conversion. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
     files that will hold them. ``renamed`` are the names that change, by their old ones.
     ``removed_files`` lie at the destination now and are replaced."""
 
@@ -111,9 +111,9 @@ class PlanReport(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConvertReport(Shown):
-    """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again; of
-    ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` says where
-    the digests lie that were asked for."""
+    """The result of a conversion. ``bytes_recovered`` were written by an earlier run, and not again; of
+    ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` is the path or URL of the digests, if
+    they were asked for."""
 
     SHOWN: ClassVar[tuple[str, ...]] = (
         "destination",
@@ -167,7 +167,7 @@ def is_whole(options: ConvertOptions, writer: Writer) -> bool:
 
 
 def plan(request: Request) -> PlanReport:
-    """What ``convert`` would do; writes nothing."""
+    """Plan a conversion; write nothing."""
     return plan_report(prepare(request, _pool(request)))
 
 
@@ -303,7 +303,7 @@ def _wanted_bytes(place: Place, layout: Layout) -> int:
 
 
 def _copies(source: Source, place: Place) -> CopyRules | None:
-    """How files are cut that the place's service copies of the source's; None where these are not of that service."""
+    """Rules for cutting files whose ranges the destination's service can copy from the source; None if it cannot."""
     rules, store = place.parts, source.store
     if rules.copying is None or rules.max_parts is None:
         return None
@@ -474,7 +474,7 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
 
 
 def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -> str:
-    """Where the list is that was published; where it could not be made before that, it is made now."""
+    """URL of the list of digests. It is written now if it was not staged with the output."""
     from ckpt_tools.verification.digest_files import write_published
 
     if listed:
@@ -500,7 +500,7 @@ def removed_at(
 
 
 def _check_absent(place: Place, *, checksum: bool, storage_options: StorageOptions = None) -> None:
-    """Raises DestinationExistsError where something is at the destination, or digests that would be of another file."""
+    """Raises DestinationExistsError if something is at the destination, or digests of a file that is gone."""
     place.check_free(overwrite=False)
     if (url := digests_beside(place, storage_options)) is not None:
         raise already_exists(url) if checksum else _of_another(url)
@@ -509,10 +509,12 @@ def _check_absent(place: Place, *, checksum: bool, storage_options: StorageOptio
 def _replaced(
     place: Place, layout: Layout, *, checksum: bool, storage_options: StorageOptions = None
 ) -> Mapping[str, int]:
-    """What goes of what is at the destination now: one checkpoint, and its digests where they lie beside it.
+    """Files at the destination that the output replaces: one checkpoint, and the digests beside it.
+
 
     Raises:
-        DestinationExistsError: something else than a checkpoint would go, or digests would be of another file then.
+        DestinationExistsError: something other than a checkpoint would be removed, or existing digests describe the
+            file being replaced.
     """
     from ckpt_tools.verification.digest_files import check_list
     from ckpt_tools.verification.replacing import replaced_files
@@ -527,7 +529,7 @@ def _replaced(
 
 
 def digests_beside(place: Place, storage_options: StorageOptions = None) -> str | None:
-    """Where a list of digests lies beside a file, if there is one: it would speak of another file than before."""
+    """URL of the list of digests beside a destination that is one file, if there is one: it describes the old file."""
     if not isinstance(place.form, SingleFile):
         return None
     url = place.url + DIGESTS_SUFFIX
@@ -536,5 +538,5 @@ def digests_beside(place: Place, storage_options: StorageOptions = None) -> str 
 
 def _of_another(url: str) -> DestinationExistsError:
     return DestinationExistsError(
-        f"{url} would be of another file then; remove it, or replace it with {option('checksum', True)}"
+        f"{url} describes the file being replaced; remove it, or replace it with {option('checksum', True)}"
     )

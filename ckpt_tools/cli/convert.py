@@ -1,4 +1,4 @@
-"""``ckpt-tools convert``, ``plan`` and ``consolidate``."""
+"""``ckpt-tools convert``, ``reshard``, ``plan`` and ``consolidate``."""
 
 from __future__ import annotations
 

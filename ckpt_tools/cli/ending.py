@@ -1,4 +1,4 @@
-"""How the command ends on a signal: it cleans up what it can within seconds."""
+"""Ends the command on a signal, after at most a few seconds of cleaning up."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ckpt_tools.core.summary import Summary, TensorSummary
 
 MAX_VALUE_CHARS = 400
-"""Of one hyperparameter group or entry; ``--json`` has more of it."""
+"""Most characters of one hyperparameter group or entry; ``--json`` has more."""
 
 MAX_NAME_CHARS = 40
 
 FIRST_OPTIONS = ("lr", "betas", "momentum", "eps", "weight_decay")
-"""What people ask for first."""
+"""Hyperparameters that are shown first."""
 
 GAP = "  "
 
@@ -101,7 +101,7 @@ def _group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _show_tensors(summary: Summary) -> None:
-    """A line a tensor; where a terminal is too narrow for that, the name in a line of its own."""
+    """Print one line per tensor; on a narrow terminal, the name on a line of its own."""
     rows = [_HEADINGS, *map(_cells, summary.tensors)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = columns(sys.stdout)

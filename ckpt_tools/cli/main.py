@@ -107,13 +107,13 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 def _explain(sentence: str, code: int, verbose: bool) -> None:
-    """Say it on stderr and exit."""
+    """Print the sentence on stderr and exit."""
     _say(sentence, verbose)
     sys.exit(code)
 
 
 def _say(sentence: str, verbose: bool) -> None:
-    """On stderr; with ``--verbose``, after the traceback."""
+    """Print the sentence on stderr; with ``--verbose``, after the traceback."""
     if verbose:
         import traceback
 
@@ -122,7 +122,7 @@ def _say(sentence: str, verbose: bool) -> None:
 
 
 def _show(error: click.ClickException) -> None:
-    """The usage, and what is wrong with the arguments."""
+    """Print the usage, and what is wrong with the arguments."""
     shown = io.StringIO()
     error.show(file=shown)
     say(shown.getvalue().rstrip("\n"), err=True)

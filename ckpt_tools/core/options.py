@@ -51,7 +51,7 @@ def parse_size(text: str | int) -> int:
 
 
 class ReadKeywords(TypedDict, total=False):
-    """What to read: keywords of every function that opens a checkpoint."""
+    """Keywords of every function that opens a checkpoint."""
 
     from_: ReadFormat | None
     tag: str | None
@@ -62,7 +62,7 @@ class ReadKeywords(TypedDict, total=False):
 
 
 class SelectKeywords(ReadKeywords, total=False):
-    """Names and selection: keywords of every function that takes some of the tensors, under names of its own."""
+    """Keywords of every function that selects and renames tensors."""
 
     include: Sequence[str]
     exclude: Sequence[str]
@@ -148,7 +148,7 @@ class ConvertOptions:
 
     @property
     def weight_copy(self) -> str:
-        """Which copy of a weight stands for it: the master unless asked otherwise, so that no precision is lost."""
+        """The copy of a weight to use: the master unless the user chose, so that no precision is lost."""
         return self.weights or DEFAULT_WEIGHTS
 
     @property
@@ -178,7 +178,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request(ConvertOptions):
-    """One conversion as a user asks for it, checked as far as can be without opening ``src`` or ``dst``.
+    """One conversion, checked as far as possible without opening ``src`` or ``dst``.
 
     With ``keeps_format`` the format of the source is written, and ``to`` is not given.
     """
@@ -244,7 +244,7 @@ def read_key_map(path: Path) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a user may have to tell a reader. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
+    """Options of readers. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
     keys say where model and optimizer live in a DCP tree (``app.model``), ``param_order`` which parameters the numbers
     of an optimizer mean. ``include`` and ``exclude`` matter to a reader that cannot read every tensor: one that is not
     chosen is not refused."""
@@ -259,7 +259,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How an output is cut, for the writers that it concerns.
+    """Options of writers.
 
     ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a
     DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None

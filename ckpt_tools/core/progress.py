@@ -1,4 +1,4 @@
-"""What a call reports while it runs: bytes done, and sentences such as that a store is asked again.
+"""Progress callbacks: bytes done, and sentences such as that a store is asked again.
 
 Listeners to sentences are of the process, because stores are asked by threads that do not know for which call. Imports
 nothing that costs time at start-up.

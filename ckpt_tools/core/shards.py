@@ -1,4 +1,4 @@
-"""Where a tensor's bytes are: shards as columns, and the check that they cover the tensor exactly."""
+"""Shards of a tensor as columns: boxes and byte ranges, and the check that they cover the tensor exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INT64_MAX = 2**63 - 1
 
 
 class Framing(Enum):
-    """What the byte range of a shard holds."""
+    """The content of a shard's byte range."""
 
     RAW = "raw"
     """The elements, and nothing else."""
@@ -281,7 +281,7 @@ class RowTable(ShardTable):
 
 
 class _WholeColumns(NamedTuple):
-    """What the table of one shard that is a whole tensor takes from the shape alone."""
+    """The columns of a table of one shard that is the whole tensor, which depend on the shape alone."""
 
     shape: Shape
     dtype: DType

@@ -33,7 +33,8 @@ def json_of(result: Any, *properties: str) -> dict[str, Any]:
     """The fields of the dataclass ``result``, and those of its properties that are named, as ``json.dumps`` takes them.
 
     A nested result becomes what its own ``to_json`` gives. JSON has no infinity and no NaN: they become ``"inf"``,
-    ``"-inf"`` and ``"nan"``. A file's name may hold bytes that are no text; they become ``\\udcff``, as they are shown.
+    ``"-inf"`` and ``"nan"``. A file's name may hold bytes that are not text; they become ``\\udcff``, as they are
+    shown.
     """
     names = (*(each.name for each in fields(result) if not each.name.startswith("_")), *properties)
     return {name: _plain(getattr(result, name)) for name in names}

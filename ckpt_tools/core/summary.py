@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its headers."""
+"""Summary of a checkpoint, from its headers."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Summary(Shown):
     read, each in its own dtype; ``file_bytes`` is the size of the ``num_files`` files that hold them. A file may hold
     a weight and its fp32 master once, so that ``num_bytes`` can be the larger.
 
-    ``notes`` say what was read in a way that the files do not state, what lies beside the checkpoint and was not read,
-    and what was not understood and is only carried along.
+    ``notes`` say what was inferred, which files beside the checkpoint were not read, and which entries were not
+    understood and are copied as they are.
 
     The options of ``groups`` and the values of ``extras`` are bounded, as ``ShownValues`` says.
     """
@@ -96,7 +96,7 @@ class Summary(Shown):
     tensors: tuple[TensorSummary, ...]
 
     def to_json(self, *, tensors: bool = True) -> dict[str, Any]:
-        """The attributes by name; without ``tensors``, all but that list."""
+        """The attributes by name; without ``tensors``, all except that list."""
         found = json_of(self)
         return found if tensors else {name: value for name, value in found.items() if name != "tensors"}
 

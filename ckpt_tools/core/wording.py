@@ -98,7 +98,7 @@ def _parts(name: str) -> list[str]:
 
 
 def one_line(value: Any, limit: int) -> str:
-    """What ``ShownValues`` made of a value, as a person reads it: ``lr: 0.1, betas: [0.9, 0.95]``; cut at ``limit``."""
+    """A value that ``ShownValues`` made, as text: ``lr: 0.1, betas: [0.9, 0.95]``; cut at ``limit``."""
     text = _open(value, limit)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 

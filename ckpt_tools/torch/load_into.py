@@ -1,4 +1,4 @@
-"""Straight into a job: a checkpoint of any format into a torch model and its optimizer, in place.
+"""Loads a checkpoint of any format into a torch model and its optimizer, in place.
 
 Every rank calls ``load_into`` with its own part of the model, plain tensors or DTensors on any mesh, and reads the
 elements of that part and no others. The optimizer makes its own state, as torch has it do before loading; moments,
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     import torch
 
 KEPT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Of a param group: how a job computes its updates, which depends on its device and not on the checkpoint."""
+"""Options of a param group that depend on the job's device and not on the checkpoint."""
 
 DEEPSPEED_OPTIONS = frozenset({"bias_correction", "step"})
-"""Of a param group: what only DeepSpeed's own Adams keep there, and other optimizers do not ask for."""
+"""Options of a param group that only DeepSpeed's own Adams keep."""
 
 MAX_NAMED = 5
 """Names that an error lists of each kind."""
@@ -128,7 +128,7 @@ def load_into(
 
 @dataclass(frozen=True, slots=True)
 class _Problems:
-    """What does not fit, by kind."""
+    """Names that do not fit, by kind of problem."""
 
     found: dict[str, list[str]] = field(default_factory=dict)
 
@@ -173,7 +173,7 @@ class _Loader:
         self.problems.add("not in the model", [key.fqn for key in stored if key.fqn not in known])
 
     def key(self, names: Iterable[str], slot: str) -> StateKey | None:
-        """The tensor that goes by any of these names."""
+        """The tensor that has any of these names."""
         found = (StateKey(self.manifest.aliases.get(name, name), slot) for name in names)
         return next((key for key in found if key in self.manifest.tensors), None)
 
@@ -275,7 +275,7 @@ class _OptimizerLoader:
             yield from group["params"]
 
     def _slots(self) -> Iterator[_Slot]:
-        """What the optimizer holds and the checkpoint has."""
+        """The values that the optimizer holds, with their tensors of the checkpoint."""
         for parameter in self._parameters():
             names = self.names[id(parameter)]
             for holder, key, slot in _leaves(self.optimizer.state.get(parameter, {}), ""):

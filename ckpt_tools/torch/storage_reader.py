@@ -2,8 +2,8 @@
 
 An FSDP2, HSDP or 2-D job of N ranks loads a ZeRO, universal, safetensors, torch or DCP checkpoint without converting
 it first: torch's planner asks for boxes of tensors, and each rank reads those of its own. Every tensor is shown to the
-planner as one chunk, since the tensor_reader finds the pieces. Objects are made live by us, so that nothing that a
-checkpoint names is ever called.
+planner as one chunk, since the tensor reader finds the pieces. Objects are revived by ckpt-tools, so that nothing that
+a checkpoint names is called.
 """
 
 from __future__ import annotations
