@@ -140,9 +140,9 @@ def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -
         >>> [str(note.outcome.value) for note in report.notes]
         ['cast']
     """
-    from ckpt_tools import conversion
+    from ckpt_tools.conversion import plan_conversion
 
-    return conversion.plan(Request(src=src, dst=dst, **options))
+    return plan_conversion(Request(src=src, dst=dst, **options))
 
 
 @refusing_empty
@@ -227,9 +227,9 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         >>> str(ckpt_tools.open("half.safetensors")["encoder.weight"].dtype)
         'bfloat16'
     """
-    from ckpt_tools import conversion
+    from ckpt_tools.conversion import run_conversion
 
-    return conversion.convert(Request(src=src, dst=dst, **options))
+    return run_conversion(Request(src=src, dst=dst, **options))
 
 
 @refusing_empty
@@ -254,13 +254,13 @@ def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateK
         >>> list(report.plan.files)
         ['model.safetensors']
     """
-    from ckpt_tools import conversion
+    from ckpt_tools.conversion import run_conversion
     from ckpt_tools.stores.urls import check_storage_options, implied_format, open_place
 
     request = Request(src=src, dst=dst, state="model", **options)
     check_storage_options(request.storage_options, src, dst)
     to = request.to or implied_format(open_place(dst, request.storage_options).name) or "safetensors"
-    return conversion.convert(replace(request, to=to))
+    return run_conversion(replace(request, to=to))
 
 
 @refusing_empty
@@ -293,10 +293,10 @@ def reshard(
         >>> ckpt_tools.inspect("run-4").world_size
         4
     """
-    from ckpt_tools import conversion
+    from ckpt_tools.conversion import run_conversion
 
     request = Request(src=src, dst=dst, keeps_format=True, world_size=world_size, state=state, **options)
-    return conversion.convert(request)
+    return run_conversion(request)
 
 
 @refusing_empty

@@ -166,12 +166,12 @@ def is_whole(options: ConvertOptions, writer: Writer) -> bool:
     return writer.holds_optimizer if options.state is None else options.state == "all"
 
 
-def plan(request: Request) -> PlanReport:
+def plan_conversion(request: Request) -> PlanReport:
     """Plan a conversion; write nothing."""
     return plan_report(prepare(request, _pool(request)))
 
 
-def convert(request: Request) -> ConvertReport:
+def run_conversion(request: Request) -> ConvertReport:
     """Write the destination: whole, or not at all."""
     pool = _pool(request)
     return run(

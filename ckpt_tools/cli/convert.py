@@ -50,6 +50,9 @@ _resume = click.option(
 _fsync = click.option("--fsync", is_flag=True, help="Wait until the output is safe from a power failure.")
 _checksum = click.option("--checksum", is_flag=True, help="Also write the digests of the output, for verify.")
 
+_writing = options.together(options.running, options.clustering, _strict, _overwrite, _resume, _fsync, _checksum)
+"""The options of every command that writes a checkpoint."""
+
 
 @click.command("convert", cls=options.Grouped)
 @options.source
@@ -61,13 +64,7 @@ _checksum = click.option("--checksum", is_flag=True, help="Also write the digest
 @options.choosing
 @_max_shard_size
 @_config
-@options.running
-@options.clustering
-@_strict
-@_overwrite
-@_resume
-@_fsync
-@_checksum
+@_writing
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 @options.as_json
 @options.talking
@@ -90,13 +87,7 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
     "--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="The number of ranks to write for."
 )
 @options.reading
-@options.running
-@options.clustering
-@_strict
-@_overwrite
-@_resume
-@_fsync
-@_checksum
+@_writing
 @options.as_json
 @options.talking
 def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
@@ -139,13 +130,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.choosing
 @_max_shard_size
 @_config
-@options.running
-@options.clustering
-@_strict
-@_overwrite
-@_resume
-@_fsync
-@_checksum
+@_writing
 @options.as_json
 @options.talking
 def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:

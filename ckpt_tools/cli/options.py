@@ -44,7 +44,9 @@ class Grouped(click.Command):
                     formatter.write_dl(group)
 
 
-def _all(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+def together(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """One decorator for several options, in their order."""
+
     def apply(command: Command) -> Command:
         for decorator in reversed(decorators):
             command = decorator(command)
@@ -74,9 +76,9 @@ storage = click.option(
     help="An option of the store, e.g. endpoint_url=http://host:9000. Repeatable.",
 )
 
-source = _all(click.argument("src", metavar="SRC"), storage)
+source = together(click.argument("src", metavar="SRC"), storage)
 
-reading = _all(
+reading = together(
     click.option(
         "--from",
         "from_",
@@ -106,7 +108,7 @@ weights = click.option(
     help=f"The copy of a weight to use: its fp32 master if there is one, or the model's. Default: {DEFAULT_WEIGHTS}.",
 )
 
-naming = _all(
+naming = together(
     click.option("--include", multiple=True, metavar="GLOB", help="Take only tensors whose names match. Repeatable."),
     click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match. Repeatable."),
     click.option(
@@ -118,7 +120,7 @@ naming = _all(
     click.option("--key-map", type=click.Path(), metavar="FILE", help="A JSON file that maps old names to new names."),
 )
 
-choosing = _all(
+choosing = together(
     click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Cast the weights to this type, and nothing else."),
     weights,
     click.option("--buffers", multiple=True, metavar="GLOB", help="Tensors that are buffers of the model. Repeatable."),
@@ -129,7 +131,7 @@ workers = click.option(
     "--workers", type=click.IntRange(min=1), help="Number of threads. Default: one for each processor."
 )
 
-running = _all(
+running = together(
     click.option(
         "--memory",
         metavar="SIZE",
@@ -138,7 +140,7 @@ running = _all(
     workers,
 )
 
-clustering = _all(
+clustering = together(
     click.option(
         "--runner",
         type=click.Choice(RUNNERS),
@@ -171,7 +173,7 @@ def _top(command: Command) -> Command:
     return cast(Command, run)
 
 
-listing = _all(
+listing = together(
     click.option(
         "--top",
         type=click.IntRange(min=1),
@@ -186,7 +188,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print the result
 
 verbose = click.option("--verbose", "-v", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 
-talking = _all(
+talking = together(
     click.option("--quiet", "-q", is_flag=True, help="Show no progress and no lines about retries."),
     verbose,
 )

@@ -8,17 +8,16 @@ anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.arguments import refusing_empty, written_out
 from ckpt_tools.core import transforms
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
-from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
-from ckpt_tools.core.options import ConvertOptions
+from ckpt_tools.core.options import ConvertOptions, SelectKeywords
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
@@ -44,23 +43,14 @@ MAX_NAMED = 5
 
 
 @refusing_empty
+@written_out(SelectKeywords, ConvertOptions)
 def load_into(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     url: str | Path,
     *,
-    from_: ReadFormat | None = None,
-    tag: str | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    weights: Weights = DEFAULT_WEIGHTS,
     elsewhere: Collection[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    **given: Unpack[SelectKeywords],
 ) -> dict[str, Any]:
     """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, in place, and return everything else in it.
 
@@ -98,20 +88,10 @@ def load_into(
         >>> model["encoder"].weight[1, :3].tolist()
         [8.0, 9.0, 10.0]
     """
-    check_storage_options(storage_options, url)
-    chosen = ConvertOptions(
-        tag=tag,
-        model_key=model_key,
-        optim_key=optim_key,
-        param_order=param_order,
-        weights=weights,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        key_map=key_map,
-    )
-    options = chosen.reading
-    source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
+    chosen = ConvertOptions(**given)
+    options, stores = chosen.reading, chosen.storage_options
+    check_storage_options(stores, url)
+    source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
     check_reading(manifest, options)
     manifest, _ = transforms.without_wrappers(manifest)
     manifest = apply_options(manifest, chosen, whole=True, holds_masters=False).manifest
