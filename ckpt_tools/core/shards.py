@@ -8,16 +8,19 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, from_flat
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError
 
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Ints: TypeAlias = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
+"""``NDArray[np.int64]``, without the import of numpy.typing, which takes 1.4 ms."""
 
 INT64_MAX = 2**63 - 1
 
