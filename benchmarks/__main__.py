@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import costs, inference, machine, report
+from benchmarks import costs, inference, machine, report, startup
 from benchmarks.inputs import FolderError, claim
 from benchmarks.journal import Journal
 from benchmarks.suite import WAYS, OutOfTimeError, Runner, Settings, say
@@ -22,7 +22,7 @@ from ckpt_tools.signals import exit_code_of, stopping_on_signals
 
 HERE = Path(__file__).parent
 RESULTS, DATA = HERE / "results", machine.ROOT / ".cache" / "benchmarks"
-MEMORY, START_UP, INFERENCE = "memory", "start-up", "inference"
+MEMORY, START_UP, INFERENCE = "memory", startup.KIND, inference.KIND
 NAMES = (*(work.name for work in WORKS), MEMORY, START_UP, INFERENCE)
 
 
@@ -30,10 +30,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--works", type=_names, default=NAMES, help=f"of {', '.join(NAMES)}; all if left out")
+    made.add_argument("--works", type=_some_of(NAMES), default=NAMES, help=f"of {', '.join(NAMES)}; default: all")
     made.add_argument("--size", type=float, default=4.5, metavar="GB", help="of every input")
     made.add_argument("--runs", type=int, default=5, help="of each contestant in each way")
-    made.add_argument("--ways", type=_ways, default=WAYS, help=f"of {', '.join(WAYS)}; all if left out")
+    made.add_argument("--ways", type=_some_of(WAYS), default=WAYS, help=f"of {', '.join(WAYS)}; default: all")
     made.add_argument("--time-limit", type=float, default=600, metavar="SECONDS", help="of one run")
     made.add_argument("--budget-minutes", type=float, default=float("inf"), help="start no run after so long")
     made.add_argument("--memory-sizes", type=_numbers, default=(1.0, 4.0, 16.0), metavar="GB,GB", help="for memory")
@@ -44,18 +44,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := set(names) - set(NAMES):
-        raise argparse.ArgumentTypeError(f"no such work: {', '.join(sorted(unknown))}")
-    return names
+def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if unknown := set(names) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+        return names
 
-
-def _ways(text: str) -> tuple[str, ...]:
-    ways = tuple(text.split(","))
-    if unknown := set(ways) - set(WAYS):
-        raise argparse.ArgumentTypeError(f"no such way: {', '.join(sorted(unknown))}")
-    return ways
+    return parse
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -99,7 +95,7 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
         if MEMORY in asked.works:
             costs.measure_memory(asked.memory_sizes, settings, journal)
         if START_UP in asked.works:
-            costs.measure_start_up(settings, journal)
+            startup.measure_into(journal, settings.runs)
         if INFERENCE in asked.works:
             inference.measure(settings, journal)
     except OutOfTimeError:

@@ -102,13 +102,6 @@ def build_dcp_weights(out: str, llama: Llama) -> None:
     save({"model": get_model_state_dict(sharded_model(llama))}, checkpoint_id=out)
 
 
-def build_ranks_weights(out: str, llama: Llama) -> None:
-    """A file a rank, named as verl names it."""
-    Path(out).mkdir(exist_ok=True)
-    state = sharded_model(llama).state_dict()
-    torch.save(state, Path(out) / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
-
-
 def build_hf_weights(out: str, llama: Llama) -> None:
     weights = get_model_state_dict(sharded_model(llama))
     save(weights, storage_writer=HuggingFaceStorageWriter(out, save_distributed=True))
@@ -128,54 +121,7 @@ def _inner_shard(parameter: Tensor, mesh: Any) -> Tensor:
     return DTensor.from_local(fill(torch.empty(rows, columns // mesh.size())), mesh, [Shard(1)])
 
 
-def build_megatron_weights(out: str, llama: Llama) -> None:
-    """The pieces that Megatron's modules declare, saved by its ``dist_checkpointing``: a piece a layer and rank."""
-    from fixtures import megatron
-
-    grid = megatron.Grid(tensor=2, pipeline=2, data=1)
-    found = {
-        key: megatron.declared(key, weight, grid, partial(_megatron_part, weight, grid.tensor))
-        for key, weight in _megatron_weights(llama).items()
-    }
-    common = {"iteration": int(STEP), "checkpoint_version": 3.0}
-    megatron.save_state(Path(out), {"tensors": found, **common})
-
-
-def _megatron_weights(llama: Llama) -> dict[str, Any]:
-    """The same parameters as those of transformers' Llama, under Megatron's names."""
-    from fixtures.megatron import Weight
-
-    layers, hidden, ffn = llama.layers, llama.hidden, llama.ffn
-    stacked = {
-        "self_attention.linear_qkv.layer_norm_weight": Weight((layers, hidden), stacked=1),
-        "self_attention.linear_qkv.weight": Weight((layers, 3 * hidden, hidden), 1, 1),
-        "self_attention.linear_proj.weight": Weight((layers, hidden, hidden), 2, 1),
-        "mlp.linear_fc1.layer_norm_weight": Weight((layers, hidden), stacked=1),
-        "mlp.linear_fc1.weight": Weight((layers, 2 * ffn, hidden), 1, 1),
-        "mlp.linear_fc2.weight": Weight((layers, hidden, ffn), 2, 1),
-    }
-    return {
-        "embedding.word_embeddings.weight": Weight((llama.vocab, hidden), 0),
-        "decoder.final_layernorm.weight": Weight((hidden,)),
-        "output_layer.weight": Weight((llama.vocab, hidden), 0),
-        **{f"decoder.layers.{name}": weight for name, weight in stacked.items()},
-    }
-
-
-def _megatron_part(weight: Any, tensor_parallel: int, index: tuple[int, ...]) -> Tensor:
-    sizes = [size // tensor_parallel if axis == weight.cut else size for axis, size in enumerate(weight.shape)]
-    return fill(torch.empty(sizes[len(index) :]))
-
-
-def build_zero2(out: str, llama: Llama) -> None:
-    _build_zero(out, llama, stage=2)
-
-
-def build_zero3(out: str, llama: Llama) -> None:
-    _build_zero(out, llama, stage=3)
-
-
-def _build_zero(out: str, llama: Llama, *, stage: int) -> None:
+def build_zero(stage: int, out: str, llama: Llama) -> None:
     """DeepSpeed makes the masters of the bf16 model that it is given; the moments are filled in beside them."""
     import deepspeed
 
@@ -219,11 +165,9 @@ BUILDERS: dict[str, Callable[[str, Llama], None]] = {
     "dcp8": build_dcp,
     "dcp-weights": build_dcp_weights,
     "hf-weights": build_hf_weights,
-    "megatron-weights": build_megatron_weights,
-    "ranks-weights": build_ranks_weights,
     "tp-weights": build_tp_weights,
-    "zero2": build_zero2,
-    "zero3": build_zero3,
+    "zero2": partial(build_zero, 2),
+    "zero3": partial(build_zero, 3),
     "safetensors": build_safetensors,
     "torch": build_torch,
 }

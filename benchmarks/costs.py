@@ -1,4 +1,4 @@
-"""What a conversion costs beside copying: memory, whatever the checkpoint's size, and start-up."""
+"""Peak memory of a conversion by the size of its checkpoint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.inputs import BuildError, Cache
+from benchmarks.inputs import Cache
 from benchmarks.journal import Journal, Record
 from benchmarks.suite import OutOfTimeError, Settings, call, out_of_time, say
 
 GIGABYTE = 10**9
-
-DEMO_BYTES = 13_500_000
-"""Of each checkpoint that `make demo` saves."""
 
 SYNTHETIC = """
 import sys
@@ -52,7 +49,7 @@ def _memory(size_bytes: int, settings: Settings) -> Record:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        if not Cache(settings.data / "inputs").make_room(int(1.1 * size_bytes), keep=[]):
+        if not Cache(settings.data / "inputs").make_room(int(1.1 * size_bytes)):
             return {"status": "no room", "reason": f"the disk has no {1.1 * size_bytes / GIGABYTE:.0f} GB free"}
         return _converted(size_bytes, folder, settings)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -70,34 +67,3 @@ def _converted(size_bytes: int, folder: Path, settings: Settings) -> Record:
     usage, reason = call([*program, "convert", *conversion, "--quiet"], settings)
     planned = json.loads(plan.stdout)["peak_memory_bytes"]
     return {"status": "failed" if reason else "done", "reason": reason, "planned_bytes": planned, **asdict(usage)}
-
-
-def measure_start_up(settings: Settings, journal: Journal) -> None:
-    """A conversion of the demo's size, a command that converts nothing, and a bare Python with numpy, in turn."""
-    key: Record = {"code": machine.code()}
-    journal.forget(keep=key, kind="start-up")
-    if len(journal.find(kind="start-up", **key)) >= 3 * settings.runs:
-        return
-    try:
-        source = Cache(settings.data / "inputs").get("dcp", DEMO_BYTES)
-    except BuildError as error:
-        say(f"start-up: {error}")
-        return
-    say("start-up")
-    for number in range(len(journal.find(kind="start-up", **key)) // 3, settings.runs):
-        _round(number, source, settings, journal, key)
-
-
-def _round(number: int, source: Path, settings: Settings, journal: Journal, key: Record) -> None:
-    target = settings.data / "small.safetensors"
-    commands = {
-        "convert": ["-m", "ckpt_tools", "convert", str(source), str(target), "--quiet"],
-        "formats": ["-m", "ckpt_tools", "formats"],
-        "numpy": ["-c", "import numpy"],
-    }
-    for what, words in commands.items():
-        target.unlink(missing_ok=True)
-        usage, reason = call([sys.executable, *words], settings)
-        said = {"what": what, "round": number, "status": "failed" if reason else "done", "reason": reason}
-        journal.add({"kind": "start-up", **key, **said, **asdict(usage)})
-    target.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks import peers
 from benchmarks.journal import Journal, Record
-from benchmarks.works import COPY, FROM_DCP, LARGE_BYTES, OURS, UNCAST, WORKS, Target, Work
+from benchmarks.works import COPY, LARGE_BYTES, OURS, UNCAST, WORKS, Target, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,6 @@ class Result:
         yield from _at_most(self.ratio(OURS, COPY, "cold"), target.copy, "x cp -r, from the disk", copies)
         yield from _at_most(self.ratio(OURS, COPY, synced=True), target.copy_synced, "x cp -r, both with fsync", copies)
         yield from _at_most(self.ratio(OURS, UNCAST), target.uncast, "x without the cast", large)
-        yield from _at_most(self.ratio(OURS, FROM_DCP), target.dcp, "x the same from DCP", large)
         yield from self._peer_promise(target, large)
 
     def _peer_promise(self, target: Target, large: bool) -> Iterator[Promise]:

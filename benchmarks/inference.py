@@ -23,10 +23,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import turns
 from benchmarks.caching import cool, warm
 from benchmarks.inputs import WEIGHT_BYTES, Cache
 from benchmarks.journal import Journal, Record
@@ -108,7 +110,7 @@ def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
     import torch
 
     from inference.batch.inputs import Wanted
-    from training.data import datasets as data
+    from training.data.datasets import datasets as data
     from training.loop import evaluation
 
     torch.set_num_threads(threads)
@@ -182,12 +184,10 @@ def take_turns(rounds: int, threads: int) -> dict[str, list[Taken]]:
     with tempfile.TemporaryDirectory() as name:
         make_images(Path(name))
         running = contestants(Path(name), threads)
-        found: dict[str, list[Taken]] = {who: [] for who in running}
-        for pair in ((BATCH, f"{BATCH} rival"), (FILES, f"{FILES} rival")):
-            for number in range(rounds + 1):
-                for who in pair[:: -1 if number % 2 else 1]:
-                    taken = timed(running[who])
-                    found[who] += [taken] if number else []
+        found: dict[str, list[Taken]] = {}
+        for work in (BATCH, FILES):
+            pair = (work, f"{work} rival")
+            found |= turns.take_turns({who: partial(timed, running[who]) for who in pair}, rounds)
         return found
 
 
@@ -316,58 +316,53 @@ def measure(settings: Settings, journal: Journal) -> None:
 def reported(journal: Journal) -> list[str]:
     """The tables of what is in the journal."""
     taken: dict[str, list[Taken]] = {}
-    turns: dict[str, list[Turn]] = {}
+    served: dict[str, list[Turn]] = {}
     absent: list[str] = []
     for record in journal.find(kind=KIND):
         absent = record["missing"]
         for who, found in record["found"].items():
             if record["works"] == [SERVE]:
-                turns[who] = [Turn(**each) for each in found]
+                served[who] = [Turn(**each) for each in found]
             else:
                 taken[who] = [Taken(**each) for each in found]
-    return [*(rows(taken) if taken else []), *(["", *serving_rows(turns, absent)] if turns else [])]
+    return [*(rows(taken) if taken else []), *(["", *serving_rows(served, absent)] if served else [])]
 
 
 # --- report
 
 
 def rows(found: Mapping[str, list[Taken]]) -> list[str]:
-    lines = ["| work | wall, ours | rival | rival / ours | processor | promised | above the model |"]
-    lines += ["|---|--:|--:|--:|--:|--:|--:|"]
-    return lines + [_row(work, found[work], found[f"{work} rival"]) for work in PROMISED if work in found]
+    header = "work | wall, ours | rival | rival / ours | processor | promised | above the model"
+    given = (_row(work, found[work], found[f"{work} rival"]) for work in PROMISED if work in found)
+    return turns.markdown(header, given)
 
 
-def _row(work: str, ours: list[Taken], rival: list[Taken]) -> str:
+def _row(work: str, ours: list[Taken], rival: list[Taken]) -> list[str]:
     """Ratios are medians of those of each round, whose turns follow one another."""
     wall = median(theirs.wall / mine.wall for mine, theirs in zip(ours, rival, strict=True))
     cpu = median(theirs.cpu / mine.cpu for mine, theirs in zip(ours, rival, strict=True))
     seconds = [f"{median(each.wall for each in taken):.2f} s" for taken in (ours, rival)]
     extra = max(each.extra_bytes for each in ours)
     memory = f"{extra / 1e6:.0f} MB (at most {MAX_EXTRA_BYTES / 1e6:.0f})" if extra else ""
-    return f"| {work} | {' | '.join(seconds)} | {wall:.2f} | {cpu:.2f} | {PROMISED[work]:.2f} | {memory} |"
+    return [work, *seconds, f"{wall:.2f}", f"{cpu:.2f}", f"{PROMISED[work]:.2f}", memory]
 
 
 def serving_rows(found: Mapping[str, Sequence[Turn]], absent: Sequence[str]) -> list[str]:
     """Each beside the service as JSON asks it: ratios are medians of those of each round."""
-    lines = [
-        f"| {NUM_CLIENTS} clients | answers a second | ours / theirs | promised | p50 | p99 | processor | memory |"
-    ]
-    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
-    lines += [_serving_row(who, turns, found[JSON]) for who, turns in found.items()]
+    header = f"{NUM_CLIENTS} clients | answers a second | ours / theirs | promised | p50 | p99 | processor | memory"
+    lines = turns.markdown(header, (_serving_row(who, taken, found[JSON]) for who, taken in found.items()))
     return lines + [f"| {who}: not installed | | | | | | | |" for who in absent]
 
 
-def _serving_row(who: str, turns: Sequence[Turn], ours: Sequence[Turn]) -> str:
+def _serving_row(who: str, taken: Sequence[Turn], ours: Sequence[Turn]) -> list[str]:
     promised = {JSON: "", BINARY: "", LOOP: f"{SERVE_TO_LOOP}"}.get(who, f"{SERVE_TO_PEER}")
-    ratio = median(mine.rate / theirs.rate for mine, theirs in zip(ours, turns, strict=True))
-    p50, p99 = (f"{1000 * median(getattr(each, name) for each in turns):.0f} ms" for name in ("p50", "p99"))
-    cpu = f"{1000 * median(each.cpu_per_answer for each in turns):.2f} ms"
-    memory = max(each.resident_bytes for each in turns)
+    ratio = median(mine.rate / theirs.rate for mine, theirs in zip(ours, taken, strict=True))
+    p50, p99 = (f"{1000 * median(getattr(each, name) for each in taken):.0f} ms" for name in ("p50", "p99"))
+    cpu = f"{1000 * median(each.cpu_per_answer for each in taken):.2f} ms"
+    memory = max(each.resident_bytes for each in taken)
     shown = f"{memory / 1e6:.0f} MB" if memory else ""
-    rate = f"{median(each.rate for each in turns):.0f}"
-    return (
-        f"| {who} | {rate} | {'' if who == JSON else f'{ratio:.2f}'} | {promised} | {p50} | {p99} | {cpu} | {shown} |"
-    )
+    rate = f"{median(each.rate for each in taken):.0f}"
+    return [who, rate, "" if who == JSON else f"{ratio:.2f}", promised, p50, p99, cpu, shown]
 
 
 def main() -> None:
@@ -387,8 +382,8 @@ def main() -> None:
     if found:
         print("\n".join(rows(found)))
     if SERVE in works:
-        turns = take_turns_under_load(given.rounds, serving_threads(given.threads))
-        print("\n".join(serving_rows(turns, missing())))
+        served = take_turns_under_load(given.rounds, serving_threads(given.threads))
+        print("\n".join(serving_rows(served, missing())))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.llama import Llama
 from benchmarks.measure import measured
@@ -26,31 +27,23 @@ WEIGHT_BYTES, STATE_BYTES = 4, 12
 BUILD_SECONDS = 1800
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of checkpoint: who saves what, and what a parameter takes in it."""
+class Kind(NamedTuple):
+    """A kind of checkpoint: what a parameter takes in it, and how many ranks save it."""
 
-    about: str
     bytes_per_element: int
-    world_size: int = 1
+    world_size: int = 4
 
 
 KINDS = {
-    "dcp": Kind("DCP of FSDP2, 4 ranks, fp32 and AdamW", STATE_BYTES, 4),
-    "dcp8": Kind("DCP of FSDP2, 8 ranks, fp32 and AdamW", STATE_BYTES, 8),
-    "dcp-weights": Kind("DCP of FSDP2, 4 ranks, fp32 weights", WEIGHT_BYTES, 4),
-    "hf-weights": Kind("safetensors shards of DCP's Hugging Face writer, 4 ranks, fp32 weights", WEIGHT_BYTES, 4),
-    "tp-weights": Kind("DCP, 4 ranks, every matrix cut along its inner axis, fp32 weights", WEIGHT_BYTES, 4),
-    "ranks-weights": Kind(
-        "a torch file of DTensors a rank, as verl saves FSDP2, 4 ranks, fp32 weights", WEIGHT_BYTES, 4
-    ),
-    "megatron-weights": Kind(
-        "Megatron-Core torch_dist, tensor parallel 2 x pipeline parallel 2, fp32 weights", WEIGHT_BYTES, 4
-    ),
-    "zero2": Kind("DeepSpeed ZeRO-2, 4 ranks, bf16 with fp32 masters and AdamW", 14, 4),
-    "zero3": Kind("DeepSpeed ZeRO-3, 4 ranks, bf16 with fp32 masters and AdamW", STATE_BYTES, 4),
-    "safetensors": Kind("one safetensors file, fp32 weights", WEIGHT_BYTES),
-    "torch": Kind("one .pt file, fp32 and AdamW", STATE_BYTES),
+    "dcp": Kind(STATE_BYTES),  # DCP of FSDP2, fp32 and AdamW
+    "dcp8": Kind(STATE_BYTES, 8),
+    "dcp-weights": Kind(WEIGHT_BYTES),
+    "hf-weights": Kind(WEIGHT_BYTES),  # safetensors shards of DCP's Hugging Face writer
+    "tp-weights": Kind(WEIGHT_BYTES),  # DCP, every matrix cut along its inner axis
+    "zero2": Kind(14),  # bf16 with fp32 masters and AdamW
+    "zero3": Kind(STATE_BYTES),
+    "safetensors": Kind(WEIGHT_BYTES, 1),
+    "torch": Kind(STATE_BYTES, 1),
 }
 
 
@@ -109,16 +102,12 @@ class Cache:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def make_room(self, num_bytes: int, keep: Collection[Path]) -> bool:
-        """Delete inputs, the least recently made first and none of `keep`, until so much is free; whether it is.
-
-        What has not the name of an input stays.
-        """
+    def make_room(self, num_bytes: int, keep: Path | None = None) -> bool:
+        """Delete inputs, the least recently made first and not `keep`, until so much is free; whether it is."""
         self.root.mkdir(parents=True, exist_ok=True)
-        inputs = [path for path in self.root.iterdir() if _is_input(path)]
-        folders = sorted(inputs, key=lambda folder: folder.stat().st_mtime)
-        for folder in folders:
-            if self.free_bytes() < num_bytes and folder not in keep:
+        inputs = [path for path in self.root.iterdir() if _is_input(path) and path != keep]
+        for folder in sorted(inputs, key=lambda folder: folder.stat().st_mtime):
+            if self.free_bytes() < num_bytes:
                 shutil.rmtree(folder)
         return self.free_bytes() >= num_bytes
 
@@ -146,6 +135,6 @@ def _digest() -> str:
     digest = hashlib.sha256()
     for name in ("builders.py", "llama.py"):
         digest.update((HERE / name).read_bytes())
-    for framework in ("torch", "deepspeed", "safetensors", "transformers", "megatron-core"):
+    for framework in ("torch", "deepspeed", "safetensors", "transformers"):
         digest.update(version(framework).encode())
     return digest.hexdigest()[:8]

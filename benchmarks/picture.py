@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures import Result
@@ -59,7 +60,7 @@ def draw(found: Sequence[Result], path: Path) -> None:
         axes.axvline(1, color=COPY_COLOUR, linewidth=1.2, zorder=3)
         axes.annotate("cp -r of the result", (1, -0.9), color=COPY_COLOUR, ha="left", xytext=(3, 0), textcoords=_POINTS)
         axes.set_ylim(y - 0.3, -1.6)
-        _label(axes, found)
+        _label(axes)
         figure.savefig(path, dpi=130)
 
 
@@ -67,10 +68,7 @@ _POINTS = "offset points"
 _OVER_THE_LINE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
-def _draw_group(axes: object, result: Result, bars: Sequence[Bar], y: int) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
+def _draw_group(axes: Axes, result: Result, bars: Sequence[Bar], y: int) -> None:
     size = result.about["copied_bytes"] / 1e9
     axes.annotate(
         f"{result.work.about} ({size:.2g} GB)",
@@ -95,10 +93,7 @@ def _draw_group(axes: object, result: Result, bars: Sequence[Bar], y: int) -> No
         )
 
 
-def _label(axes: object, found: Sequence[Result]) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
+def _label(axes: Axes) -> None:
     axes.set_yticks([])
     axes.set_xlabel("time over that of cp -r of the bytes written (log scale; left is faster), warm cache, medians")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 
-from benchmarks import figures, inference
+from benchmarks import figures, inference, startup
 from benchmarks.figures import Result, Row
 from benchmarks.journal import Journal, Record
 from benchmarks.machine import ROOT, code
-from benchmarks.works import COPY, LARGE_BYTES, OURS
+from benchmarks.works import COPY, OURS
 
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -21,20 +20,6 @@ README_WORKS = ("dcp-safetensors", "dcp-torch", "dcp-zero3", "zero3-safetensors"
 """The works of README's few rows: each direction, and one without a rival."""
 
 MAX_MEMORY_BYTES = 256_000_000
-MAX_CONVERT_SECONDS, MAX_START_SECONDS = 0.6, 0.3
-
-METHOD = f"""
-- Times are medians in seconds. They include start-up and imports. The contestants run alternately, in random order.
-- Warm: the source is in the page cache. Cold: its pages were evicted before the run.
-- fsync: the clock stops when the output is on the disk. ckpt-tools runs with `--fsync`; `cp -r` is followed by an fsync
-  of every file and folder. Without fsync, the kernel writes the output to the disk later, for all contestants alike.
-- `cp -r` copies an output that ckpt-tools wrote and that was verified. So "ours / cp" compares a conversion with a
-  copy of its result.
-- `torch_to_dcp` and `dcp.save` always sync their output. They are compared with our times with fsync.
-- Memory is the largest resident set of any run, child processes included.
-- The first output of every contestant was compared with its source, bit for bit (`ckpt-tools verify`).
-- The promises are about checkpoints of {LARGE_BYTES / 1e9:g} GB or more.
-""".strip()
 
 
 def write(journal: Journal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
@@ -68,9 +53,7 @@ def _few_rows(found: Sequence[Result]) -> Iterator[str]:
     """README's table: time and memory of ours, of `cp -r` and of the best peer."""
     yield "| conversion | output | ours | `cp -r` of the output | fastest other tool | memory: ours, theirs |"
     yield "|---|--:|--:|--:|---|--:|"
-    for result in found:
-        if result.work.name in README_WORKS:
-            yield "| " + " | ".join(_few_cells(result)) + " |"
+    yield from (_row(_few_cells(result)) for result in found if result.work.name in README_WORKS)
 
 
 def _few_cells(result: Result) -> Iterator[str]:
@@ -91,6 +74,7 @@ def _section(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     yield from _earlier(journal, found)
     yield ""
     yield from _promises(journal, found)
+    yield from _start_up(journal)
     yield from _inference(journal)
 
 
@@ -99,7 +83,7 @@ def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     yield ""
     yield from _machine(journal)
     yield ""
-    yield METHOD
+    yield "[How it was measured](../../docs/benchmarks.md#how-it-was-measured)."
     yield ""
     yield from _summary(found)
     yield from _earlier(journal, found)
@@ -107,11 +91,18 @@ def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     yield from _promises(journal, found)
     yield ""
     yield from _costs(journal)
+    yield from _start_up(journal)
     yield from _inference(journal)
     for result in found:
         yield from _details(result)
     for work, reason in figures.undone(journal):
         yield f"\n## {work.about}\n\nNot measured: {reason}"
+
+
+def _start_up(journal: Journal) -> Iterator[str]:
+    for record in journal.find(kind=startup.KIND):
+        if "lines" in record:
+            yield from ("", "## Start-up", "", *record["lines"])
 
 
 def _inference(journal: Journal) -> Iterator[str]:
@@ -135,8 +126,7 @@ def _summary(found: Sequence[Result]) -> Iterator[str]:
     """A row a work: ours against `cp -r` in three ways, and the best peer that completes."""
     yield "| work | reads, writes | ours | `cp -r` | ours / cp | fsync | cold | best peer | times faster | memory |"
     yield "|---|---|--:|--:|--:|--:|--:|---|--:|--:|"
-    for result in found:
-        yield "| " + " | ".join(_summary_cells(result)) + " |"
+    yield from (_row(_summary_cells(result)) for result in found)
 
 
 def _earlier(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
@@ -166,6 +156,10 @@ def _summary_cells(result: Result) -> Iterator[str]:
     yield f"{peer}, {_seconds(theirs)}" if peer else _no_peer(result)
     yield _times(result.times_faster(peer) if peer else None, 1)
     yield _megabytes(ours) + (f" / {_megabytes(theirs)}" if theirs else "")
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _moved(result: Result) -> str:
@@ -203,7 +197,6 @@ def _promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
             yield f"- {result.work.about}: {promise}"
     yield _equality(found)
     yield from _memory_promises(journal, found)
-    yield from _start_promises(journal)
 
 
 def _equality(found: Sequence[Result]) -> str:
@@ -229,21 +222,6 @@ def _memory_promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]
 
 def _sizes(records: Sequence[Record]) -> str:
     return ", ".join(f"{record['size_bytes'] / 1e9:g}" for record in records) + " GB"
-
-
-def _start_promises(journal: Journal) -> Iterator[str]:
-    seconds = {what: _start_seconds(journal, what) for what in ("convert", "formats", "numpy")}
-    if (convert := seconds["convert"]) and (formats := seconds["formats"]) and (numpy := seconds["numpy"]):
-        kept = convert <= MAX_CONVERT_SECONDS and formats <= MAX_START_SECONDS
-        yield (
-            f"- {_verdict(kept)}: a checkpoint of the demo's size is converted in {convert:.2f} s (at most 0.6), "
-            f"of which start-up {formats:.2f} s (at most 0.3); a bare Python that imports numpy takes {numpy:.2f} s"
-        )
-
-
-def _start_seconds(journal: Journal, what: str) -> float | None:
-    runs = journal.find(kind="start-up", what=what, status="done")
-    return median(run["seconds"] for run in runs) if runs else None
 
 
 def _verdict(kept: bool) -> str:
@@ -276,8 +254,7 @@ def _details(result: Result) -> Iterator[str]:
     yield ""
     yield "| who | cache | fsync | median | min | runs | / cp | CPU | memory | calls read, wrote | disk read | equal |"
     yield "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|"
-    for row in result.rows:
-        yield "| " + " | ".join(_detail_cells(result, row)) + " |"
+    yield from (_row(_detail_cells(result, row)) for row in result.rows)
 
 
 def _detail_cells(result: Result, row: Row) -> Iterator[str]:

@@ -14,8 +14,6 @@ and `--ranks` make another, as wide as that and as deep as the size allows. Of 2
 
 `python -m benchmarks.s3 shares` counts what of models could be copied, by the planner alone and without a server.
 
-`python -m benchmarks.s3 clients` reads ranges and uploads parts through our store, s3fs, and obstore.
-
 Server and client share the machine: the rates are of both together, and only their ratios mean something.
 """
 
@@ -29,7 +27,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,8 +37,7 @@ from typing import Any
 from benchmarks.inputs import BUILD_SECONDS, WEIGHT_BYTES, Cache
 from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
-from ckpt_tools.stores.source import Store
-from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, running_s3_server
+from tests.support.s3_server import BUCKET, S3Server, running_s3_server
 
 ROOT = Path(__file__).parent.parent
 PART_BYTES, NUM_THREADS = 8 << 20, 8
@@ -274,91 +270,9 @@ def _bytes_copied(plan: Any, store: Any) -> int:
     return sum(task.num_bytes for task in large if worker._single(list(steps(files[task.file], task))) is not None)
 
 
-def clients(size: int, rounds: int) -> None:
-    """Ranged reads and part uploads by threads, through each client."""
-    with running_s3_server() as server:
-        os.environ.update(server.environment)
-        size = size // PART_BYTES * PART_BYTES
-        send(fast_client(), "in/f", lambda _: os.urandom(PART_BYTES), size, num_threads=2)
-        runs = [*reads(server).items(), *uploads(server).items()]
-        seconds: dict[str, list[float]] = {}
-        for _ in range(rounds):
-            for name, one in runs:
-                started = time.perf_counter()
-                with ThreadPoolExecutor(NUM_THREADS) as pool:
-                    list(pool.map(one, range(0, size, PART_BYTES)))
-                seconds.setdefault(name, []).append(time.perf_counter() - started)
-    print(json.dumps({name: f"{size / statistics.median(each) / 1e6:.0f} MB/s" for name, each in seconds.items()}))
-
-
-@dataclass(slots=True)
-class ObstoreStore(Store):
-    """obstore, as far as a store is read from."""
-
-    inside: Any
-    url: str = "obstore"
-
-    def list(self) -> Mapping[str, int]:
-        return {each["path"]: each["size"] for page in self.inside.list() for each in page}
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        buffer[:] = memoryview(self.inside.get_range(path, start=start, length=len(buffer)))
-
-
-def obstore_of(server: S3Server, prefix: str | None = None) -> Any:
-    import obstore.store
-
-    return obstore.store.S3Store(
-        BUCKET,
-        prefix=prefix,
-        endpoint=server.endpoint,
-        access_key_id=ACCESS_KEY,
-        secret_access_key=SECRET_KEY,
-        region=REGION,
-        client_options={"allow_http": True},
-        virtual_hosted_style_request=False,
-    )
-
-
-def reads(server: S3Server) -> dict[str, Callable[[int], None]]:
-    from ckpt_tools.stores.fsspec.store import open_fsspec_store
-    from ckpt_tools.stores.s3.client import Bucket, S3Options
-    from ckpt_tools.stores.s3.store import S3Store
-
-    s3fs = open_fsspec_store(f"s3://{BUCKET}/in", {})
-    assert s3fs is not None
-    stores = {
-        "read ours": S3Store(Bucket(S3Options(), BUCKET), "in/"),
-        "read s3fs": s3fs,
-        "read obstore": ObstoreStore(obstore_of(server, "in")),
-    }
-    return {name: partial(_read_part, store) for name, store in stores.items()}
-
-
-def _read_part(store: Any, start: int) -> None:
-    store.read_into("f", start, memoryview(bytearray(PART_BYTES)))
-
-
-def uploads(server: S3Server) -> dict[str, Callable[[int], Any]]:
-    """obstore has no upload of single parts; an object each stands for them."""
-    import s3fs
-
-    from ckpt_tools.stores.s3.client import Bucket, S3Options
-
-    data, bucket, obstore = os.urandom(PART_BYTES), Bucket(S3Options(), BUCKET), obstore_of(server)
-    fs = s3fs.S3FileSystem(config_kwargs={"max_pool_connections": NUM_THREADS})
-    ours, theirs = bucket.create_upload("ours", {}), bucket.create_upload("theirs", {})
-    to = {"Bucket": BUCKET, "Key": "theirs", "UploadId": theirs}
-    return {
-        "write ours": lambda start: bucket.upload_part("ours", ours, start // PART_BYTES + 1, data),
-        "write s3fs": lambda start: fs.call_s3("upload_part", PartNumber=start // PART_BYTES + 1, Body=data, **to),
-        "write obstore": lambda start: obstore.put(f"parts/{start}", data, use_multipart=False),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.s3", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["convert", "shares", "clients", "plain", "fsspec", "build"])
+    parser.add_argument("what", choices=["convert", "shares", "plain", "fsspec", "build"])
     parser.add_argument("urls", nargs="*")
     parser.add_argument("--size", type=int, default=SIZE, help="bytes of the checkpoint")
     parser.add_argument("--hidden", type=int, help="the model's width")
@@ -375,8 +289,6 @@ def main() -> None:
             convert(made, given.rounds, given.works)
         case "shares":
             shares()
-        case "clients":
-            clients(given.size, given.rounds)
         case "plain":
             plain(*given.urls)
         case "fsspec":

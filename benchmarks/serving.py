@@ -16,13 +16,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demo_model import BATCH, SIDE
 from benchmarks.load import request, written
 from benchmarks.machine import ROOT
-from benchmarks.servers import BATCH, SERVERS, SIDE
+from benchmarks.servers import SERVERS
+from benchmarks.turns import take_turns
 
 JSON, BINARY, LOOP = "ours, JSON", "ours, binary", "bare loop"
 PACKAGES = {"FastAPI": "fastapi", "LitServe": "litserve", "BentoML": "bentoml"}
@@ -172,12 +175,8 @@ def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) 
             process = start(who, ["benchmarks.servers", who, model, str(port), str(threads)], port)
             running[who] = Server(port, process, files[who])
         loop = Loop(model, threads)
-        found: dict[str, list[Turn]] = {who: [] for who in (LOOP, *running)}
-        for number in range(rounds + 1):
-            for who, taken in found.items():
-                turn = loop.turn(seconds) if who == LOOP else running[who].turn(seconds)
-                taken += [turn] if number else []
-        return found
+        asked: dict[str, Loop | Server] = {LOOP: loop, **running}
+        return take_turns({who: partial(each.turn, seconds) for who, each in asked.items()}, rounds)
 
 
 class Loop:
@@ -187,7 +186,7 @@ class Loop:
         import torch
 
         from inference.models.predictor import load_predictor
-        from training.data import datasets as data
+        from training.data.datasets import datasets as data
         from training.loop import evaluation
 
         torch.set_num_threads(threads)

@@ -1,8 +1,7 @@
-"""What commands cost before they do anything: ``python -m benchmarks.startup``.
+"""Start-up time of commands: ``python -m benchmarks.startup``, and in ``make bench``.
 
-Commands alternate with a bare Python that imports numpy, so that a machine that is slow for a while is slow for all.
-The table has medians, and their ratios to the bare Python's: of wall time, which other processes of the machine
-lengthen, and of processor time.
+Commands alternate with a bare Python that imports numpy. The table has medians, and their ratios to the bare Python's:
+of wall time, which other processes of the machine lengthen, and of processor time.
 """
 
 from __future__ import annotations
@@ -11,16 +10,20 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.journal import Journal, Record
+from benchmarks.machine import ROOT, code
 from benchmarks.measure import Usage, measured
+from benchmarks.turns import markdown, take_turns
 
-ROOT = Path(__file__).parent.parent
+KIND = "start-up"
 BARE = "python -c 'import numpy'"
 NUM_TENSORS, NUM_ELEMENTS = 100, 10_000
 TIME_LIMIT = 60.0
@@ -65,30 +68,33 @@ def make_sources(folder: Path, tree: Path) -> None:
 
 
 def measure(folder: Path, tree: Path, rounds: int) -> dict[str, list[Usage]]:
-    """Usages by command. One round before the first compiles modules and fills caches, and does not count."""
+    """Usages by command. The round that does not count compiles modules, too."""
     make_sources(folder, tree)
-    given = commands(folder)
-    found: dict[str, list[Usage]] = {what: [] for what in given}
-    for number in range(rounds + 1):
-        for what, command in given.items():
-            usage = run(command, folder, tree)
-            if number:
-                found[what].append(usage)
-    return found
+    given = {what: partial(run, command, folder, tree) for what, command in commands(folder).items()}
+    return take_turns(given, rounds)
 
 
 def rows(found: dict[str, list[Usage]]) -> list[str]:
-    bare = found[BARE]
-    lines = ["| command | wall | ratio | processor | ratio | memory |", "|---|--:|--:|--:|--:|--:|"]
-    for what, usages in found.items():
-        wall, bare_wall = (median(usage.seconds for usage in each) for each in (usages, bare))
-        used, bare_used = (median(usage.cpu_seconds for usage in each) for each in (usages, bare))
-        peak = median(usage.peak_bytes for usage in usages)
-        lines.append(
-            f"| {what} | {wall * 1e3:.0f} ms | {wall / bare_wall:.2f} | {used * 1e3:.0f} ms | {used / bare_used:.2f} "
-            f"| {peak / 1e6:.1f} MB |"
-        )
-    return lines
+    return markdown("command | wall | ratio | processor | ratio | memory", (_cells(found, what) for what in found))
+
+
+def _cells(found: dict[str, list[Usage]], what: str) -> Iterator[str]:
+    usages, bare = found[what], found[BARE]
+    yield what
+    for name in ("seconds", "cpu_seconds"):
+        used, least = (median(getattr(usage, name) for usage in each) for each in (usages, bare))
+        yield f"{used * 1e3:.0f} ms"
+        yield f"{used / least:.2f}"
+    yield f"{median(usage.peak_bytes for usage in usages) / 1e6:.1f} MB"
+
+
+def measure_into(journal: Journal, rounds: int) -> None:
+    """The table, as a record of the suite's journal."""
+    key: Record = {"code": code()}
+    journal.forget(keep=key, kind=KIND)
+    if not journal.find(kind=KIND, **key):
+        with tempfile.TemporaryDirectory() as folder:
+            journal.add({"kind": KIND, **key, "lines": rows(measure(Path(folder), ROOT, rounds))})
 
 
 def main() -> None:

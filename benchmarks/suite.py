@@ -82,8 +82,7 @@ class Runner:
         self.work, self.settings, self.journal = work, settings, journal
         self.inputs = Cache(settings.data / "inputs")
         self.size_bytes = work.scale * settings.size_bytes
-        self.sources = {kind: self.inputs.path(kind, self.size_bytes) for kind in work.sources}
-        self.source = self.sources[work.source]
+        self.source = self.inputs.path(work.source, self.size_bytes)
         self.copied = settings.data / "copied"
         self.out = settings.data / "out"
         self.key: Record = {"work": work.name, "size_bytes": self.size_bytes, "code": machine.code()}
@@ -129,14 +128,12 @@ class Runner:
     def _prepare(self) -> None:
         """The input, and what `cp -r` copies: an output of ours, which is first compared with the input."""
         self._check_time()
-        missing = [kind for kind, path in self.sources.items() if not path.exists()]
-        room = WORK_ROOM + INPUT_ROOM * len(missing)
-        if not self.inputs.make_room(int(room * self.size_bytes), keep=self.sources.values()):
+        room = WORK_ROOM + INPUT_ROOM * (not self.source.exists())
+        if not self.inputs.make_room(int(room * self.size_bytes), keep=self.source):
             raise OSError(f"the disk has no {room * self.size_bytes / 1e9:.1f} GB free")
         say(f"{self.work.name}: {self.work.about}")
-        for kind in self.sources:
-            self.inputs.get(kind, self.size_bytes)
-        self._cool_all_but(*self.sources.values())
+        self.inputs.get(self.work.source, self.size_bytes)
+        self._cool_others()
         _delete(self.copied)
         _, reason, _ = self._measure(Slot(OURS, "warm", synced=False))
         if reason:
@@ -151,10 +148,10 @@ class Runner:
             copied_files=len(list(caching.files_of(self.copied))),
         )
 
-    def _cool_all_but(self, *kept: Path) -> None:
+    def _cool_others(self) -> None:
         """Memory full of other inputs would have to be taken from them again while something is measured."""
         for path in self.inputs.root.iterdir():
-            if path not in kept:
+            if path != self.source:
                 caching.cool(path)
 
     def _check_time(self) -> None:
@@ -172,14 +169,11 @@ class Runner:
         self._note("run", status=status, reason=reason, **place, **asdict(usage))
         _delete(self.out)
 
-    def _source(self, contestant: str) -> Path:
-        return self.sources[self.work.source_of(contestant)]
-
     def _set_cache(self, slot: Slot) -> float:
         """The share of what is about to be read that is in memory."""
-        read = self.copied if slot.contestant == COPY else self._source(slot.contestant)
+        read = self.copied if slot.contestant == COPY else self.source
         os.sync()
-        self._cool_all_but(self.source if slot.contestant == COPY else read)
+        self._cool_others()
         if slot.cache == "cold":
             return caching.cool(read)
         caching.warm(read)
@@ -190,14 +184,13 @@ class Runner:
         _delete(self.out)
         if slot.contestant != COPY:
             self.out.mkdir(parents=True)
-        source = self._source(slot.contestant)
-        command = self.work.command(slot.contestant, source, self.copied, self.out, synced=slot.synced)
+        command = self.work.command(slot.contestant, self.source, self.copied, self.out, synced=slot.synced)
         share = self._set_cache(slot)
         return *call(command, self.settings), share
 
     def _check(self, contestant: str) -> None:
         """Does what lies in `out` hold the input's tensors, bit for bit?"""
-        _, reason = call(self.work.verification(contestant, self._source(contestant), self.out), self.settings)
+        _, reason = call(self.work.verification(contestant, self.source, self.out), self.settings)
         self._note("check", contestant=contestant, status="failed" if reason else "equal", reason=reason)
 
 

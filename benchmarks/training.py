@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.llama import Llama
 from benchmarks.machine import ROOT, load
+from benchmarks.turns import markdown
 
 FSDP2_STEP, ZERO2_STEP, RESUME, STALL = "fsdp2-step", "zero2-step", "resume", "stall"
 PROMISED = {FSDP2_STEP: 1.05, ZERO2_STEP: 1.05, RESUME: 1.2, STALL: 0.2}
@@ -84,20 +85,15 @@ def measured(work: str, asked: Asked, data: Path) -> list[Turn]:
 
 def rows(found: Mapping[str, list[Turn]]) -> list[str]:
     """Markdown."""
-    lines = [
-        "| work | ours | the other | ours / the other | promised | processor time, ours / the other |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    return lines + [_row(work, turns) for work, turns in found.items()]
+    header = "work | ours | the other | ours / the other | promised | processor time, ours / the other"
+    return markdown(header, (_row(work, turns) for work, turns in found.items()))
 
 
-def _row(work: str, turns: list[Turn]) -> str:
+def _row(work: str, turns: list[Turn]) -> list[str]:
     ours, theirs = (median(one.seconds for one in each) for each in zip(*map(_both, turns), strict=True))
     processor = processor_ratio(turns)
-    return (
-        f"| {work} | {ours:.4f} s | {theirs:.4f} s | {ratio(turns):.2f} | at most {PROMISED[work]} | "
-        f"{'' if processor is None else format(processor, '.2f')} |"
-    )
+    shown = "" if processor is None else f"{processor:.2f}"
+    return [work, f"{ours:.4f} s", f"{theirs:.4f} s", f"{ratio(turns):.2f}", f"at most {PROMISED[work]}", shown]
 
 
 def _both(turn: Turn) -> tuple[Spent, Spent]:

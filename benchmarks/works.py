@@ -10,12 +10,12 @@ from pathlib import Path
 from benchmarks import peers
 from benchmarks.inputs import KINDS
 
-OURS, COPY, UNCAST, FROM_DCP = "ckpt-tools", "cp -r", "ckpt-tools without the cast", "ckpt-tools from DCP"
+OURS, COPY, UNCAST = "ckpt-tools", "cp -r", "ckpt-tools without the cast"
 
 LARGE_BYTES = 4_000_000_000
 """Promises are about checkpoints of at least this size; of smaller ones start-up is a good part."""
 
-TO_COPY, TO_COPY_SYNCED, TO_PEER, TO_DCP = 0.9, 1.05, 5.0, 1.1
+TO_COPY, TO_COPY_SYNCED, TO_PEER = 0.9, 1.05, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,13 @@ class Target:
     """What was promised, as ratios of medians; None where nothing was.
 
     `copy`: our time over that of `cp -r`, `copy_synced` with fsync of both; `peer`: the best peer's time over ours;
-    `uncast`: our time over that of the same work without its cast; `dcp`: over that of the same parameters from a DCP.
+    `uncast`: our time over that of the same work without its cast.
     """
 
     copy: float | None = None
     copy_synced: float | None = None
     peer: float | None = None
     uncast: float | None = None
-    dcp: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +46,15 @@ class Work:
     target: Target = Target()
     scale: int = 1
     """How many times the size that is asked for its input has."""
-    dcp: str = ""
-    """The kind of input that holds as many parameters in a DCP, from which we do the same beside it."""
 
     def __post_init__(self) -> None:
-        assert self.sources <= KINDS.keys()
+        assert self.source in KINDS
         assert set(self.rivals) <= set(peers.COMMANDS)
 
     @property
     def contestants(self) -> tuple[str, ...]:
         uncast = (UNCAST,) if "--dtype" in self.options else ()
-        from_dcp = (FROM_DCP,) if self.dcp else ()
-        return (OURS, COPY, *uncast, *from_dcp, *self.rivals)
-
-    @property
-    def sources(self) -> set[str]:
-        """Kinds of all inputs."""
-        return {self.source, self.dcp} - {""}
-
-    def source_of(self, contestant: str) -> str:
-        """The kind of input that a contestant reads."""
-        return self.dcp if contestant == FROM_DCP else self.source
+        return (OURS, COPY, *uncast, *self.rivals)
 
     def command(self, contestant: str, source: Path, copied: Path, out: Path, *, synced: bool) -> list[str]:
         """The command line with which a contestant does the work; `copied` is what `cp -r` copies. `out` exists only
@@ -123,22 +110,6 @@ _OF_ONE_SIZE = (
         peers.WEIGHTS,
         rivals=("merge_fsdp_weights",),
         target=_EXPORT,
-    ),
-    Work(
-        "ranks-safetensors",
-        "torch files of 4 ranks (DTensor), weights → safetensors",
-        "ranks-weights",
-        peers.WEIGHTS,
-        target=Target(copy=TO_COPY, copy_synced=TO_COPY_SYNCED, dcp=TO_DCP),
-        dcp="dcp-weights",
-    ),
-    Work(
-        "megatron-safetensors",
-        "Megatron torch_dist, tensor 2 x pipeline 2, weights → safetensors",
-        "megatron-weights",
-        peers.WEIGHTS,
-        target=Target(dcp=TO_DCP),
-        dcp="dcp-weights",
     ),
     Work(
         "hf-safetensors",

@@ -12,61 +12,61 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckpt_tools.api import (
-        checksum,
-        clean,
-        consolidate,
-        convert,
-        diff,
-        formats,
-        inspect,
-        ls,
-        make_loadable,
-        open,
-        plan,
-        prune,
-        reshard,
-        scan,
-        sign,
-        verify,
+        checksum as checksum,
+        clean as clean,
+        consolidate as consolidate,
+        convert as convert,
+        diff as diff,
+        formats as formats,
+        inspect as inspect,
+        ls as ls,
+        make_loadable as make_loadable,
+        open as open,
+        plan as plan,
+        prune as prune,
+        reshard as reshard,
+        scan as scan,
+        sign as sign,
+        verify as verify,
     )
-    from ckpt_tools.checkpoint import Checkpoint, LazyTensor
-    from ckpt_tools.conversion import ConvertReport, PlanReport
-    from ckpt_tools.core.notes import Note, Outcome
-    from ckpt_tools.core.option_names import ReadFormat, WrittenFormat
-    from ckpt_tools.core.summary import Summary, TensorSummary
+    from ckpt_tools.checkpoint import Checkpoint as Checkpoint, LazyTensor as LazyTensor
+    from ckpt_tools.conversion import ConvertReport as ConvertReport, PlanReport as PlanReport
+    from ckpt_tools.core.notes import Note as Note, Outcome as Outcome
+    from ckpt_tools.core.option_names import ReadFormat as ReadFormat, WrittenFormat as WrittenFormat
+    from ckpt_tools.core.summary import Summary as Summary, TensorSummary as TensorSummary
     from ckpt_tools.errors import (
-        CkptError,
-        DestinationExistsError,
-        DifferenceError,
-        FormatError,
-        IncompleteError,
-        LossError,
-        MalformedError,
-        MemoryBudgetError,
-        SeveralCheckpointsError,
-        SourceNotFoundError,
-        StoreError,
-        UnsafeError,
-        UnsupportedError,
-        UsageError,
+        CkptError as CkptError,
+        DestinationExistsError as DestinationExistsError,
+        DifferenceError as DifferenceError,
+        FormatError as FormatError,
+        IncompleteError as IncompleteError,
+        LossError as LossError,
+        MalformedError as MalformedError,
+        MemoryBudgetError as MemoryBudgetError,
+        SeveralCheckpointsError as SeveralCheckpointsError,
+        SourceNotFoundError as SourceNotFoundError,
+        StoreError as StoreError,
+        UnsafeError as UnsafeError,
+        UnsupportedError as UnsupportedError,
+        UsageError as UsageError,
     )
-    from ckpt_tools.formats.registry import FormatInfo
-    from ckpt_tools.loadable import LoadableReport
-    from ckpt_tools.runs.pruning import Pruned, PruneReport
-    from ckpt_tools.runs.report import RunCheckpoint, RunListing
-    from ckpt_tools.serialization.loadable import LeftOut, Replaced
-    from ckpt_tools.stores.claims import UrlClaim, claim
-    from ckpt_tools.stores.destination import Leftover
-    from ckpt_tools.stores.leftovers import CleanReport
-    from ckpt_tools.torch.load_into import load_into
-    from ckpt_tools.torch.storage_reader import storage_reader
-    from ckpt_tools.verification.deviation import Deviation
-    from ckpt_tools.verification.difference import Aspect, Difference
-    from ckpt_tools.verification.report import VerifyReport
-    from ckpt_tools.verification.scan.findings import Danger, Finding
-    from ckpt_tools.verification.scan.report import ScanReport
-    from ckpt_tools.verification.signing import SignReport
-    from ckpt_tools.verification.verify import ChecksumReport
+    from ckpt_tools.formats.registry import FormatInfo as FormatInfo
+    from ckpt_tools.loadable import LoadableReport as LoadableReport
+    from ckpt_tools.runs.pruning import Pruned as Pruned, PruneReport as PruneReport
+    from ckpt_tools.runs.report import RunCheckpoint as RunCheckpoint, RunListing as RunListing
+    from ckpt_tools.serialization.loadable import LeftOut as LeftOut, Replaced as Replaced
+    from ckpt_tools.stores.claims import UrlClaim as UrlClaim, claim as claim
+    from ckpt_tools.stores.destination import Leftover as Leftover
+    from ckpt_tools.stores.leftovers import CleanReport as CleanReport
+    from ckpt_tools.torch.load_into import load_into as load_into
+    from ckpt_tools.torch.storage_reader import storage_reader as storage_reader
+    from ckpt_tools.verification.deviation import Deviation as Deviation
+    from ckpt_tools.verification.difference import Aspect as Aspect, Difference as Difference
+    from ckpt_tools.verification.report import VerifyReport as VerifyReport
+    from ckpt_tools.verification.scan.findings import Danger as Danger, Finding as Finding
+    from ckpt_tools.verification.scan.report import ScanReport as ScanReport
+    from ckpt_tools.verification.signing import SignReport as SignReport
+    from ckpt_tools.verification.verify import ChecksumReport as ChecksumReport
 
 __version__ = "0.1.0"
 
@@ -132,82 +132,14 @@ _HOMES = {
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "Aspect",
-    "Checkpoint",
-    "ChecksumReport",
-    "CkptError",
-    "CleanReport",
-    "ConvertReport",
-    "Danger",
-    "DestinationExistsError",
-    "Deviation",
-    "Difference",
-    "DifferenceError",
-    "Finding",
-    "FormatError",
-    "FormatInfo",
-    "IncompleteError",
-    "LazyTensor",
-    "LeftOut",
-    "Leftover",
-    "LoadableReport",
-    "LossError",
-    "MalformedError",
-    "MemoryBudgetError",
-    "Note",
-    "Outcome",
-    "PlanReport",
-    "PruneReport",
-    "Pruned",
-    "ReadFormat",
-    "Replaced",
-    "RunCheckpoint",
-    "RunListing",
-    "ScanReport",
-    "SeveralCheckpointsError",
-    "SignReport",
-    "SourceNotFoundError",
-    "StoreError",
-    "Summary",
-    "TensorSummary",
-    "UnsafeError",
-    "UnsupportedError",
-    "UrlClaim",
-    "UsageError",
-    "VerifyReport",
-    "WrittenFormat",
-    "__version__",
-    "checksum",
-    "claim",
-    "clean",
-    "consolidate",
-    "convert",
-    "diff",
-    "formats",
-    "inspect",
-    "load_into",
-    "ls",
-    "make_loadable",
-    "open",
-    "plan",
-    "prune",
-    "reshard",
-    "scan",
-    "sign",
-    "storage_reader",
-    "verify",
-]
-
-
 if not TYPE_CHECKING:
-    # Type checkers would take every name for one that is here.
-
+    # Type checkers read the imports above; with this function they would accept every name.
     def __getattr__(name: str) -> object:
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(_import_module(f"{__name__}.{_HOME_OF[name]}"), name)
 
+    def __dir__() -> list[str]:
+        return __all__
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __all__ = sorted([*_HOME_OF, "__version__"])

@@ -1,9 +1,8 @@
 """The verbs: one function for each command, with the same names, the same meaning and the same defaults.
 
-A verb hands its own parameters on as ``locals()``, which is read before anything else is assigned: a list of 27 names
-written five times is a list in which one is forgotten.
-
-``refusing_empty`` refuses empty paths, names and patterns for each of them.
+Keywords that several verbs share are ``TypedDict`` classes of ``core.options``. A verb builds one value of them,
+``ConvertOptions`` or ``Request``, and passes it on. ``refusing_empty`` refuses empty paths, names and patterns, and
+``written_out`` shows all keywords in ``help``.
 
 A verb imports its implementation when it is called, because every command imports this module.
 """
@@ -11,30 +10,29 @@ A verb imports its implementation when it is called, because every command impor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import refusing_empty
-from ckpt_tools.core.option_names import (
-    DEFAULT_MEMORY,
-    DEFAULT_RUNNER,
-    DTypeName,
-    ReadFormat,
-    Runner,
-    State,
-    Weights,
-    WrittenFormat,
+from ckpt_tools.arguments import refusing_empty, written_out
+from ckpt_tools.core.options import (
+    ConsolidateKeywords,
+    ConvertKeywords,
+    ConvertOptions,
+    ReadKeywords,
+    ReadOptions,
+    Request,
+    ReshardKeywords,
+    SelectKeywords,
 )
+from ckpt_tools.core.progress import silent
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    import numpy as np
-    import torch
-
     from ckpt_tools.checkpoint import Checkpoint
-    from ckpt_tools.conversion import ConvertReport, PlanReport, Prepared
-    from ckpt_tools.core.options import ConvertOptions
+    from ckpt_tools.conversion import ConvertReport, PlanReport
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.option_names import State
+    from ckpt_tools.core.options import DTypeLike
     from ckpt_tools.core.progress import Progress
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.registry import FormatInfo
@@ -42,33 +40,16 @@ if TYPE_CHECKING:
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.runs.report import RunListing
     from ckpt_tools.stores.leftovers import CleanReport
+    from ckpt_tools.stores.source import Source
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
     from ckpt_tools.verification.signing import SignReport
-    from ckpt_tools.verification.verify import ChecksumReport
-
-    DTypeLike: TypeAlias = DTypeName | torch.dtype | np.dtype[Any] | type[np.generic]
-    """A dtype that weights can be cast to, by its name or as torch, numpy or ml_dtypes has it."""
-
-_SAME: Any = "same"
-"""In the place of a format: the source's own. Not a value that a caller may pass."""
-
-
-def _silent(done: int, total: int) -> None:
-    """The progress of a caller that wants none."""
+    from ckpt_tools.verification.verify import ChecksumReport, Running
 
 
 @refusing_empty
-def inspect(
-    src: str | Path,
-    *,
-    from_: ReadFormat | None = None,
-    tag: str | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Summary:
+@written_out(ReadKeywords, Request)
+def inspect(src: str | Path, **options: Unpack[ReadKeywords]) -> Summary:
     """Summarize the checkpoint at ``src`` from its headers; no tensor is read.
 
     Args:
@@ -98,33 +79,18 @@ def inspect(
         >>> summary.format, summary.world_size, summary.num_parameters
         ('dcp', 2, 36)
     """
-    asked = locals()
     from ckpt_tools.core.summary import summarize
-    from ckpt_tools.reading.checkpoint import check_reading
-    from ckpt_tools.runs.opening import named, read_checkpoint
-    from ckpt_tools.stores.urls import check_storage_options
+    from ckpt_tools.runs.opening import named
 
-    options = _options(asked)
-    check_storage_options(storage_options, src)
-    src = named(src, storage_options)
-    source, manifest = read_checkpoint(
-        src, options.reading, format_name=from_, storage_options=storage_options, may_be_empty=True
-    )
-    check_reading(manifest, options.reading)
+    chosen = ConvertOptions(**options)
+    src = named(src, chosen.storage_options)
+    source, manifest = _opened(src, chosen)
     return summarize(manifest, str(src), source.files)
 
 
 @refusing_empty
-def open(
-    src: str | Path,
-    *,
-    from_: ReadFormat | None = None,
-    tag: str | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Checkpoint:
+@written_out(ReadKeywords, Request)
+def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
     """Open the checkpoint at ``src`` as a mapping from names to tensors, which are read when they are indexed.
 
     Args:
@@ -144,55 +110,15 @@ def open(
         >>> checkpoint["encoder.weight"][1, :3]
         array([ 8.,  9., 10.], dtype=float32)
     """
-    asked = locals()
     from ckpt_tools.checkpoint import Checkpoint
-    from ckpt_tools.reading.checkpoint import check_reading
-    from ckpt_tools.runs.opening import read_checkpoint
-    from ckpt_tools.stores.urls import check_storage_options
 
-    options = _options(asked)
-    check_storage_options(storage_options, src)
-    source, manifest = read_checkpoint(
-        src, options.reading, format_name=from_, storage_options=storage_options, may_be_empty=True
-    )
-    check_reading(manifest, options.reading)
+    source, manifest = _opened(src, ConvertOptions(**options))
     return Checkpoint.of(source.store, manifest)
 
 
 @refusing_empty
-def plan(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    to: WrittenFormat | None = None,
-    from_: ReadFormat | None = None,
-    world_size: int | None = None,
-    state: State | None = None,
-    dtype: DTypeLike | None = None,
-    weights: Weights | None = None,
-    max_shard_size: str | int | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    buffers: Sequence[str] = (),
-    tag: str | None = None,
-    config: str | Path | None = None,
-    memory: str | int | None = None,
-    workers: int | None = None,
-    runner: Runner = DEFAULT_RUNNER,
-    address: str | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    strict: bool = False,
-    fsync: bool = False,
-    checksum: bool = False,
-    on_progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> PlanReport:
+@written_out(ConvertKeywords, Request)
+def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -> PlanReport:
     """Say what ``convert`` with the same arguments would do; write nothing.
 
     Args:
@@ -214,84 +140,64 @@ def plan(
         >>> [str(note.outcome.value) for note in report.notes]
         ['cast']
     """
-    asked = locals()
-    from ckpt_tools.conversion import plan_report
+    from ckpt_tools.conversion import plan_conversion
 
-    return plan_report(_prepared(asked))
+    return plan_conversion(Request(src=src, dst=dst, **options))
 
 
 @refusing_empty
-def convert(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    to: WrittenFormat | None = None,
-    from_: ReadFormat | None = None,
-    world_size: int | None = None,
-    state: State | None = None,
-    dtype: DTypeLike | None = None,
-    weights: Weights | None = None,
-    max_shard_size: str | int | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    buffers: Sequence[str] = (),
-    tag: str | None = None,
-    config: str | Path | None = None,
-    memory: str | int | None = None,
-    workers: int | None = None,
-    runner: Runner = DEFAULT_RUNNER,
-    address: str | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    strict: bool = False,
-    fsync: bool = False,
-    checksum: bool = False,
-    on_progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> ConvertReport:
+@written_out(ConvertKeywords, Request)
+def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -> ConvertReport:
     """Write the checkpoint at ``src`` to ``dst`` in another format, or for another number of ranks.
 
     Whatever happens, ``dst`` is absent, as it was before, or complete.
 
     Args:
         src: The source: a path, or a URL of a store.
-        dst: The destination: a path, or a URL of a store that can be written to. A name that ends in
-            ``.safetensors``, ``.pt``, ``.pth`` or ``.bin`` is one file; any other is a folder.
-        to: The format to write, one of those that ``formats`` lists. Default: the one that the ending of ``dst``
-            implies.
+        dst: The destination: a path, or a URL of a store that can be written to. A name with one of these endings
+            is one file, any other a folder: {endings}.
+        to: The format to write. Default: the one that the ending of ``dst`` implies. Formats, beside plug-ins:
+            {formats}.
+
+    What to read:
         from_: The format of the source. Default: detected.
-        world_size: The number of ranks to write for; for dcp and zero1 to zero3. Default: the source's.
-        state: ``"model"`` for weights alone, ``"all"`` for the whole training state. Default: all if the target
-            format is made for it.
-        dtype: Cast the weights, and nothing else: ``"float32"``, ``"bfloat16"``, ``"float16"``, or the same as a
-            dtype of torch, numpy or ml_dtypes. Default: no cast.
-        weights: Which copy stands for a weight if one copy is written: the fp32 ``"master"``, or the ``"model"``'s
-            own. Default: ``"master"``, if there is one.
-        max_shard_size: Cut safetensors or torch into files of at most this size: bytes, or ``"5GB"``, ``"512MiB"``.
-            Default: one file.
+        tag: Which checkpoint of a DeepSpeed folder is read, or the name of the one that is written.
+        model_key: Where the model is in the tree that is read, or written to dcp: ``"app.model"``.
+        optim_key: Where the optimizer is in the tree that is read, or written to dcp.
+        param_order: A file of parameter names, as for ``inspect``.
+        storage_options: How stores are reached, the same for ``src`` and ``dst``.
+
+    Names and selection:
         include: Globs; only tensors with matching names are written. Default: all tensors.
         exclude: Globs; tensors with matching names are left out.
         rename: Rules ``"REGEX=REPLACEMENT"``, applied to names in this order.
         key_map: A file with a JSON object of old names to new names, applied before ``rename``.
-        model_key: Where the model is in the tree that is read, or written to dcp: ``"app.model"``.
-        optim_key: Where the optimizer is in the tree that is read, or written to dcp.
-        param_order: A file of parameter names, as for ``inspect``.
+        weights: Which copy of a weight is written if only one is: the fp32 ``"master"``, or the ``"model"``'s own.
+            Default: ``"master"``, if there is one.
+        state: ``"model"`` for weights alone, ``"all"`` for the whole training state. Default: all if the target
+            format is made for it.
+
+    Output:
+        dtype: Cast the weights, and nothing else: ``"float32"``, ``"bfloat16"``, ``"float16"``, or the same as a
+            dtype of torch, numpy or ml_dtypes. Default: no cast.
         buffers: Globs; tensors with matching names are buffers. They are not cast, and zero3 keeps them whole. Default:
             found by what the source says of its tensors.
-        tag: Which checkpoint of a DeepSpeed folder is read, or the name of the one that is written.
+        world_size: The number of ranks to write for, in formats with files for each rank. Default: the source's.
+        max_shard_size: Cut the weights into files of at most this size: bytes, or ``"5GB"``, ``"512MiB"``. Default:
+            one file.
         config: A folder with ``config.json`` and what belongs to it (``generation_config.json``, a tokenizer, a
-            preprocessor), which a folder of safetensors or torch files gets. Default: what lies beside ``src``, if it
-            is there.
+            preprocessor), which is copied to a folder that ``from_pretrained`` opens. Default: the files beside
+            ``src``, if there are any.
+
+    Running:
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
             index needs.
         workers: The number of threads, or of processes with ``runner="ray"``. Default: one for each processor.
         runner: ``"threads"`` of this process, or processes of a ``"ray"`` cluster. Default: ``"threads"``.
         address: The Ray cluster. Default: a cluster of this machine alone, which ends with the call.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+
+    Safety:
         overwrite: Replace the one checkpoint that is at ``dst`` itself. If anything else is there, nothing is
             replaced.
         resume: Continue what a killed or failed run of the same conversion wrote; if this one fails, keep what it
@@ -299,8 +205,6 @@ def convert(
         strict: Raise ``LossError`` if anything would be dropped that was not asked to be.
         fsync: Return when the output would survive a power failure.
         checksum: Write the digests of the output with it, for ``verify``.
-        on_progress: Called with the number of bytes done and in all. Default: not called.
-        storage_options: How stores are reached, the same for ``src`` and ``dst``.
 
     Returns:
         A ``ConvertReport``: bytes, seconds, and the plan, whose ``notes`` say what was cast or dropped.
@@ -323,48 +227,14 @@ def convert(
         >>> str(ckpt_tools.open("half.safetensors")["encoder.weight"].dtype)
         'bfloat16'
     """
-    asked = locals()
-    from ckpt_tools.conversion import run
-    from ckpt_tools.transfer.workers import WorkerPool
+    from ckpt_tools.conversion import run_conversion
 
-    prepared = _prepared(asked)
-    pool = WorkerPool.choose(runner, address, workers, src, dst)
-    return run(prepared, pool=pool, fsync=fsync, on_progress=on_progress or _silent, resume=resume)
+    return run_conversion(Request(src=src, dst=dst, **options))
 
 
 @refusing_empty
-def consolidate(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    to: WrittenFormat | None = None,
-    from_: ReadFormat | None = None,
-    world_size: int | None = None,
-    dtype: DTypeLike | None = None,
-    weights: Weights | None = None,
-    max_shard_size: str | int | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    buffers: Sequence[str] = (),
-    tag: str | None = None,
-    config: str | Path | None = None,
-    memory: str | int | None = None,
-    workers: int | None = None,
-    runner: Runner = DEFAULT_RUNNER,
-    address: str | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    strict: bool = False,
-    fsync: bool = False,
-    checksum: bool = False,
-    on_progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> ConvertReport:
+@written_out(ConsolidateKeywords, Request)
+def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateKeywords]) -> ConvertReport:
     """Write the model's weights alone, as one model.
 
     Args:
@@ -384,45 +254,24 @@ def consolidate(
         >>> list(report.plan.files)
         ['model.safetensors']
     """
-    asked = locals()
+    from ckpt_tools.conversion import run_conversion
     from ckpt_tools.stores.urls import check_storage_options, implied_format, open_place
 
-    check_storage_options(storage_options, src, dst)
-    chosen = to or implied_format(open_place(dst, storage_options).name) or "safetensors"
-    return convert(**{**asked, "to": chosen, "state": "model"})
+    request = Request(src=src, dst=dst, state="model", **options)
+    check_storage_options(request.storage_options, src, dst)
+    to = request.to or implied_format(open_place(dst, request.storage_options).name) or "safetensors"
+    return run_conversion(replace(request, to=to))
 
 
 @refusing_empty
+@written_out(ReshardKeywords, Request)
 def reshard(
     src: str | Path,
     dst: str | Path,
     *,
     world_size: int,
-    from_: ReadFormat | None = None,
     state: State | None = None,
-    dtype: DTypeLike | None = None,
-    weights: Weights | None = None,
-    max_shard_size: str | int | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    buffers: Sequence[str] = (),
-    tag: str | None = None,
-    memory: str | int | None = None,
-    workers: int | None = None,
-    runner: Runner = DEFAULT_RUNNER,
-    address: str | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    strict: bool = False,
-    fsync: bool = False,
-    checksum: bool = False,
-    on_progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[ReshardKeywords],
 ) -> ConvertReport:
     """Write the same checkpoint in the same format for another number of ranks.
 
@@ -444,7 +293,10 @@ def reshard(
         >>> ckpt_tools.inspect("run-4").world_size
         4
     """
-    return convert(**{**locals(), "to": _SAME})
+    from ckpt_tools.conversion import run_conversion
+
+    request = Request(src=src, dst=dst, keeps_format=True, world_size=world_size, state=state, **options)
+    return run_conversion(request)
 
 
 @refusing_empty
@@ -474,7 +326,7 @@ def make_loadable(
         storage_options: How stores are reached, the same for ``src`` and ``dst``.
 
     Returns:
-        A ``LoadableReport``; ``left_out`` and ``replaced`` list, by place and class, what is another than in ``src``.
+        A ``LoadableReport``; ``left_out`` and ``replaced`` list, by place and class, what differs from ``src``.
 
     Raises:
         UnsupportedError: a model was pickled whole, or no tensor would be left.
@@ -495,35 +347,26 @@ def make_loadable(
         overwrite=overwrite,
         strict=strict,
         fsync=fsync,
-        on_progress=on_progress or _silent,
+        on_progress=on_progress or silent,
         storage_options=storage_options,
     )
 
 
 @refusing_empty
+@written_out(SelectKeywords, Request)
 def verify(
     src: str | Path,
     dst: str | Path | None = None,
     *,
-    from_: ReadFormat | None = None,
     state: State | None = None,
     dtype: DTypeLike | None = None,
-    weights: Weights | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
     buffers: Sequence[str] = (),
-    tag: str | None = None,
     digests: str | Path | None = None,
     public_key: str | Path | None = None,
     signature: str | Path | None = None,
     workers: int | None = None,
     on_progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[SelectKeywords],
 ) -> VerifyReport:
     """Check bit for bit that ``dst`` holds the tensors of ``src``; without ``dst``, that ``src`` is whole.
 
@@ -557,25 +400,26 @@ def verify(
         >>> report.equal, report.num_tensors
         (True, 2)
     """
-    asked = locals()
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
     from ckpt_tools.reading.checkpoint import check_reading
     from ckpt_tools.runs.opening import named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
-    from ckpt_tools.transfer.workers import choose_workers
-    from ckpt_tools.verification.verify import Running, verify_alone, verify_pair
+    from ckpt_tools.verification.verify import verify_alone, verify_pair
 
-    chosen = _options(asked)
+    chosen = ConvertOptions(state=state, dtype=dtype, buffers=buffers, **options)
     given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
     case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
     check(ARGUMENTS["verify"], given, case)
-    check_storage_options(storage_options, src, dst, digests)
+    check_storage_options(chosen.storage_options, src, dst, digests)
     if public_key is not None:
         from ckpt_tools.verification.signing import check_signature
 
-        check_signature(digests or named(src, storage_options), public_key=public_key, signature=signature)
-    source, manifest = read_checkpoint(src, chosen.reading, format_name=from_, storage_options=storage_options)
-    how = Running(choose_workers(workers, src, dst), on_progress or _silent, storage_options)
+        signed = digests or named(src, chosen.storage_options)
+        check_signature(signed, public_key=public_key, signature=signature)
+    source, manifest = read_checkpoint(
+        src, chosen.reading, format_name=chosen.from_, storage_options=chosen.storage_options
+    )
+    how = _running(chosen, workers, on_progress, src, dst)
     if dst is None:
         check_reading(manifest, chosen.reading)
         return verify_alone(source, manifest, chosen, how, against=digests)
@@ -583,24 +427,15 @@ def verify(
 
 
 @refusing_empty
+@written_out(SelectKeywords, Request)
 def diff(
     a: str | Path,
     b: str | Path,
     *,
-    from_: ReadFormat | None = None,
     state: State | None = None,
-    weights: Weights | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    tag: str | None = None,
     workers: int | None = None,
     on_progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[SelectKeywords],
 ) -> VerifyReport:
     """Compare the tensors of two checkpoints of any formats: which differ, and by how much.
 
@@ -630,36 +465,28 @@ def diff(
         >>> report.differences[0].key.fqn, report.differences[0].aspect.value
         ('encoder.bias', 'values')
     """
-    asked = locals()
-    from ckpt_tools.core.options import ConvertOptions
     from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
-    from ckpt_tools.transfer.workers import choose_workers
-    from ckpt_tools.verification.verify import Running, compare_all
+    from ckpt_tools.verification.verify import compare_all
 
-    chosen = _options(asked)
-    check_storage_options(storage_options, a, b)
-    first = read_checkpoint(a, chosen.reading, format_name=from_, storage_options=storage_options)
-    second = read_checkpoint(b, ConvertOptions().reading, storage_options=storage_options)
-    return compare_all(
-        first, second, chosen, Running(choose_workers(workers, a, b), on_progress or _silent, storage_options)
-    )
+    chosen = ConvertOptions(state=state, **options)
+    stores = chosen.storage_options
+    check_storage_options(stores, a, b)
+    first = read_checkpoint(a, chosen.reading, format_name=chosen.from_, storage_options=stores)
+    second = read_checkpoint(b, ReadOptions(), storage_options=stores)
+    return compare_all(first, second, chosen, _running(chosen, workers, on_progress, a, b))
 
 
 @refusing_empty
+@written_out(ReadKeywords, Request)
 def checksum(
     src: str | Path,
     *,
     output: str | Path | None = None,
-    from_: ReadFormat | None = None,
-    tag: str | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     on_progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[ReadKeywords],
 ) -> ChecksumReport:
     """Write the digest of every tensor of ``src`` to a list, for ``verify``.
 
@@ -686,20 +513,13 @@ def checksum(
         >>> ckpt_tools.verify("run", digests="model.digests.json").num_digests
         2
     """
-    asked = locals()
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
-    from ckpt_tools.reading.checkpoint import check_reading
-    from ckpt_tools.runs.opening import read_checkpoint
-    from ckpt_tools.stores.urls import check_storage_options
-    from ckpt_tools.transfer.workers import choose_workers
-    from ckpt_tools.verification.verify import Running, write_digests
+    from ckpt_tools.verification.verify import write_digests
 
-    options = _options(asked)
+    chosen = ConvertOptions(**options)
     check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
-    check_storage_options(storage_options, src, output)
-    source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
-    check_reading(manifest, options.reading)
-    how = Running(choose_workers(workers, src), on_progress or _silent, storage_options)
+    source, manifest = _opened(src, chosen, output, may_be_empty=False)
+    how = _running(chosen, workers, on_progress, src)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
@@ -713,8 +533,8 @@ def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping
         storage_options: As for ``inspect``.
 
     Returns:
-        A ``ScanReport``. ``report.clean``: every byte of every file was accounted for, and loading it runs nothing but
-        the names of ``report.allowed``. ``report.findings`` says what is not proved, and why.
+        A ``ScanReport``. ``report.clean``: every byte of every file was accounted for, and loading it runs nothing
+        except the names of ``report.allowed``. ``report.findings`` says what is not proved, and why.
 
     Raises:
         SourceNotFoundError: nothing is at ``src``.
@@ -895,30 +715,27 @@ def formats() -> tuple[FormatInfo, ...]:
     return table()
 
 
-def _options(asked: Mapping[str, Any]) -> ConvertOptions:
-    """Those among a verb's parameters that decide what is read, written or compared."""
-    from dataclasses import fields
-
-    from ckpt_tools.core.options import ConvertOptions
-
-    return ConvertOptions(**{each.name: asked[each.name] for each in fields(ConvertOptions) if each.name in asked})
-
-
-def _prepared(asked: Mapping[str, Any]) -> Prepared:
-    """The conversion that the parameters of ``plan`` or ``convert`` describe."""
-    from ckpt_tools.conversion import prepare
-    from ckpt_tools.core.options import parse_size
+def _opened(
+    src: str | Path, options: ConvertOptions, *urls: str | Path | None, may_be_empty: bool = True
+) -> tuple[Source, Manifest]:
+    """The checkpoint at ``src``. ``urls`` are other places that the storage options may be for."""
+    from ckpt_tools.reading.checkpoint import check_reading
+    from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
-    from ckpt_tools.transfer.workers import WorkerPool
 
-    check_storage_options(asked["storage_options"], asked["src"], asked["dst"])
-    memory = asked["memory"]
-    pool = WorkerPool.choose(*(asked[name] for name in ("runner", "address", "workers", "src", "dst")))
-    same_names = ("src", "dst", "to", "from_", "strict", "overwrite", "checksum", "storage_options")
-    return prepare(
-        **{name: asked[name] for name in same_names},
-        options=_options(asked),
-        memory_bytes=parse_size(DEFAULT_MEMORY if memory is None else memory),
-        memory_is_limit=memory is not None,
-        num_workers=pool.workers_per_process,
+    stores = options.storage_options
+    check_storage_options(stores, src, *urls)
+    source, manifest = read_checkpoint(
+        src, options.reading, format_name=options.from_, storage_options=stores, may_be_empty=may_be_empty
     )
+    check_reading(manifest, options.reading)
+    return source, manifest
+
+
+def _running(
+    options: ConvertOptions, workers: int | None, on_progress: Progress | None, *urls: str | Path | None
+) -> Running:
+    from ckpt_tools.transfer.workers import choose_workers
+    from ckpt_tools.verification.verify import Running
+
+    return Running(choose_workers(workers, *urls), on_progress or silent, options.storage_options)

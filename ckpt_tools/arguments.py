@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
-from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from inspect import Parameter, signature
+from typing import Any, ParamSpec, TypeVar, get_args
 
-from ckpt_tools.core.option_names import is_place, option
+from ckpt_tools.core.format_names import SINGLE_FILES
+from ckpt_tools.core.option_names import WrittenFormat, is_place, option
 from ckpt_tools.errors import UsageError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _WITH_HOST = "s3|s3a|gs|gcs|az|abfs|abfss|adl|oss|oci|http|https|ftp|sftp|ssh|hf"
 """URL schemes whose first part names a bucket, container, host or repository."""
@@ -27,11 +29,37 @@ def refusing_empty(function: Callable[Parameters, Result]) -> Callable[Parameter
     @wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         given, named = [_kept(each) for each in args], {name: _kept(each) for name, each in kwargs.items()}
-        for name, value in (*zip(signature(function).parameters, given, strict=False), *named.items()):
+        known = signature(function).parameters
+        for name, value in (*zip(known, given, strict=False), *named.items()):
+            if name not in known:
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
             check_not_empty(option(name), value, is_required=is_place(name))
         return function(*given, **named)
 
     return checked
+
+
+def written_out(keywords: type, defaults: type) -> Callable[[Function], Function]:
+    """Completes the ``help`` of a function that ends with ``**options: Unpack[KEYWORDS]``.
+
+    The signature gets every keyword of that TypedDict, with the default of the same field of the dataclass
+    ``defaults``; ``{formats}`` and ``{endings}`` in the docstring become the lists of them.
+    """
+
+    def decorate(function: Function) -> Function:
+        plain = signature(function)
+        own = [each for each in plain.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        fields = defaults.__dataclass_fields__  # type: ignore[attr-defined]
+        more = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=fields[name].default, annotation=kind.__forward_arg__)
+            for name, kind in keywords.__annotations__.items()
+        ]
+        text = (function.__doc__ or "").replace("{endings}", ", ".join(SINGLE_FILES))
+        function.__doc__ = text.replace("{formats}", ", ".join(get_args(WrittenFormat)))
+        function.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def check_not_empty(label: str, value: object, *, is_required: bool = False) -> None:

@@ -214,8 +214,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     A weight with an fp32 master is read from its master; ``model_copy`` gives the model's own.
 
-    As a context manager it closes its files at the end. Without one they are closed when nobody holds the checkpoint or
-    a tensor of it any more.
+    As a context manager it closes its files at the end. Without one they are closed when the checkpoint and its tensors
+    are no longer referenced.
     """
 
     manifest: Manifest
@@ -263,7 +263,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.state(name, WEIGHT)
 
     def state(self, name: str, slot: str) -> LazyTensor:
-        """What the optimizer keeps of a parameter: ``exp_avg``, ``step``, ... Raises KeyError."""
+        """Slots of the optimizer's state of a parameter: ``exp_avg``, ``step``, ... Raises KeyError."""
         key = StateKey(self._owner(name), slot)
         if key not in self.manifest.tensors:
             raise KeyError(f"there is no {slot!r} of {name!r}{self._has(key.fqn) or self._near(name)}")

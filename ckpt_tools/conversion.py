@@ -15,8 +15,8 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, merged
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.options import ConvertOptions, ReadOptions, WriteOptions
-from ckpt_tools.core.progress import Meter, Progress
+from ckpt_tools.core.options import ConvertOptions, ReadOptions, Request, WriteOptions
+from ckpt_tools.core.progress import Meter, Progress, silent
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.transforms import cast_notes
@@ -34,13 +34,18 @@ from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.output_form import OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, already_exists
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.urls import StorageOptions, check_apart, check_ending, implied_format, is_remote, open_place
+from ckpt_tools.stores.urls import (
+    StorageOptions,
+    check_apart,
+    check_ending,
+    check_storage_options,
+    implied_format,
+    is_remote,
+    open_place,
+)
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.workers import WorkerPool
-
-SAME = "same"
-"""In the place of a format to write: the source's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanReport(Shown):
-    """What a conversion will do. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
+    """The plan of a conversion. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
     files that will hold them. ``renamed`` are the names that change, by their old ones.
     ``removed_files`` lie at the destination now and are replaced."""
 
@@ -106,9 +111,9 @@ class PlanReport(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConvertReport(Shown):
-    """What a conversion did. ``bytes_recovered`` were written by an earlier run, and not again; of
-    ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` says where
-    the digests lie that were asked for."""
+    """The result of a conversion. ``bytes_recovered`` were written by an earlier run, and not again; of
+    ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` is the path or URL of the digests, if
+    they were asked for."""
 
     SHOWN: ClassVar[tuple[str, ...]] = (
         "destination",
@@ -161,62 +166,73 @@ def is_whole(options: ConvertOptions, writer: Writer) -> bool:
     return writer.holds_optimizer if options.state is None else options.state == "all"
 
 
-def prepare(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    to: str | None,
-    from_: str | None,
-    options: ConvertOptions,
-    memory_bytes: int,
-    memory_is_limit: bool,
-    num_workers: int,
-    strict: bool,
-    overwrite: bool,
-    checksum: bool,
-    storage_options: StorageOptions = None,
-) -> Prepared:
+def plan_conversion(request: Request) -> PlanReport:
+    """Plan a conversion; write nothing."""
+    return plan_report(prepare(request, _pool(request)))
+
+
+def run_conversion(request: Request) -> ConvertReport:
+    """Write the destination: whole, or not at all."""
+    pool = _pool(request)
+    return run(
+        prepare(request, pool),
+        pool=pool,
+        fsync=request.fsync,
+        on_progress=request.on_progress or silent,
+        resume=request.resume,
+    )
+
+
+def _pool(request: Request) -> WorkerPool:
+    from ckpt_tools.transfer.workers import WorkerPool
+
+    check_storage_options(request.storage_options, request.src, request.dst)
+    return WorkerPool.choose(request.runner, request.address, request.workers, request.src, request.dst)
+
+
+def prepare(request: Request, pool: WorkerPool) -> Prepared:
     """Everything about a conversion but the moving of bytes; writes nothing.
 
     Raises:
         CkptError: whatever stands in the way is found here, before the destination is touched.
     """
-    src, place = named(src, storage_options), open_place(dst, storage_options)
-    writer = None if to == SAME else _writer(to, place.name)
-    source, manifest = read_checkpoint(src, options.reading, format_name=from_, storage_options=storage_options)
-    check_apart(src, dst, storage_options)
+    dst, stores = request.dst, request.storage_options
+    src, place = named(request.src, stores), open_place(dst, stores)
+    writer = None if request.keeps_format else _writer(request.to, place.name)
+    source, manifest = read_checkpoint(src, request.reading, format_name=request.from_, storage_options=stores)
+    check_apart(src, dst, stores)
     source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
     writer = writer or _same_writer(manifest, place.name)
-    whole = is_whole(options, writer)
+    whole = is_whole(request, writer)
     check(
-        WRITING, options.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
+        WRITING, request.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
     )
-    writing = _write_options(place.form, manifest, options)
+    writing = _write_options(place.form, manifest, request)
     if isinstance(writer, AsksModelType):
-        writing = replace(writing, model_type=_model_type(src, source, manifest, storage_options))
-    made = apply_options(manifest, options, whole=whole, holds_masters=writer.holds_masters, kept=kept_entries(writer))
+        writing = replace(writing, model_type=_model_type(src, source, manifest, stores))
+    made = apply_options(manifest, request, whole=whole, holds_masters=writer.holds_masters, kept=kept_entries(writer))
     manifest = made.manifest
     layout = writer.layout(manifest, writing)
-    source, layout, carried = _with_model_files(src, source, manifest, layout, options, place, writer, storage_options)
+    source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, stores)
     manifest = _with_copied(manifest, layout, carried)
     cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
     notes = merged(manifest.notes + cast + layout.notes)
-    if strict:
+    if request.strict:
         _refuse_losses(notes)
     plan = make_plan(
         manifest,
         layout,
-        memory_bytes=memory_bytes,
-        num_workers=num_workers,
-        is_limit=memory_is_limit,
+        memory_bytes=request.memory_bytes,
+        num_workers=pool.workers_per_process,
+        is_limit=request.memory is not None,
         wanted_bytes=_wanted_bytes(place, layout),
         reading_bytes=reading,
         remote_bytes=remote_bytes(src, dst),
         copies=_copies(source, place),
     )
     figures = plan.figures()
-    _refuse_nothing(written_tensors(manifest, figures), has_weights=has_weights, options=options)
-    removed = removed_at(place, layout, overwrite=overwrite, checksum=checksum, storage_options=storage_options)
+    _refuse_nothing(written_tensors(manifest, figures), has_weights=has_weights, options=request)
+    removed = removed_at(place, layout, overwrite=request.overwrite, checksum=request.checksum, storage_options=stores)
     return Prepared(
         source.store,
         plan,
@@ -225,12 +241,12 @@ def prepare(
         source_format,
         writer.name,
         place,
-        overwrite,
-        checksum,
+        request.overwrite,
+        request.checksum,
         removed,
         made.renamed,
-        storage_options,
-        own_keys(source_format, writer.name, options),
+        stores,
+        own_keys(source_format, writer.name, request),
     )
 
 
@@ -287,7 +303,7 @@ def _wanted_bytes(place: Place, layout: Layout) -> int:
 
 
 def _copies(source: Source, place: Place) -> CopyRules | None:
-    """How files are cut that the place's service copies of the source's; None where these are not of that service."""
+    """Rules for cutting files whose ranges the destination's service can copy from the source; None if it cannot."""
     rules, store = place.parts, source.store
     if rules.copying is None or rules.max_parts is None:
         return None
@@ -458,7 +474,7 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
 
 
 def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -> str:
-    """Where the list is that was published; where it could not be made before that, it is made now."""
+    """URL of the list of digests. It is written now if it was not staged with the output."""
     from ckpt_tools.verification.digest_files import write_published
 
     if listed:
@@ -484,7 +500,7 @@ def removed_at(
 
 
 def _check_absent(place: Place, *, checksum: bool, storage_options: StorageOptions = None) -> None:
-    """Raises DestinationExistsError where something is at the destination, or digests that would be of another file."""
+    """Raises DestinationExistsError if something is at the destination, or digests of a file that is gone."""
     place.check_free(overwrite=False)
     if (url := digests_beside(place, storage_options)) is not None:
         raise already_exists(url) if checksum else _of_another(url)
@@ -493,10 +509,12 @@ def _check_absent(place: Place, *, checksum: bool, storage_options: StorageOptio
 def _replaced(
     place: Place, layout: Layout, *, checksum: bool, storage_options: StorageOptions = None
 ) -> Mapping[str, int]:
-    """What goes of what is at the destination now: one checkpoint, and its digests where they lie beside it.
+    """Files at the destination that the output replaces: one checkpoint, and the digests beside it.
+
 
     Raises:
-        DestinationExistsError: something else than a checkpoint would go, or digests would be of another file then.
+        DestinationExistsError: something other than a checkpoint would be removed, or existing digests describe the
+            file being replaced.
     """
     from ckpt_tools.verification.digest_files import check_list
     from ckpt_tools.verification.replacing import replaced_files
@@ -511,7 +529,7 @@ def _replaced(
 
 
 def digests_beside(place: Place, storage_options: StorageOptions = None) -> str | None:
-    """Where a list of digests lies beside a file, if there is one: it would speak of another file than before."""
+    """URL of the list of digests beside a destination that is one file, if there is one: it describes the old file."""
     if not isinstance(place.form, SingleFile):
         return None
     url = place.url + DIGESTS_SUFFIX
@@ -520,5 +538,5 @@ def digests_beside(place: Place, storage_options: StorageOptions = None) -> str 
 
 def _of_another(url: str) -> DestinationExistsError:
     return DestinationExistsError(
-        f"{url} would be of another file then; remove it, or replace it with {option('checksum', True)}"
+        f"{url} describes the file being replaced; remove it, or replace it with {option('checksum', True)}"
     )

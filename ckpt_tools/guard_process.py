@@ -4,7 +4,7 @@ Its standard input is a pipe that only the run holds open, so the pipe closes wh
 it kills every process whose environment holds ``MARK`` (``NAME=VALUE``). All that the run started inherited the mark,
 whatever its session and its parent: ranks, Ray's processes, compilers. Linux only, because it reads ``/proc``.
 
-This file imports nothing but the standard library, so that the process costs 8 MiB and 20 ms.
+This file imports only the standard library, so that the process costs 8 MiB and 20 ms.
 """
 
 from __future__ import annotations

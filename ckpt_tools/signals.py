@@ -1,4 +1,4 @@
-"""How a command of this project ends when it is told to stop: cleanly, with one sentence and a documented exit code.
+"""Clean ends of commands on signals, with one sentence and a documented exit code.
 
 ``SIGTERM``, ``SIGHUP`` and ``SIGINT`` (Ctrl-C) become an exception in the main thread. So ``with`` and ``finally``
 blocks end what the command started, whichever signal it was.
@@ -160,7 +160,7 @@ def starting_processes() -> Iterator[None]:
     """Signals that ask to stop wait until the block ends, and then meet the handlers from before it.
 
     For a library that starts processes and installs handlers of its own, in Python or below it, as Ray does: it would
-    exit at SIGTERM, and an exception in the middle of starting would leave processes that nobody knows. Its children
+    exit at SIGTERM, and an exception in the middle of starting would leave orphaned processes. Its children
     take signals again, and each has a session of its own: a signal to the command's process group is the command's
     alone, which needs them until it has ended.
 

@@ -53,7 +53,7 @@ FACE = {
 EVERYWHERE = {"arguments", "errors", "guard", "signals"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
-LIGHT = {"core.announcements", "core.option_names", "core.value_text", "core.wording"}
+LIGHT = {"core.format_names", "core.option_names", "core.progress", "core.wording"}
 """What the command line imports beside the public API: it costs nothing."""
 
 FRAMEWORKS = {

@@ -3,7 +3,7 @@
 from ckpt_tools.signals import killed_by_interrupts
 
 with killed_by_interrupts():
-    from ckpt_tools.cli import threads
+    from ckpt_tools.cli import process
     from ckpt_tools.cli.main import main
 
-__all__ = ["main", "threads"]
+__all__ = ["main", "process"]

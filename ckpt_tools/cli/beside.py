@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_tools.cli import collector, threads
+from ckpt_tools.cli import process
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ class BesideCommand(click.Command):
         entry = self._entry_point()
         if entry is None:
             raise self._not_installed()
-        threads.give_back()
-        collector.give_back()
+        process.give_back()
         try:
             command: click.Command = entry.load()
         except ImportError as error:

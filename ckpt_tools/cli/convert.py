@@ -1,16 +1,18 @@
-"""``ckpt-tools convert``, ``plan`` and ``consolidate``."""
+"""``ckpt-tools convert``, ``reshard``, ``plan`` and ``consolidate``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, progress, show_notes
 from ckpt_tools.cli.wrapping import say, say_columns
+from ckpt_tools.core.format_names import SINGLE_FILES
+from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.core.wording import MAX_NAMES, count, printable, size
 
 if TYPE_CHECKING:
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
 _destination = click.argument("dst", metavar="DST")
 _to = click.option(
-    "--to", metavar="FORMAT", help="The format to write (see ckpt-tools formats). Default: by the ending of DST."
+    "--to",
+    metavar="FORMAT",
+    help=f"The format to write: {', '.join(get_args(WrittenFormat))}, or a plug-in's. "
+    f"Default: by the ending of DST ({', '.join(SINGLE_FILES)}).",
 )
 _state = options.state("Write the weights alone, or the whole training state. Default: all if the format can hold it.")
 _max_shard_size = click.option(
@@ -28,7 +33,7 @@ _world_size = click.option(
     "--world-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="The number of ranks to write for (dcp and zero*). Default: that of the source.",
+    help="The number of ranks to write for, in formats with files for each rank. Default: that of the source.",
 )
 _config = click.option(
     "--config",
@@ -45,8 +50,11 @@ _resume = click.option(
 _fsync = click.option("--fsync", is_flag=True, help="Wait until the output is safe from a power failure.")
 _checksum = click.option("--checksum", is_flag=True, help="Also write the digests of the output, for verify.")
 
+_writing = options.together(options.running, options.clustering, _strict, _overwrite, _resume, _fsync, _checksum)
+"""The options of every command that writes a checkpoint."""
 
-@click.command("convert")
+
+@click.command("convert", cls=options.Grouped)
 @options.source
 @_destination
 @_to
@@ -56,13 +64,7 @@ _checksum = click.option("--checksum", is_flag=True, help="Also write the digest
 @options.choosing
 @_max_shard_size
 @_config
-@options.running
-@options.clustering
-@_strict
-@_overwrite
-@_resume
-@_fsync
-@_checksum
+@_writing
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 @options.as_json
 @options.talking
@@ -78,20 +80,14 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
     _show_done(report, as_json)
 
 
-@click.command("reshard")
+@click.command("reshard", cls=options.Grouped)
 @options.source
 @_destination
 @click.option(
     "--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="The number of ranks to write for."
 )
 @options.reading
-@options.running
-@options.clustering
-@_strict
-@_overwrite
-@_resume
-@_fsync
-@_checksum
+@_writing
 @options.as_json
 @options.talking
 def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
@@ -103,7 +99,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
     _show_done(report, as_json)
 
 
-@click.command("plan")
+@click.command("plan", cls=options.Grouped)
 @options.source
 @_destination
 @_to
@@ -126,7 +122,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
     _show_plan(plan(src, dst, **chosen), as_json)
 
 
-@click.command("consolidate")
+@click.command("consolidate", cls=options.Grouped)
 @options.source
 @_destination
 @_to
@@ -134,13 +130,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.choosing
 @_max_shard_size
 @_config
-@options.running
-@options.clustering
-@_strict
-@_overwrite
-@_resume
-@_fsync
-@_checksum
+@_writing
 @options.as_json
 @options.talking
 def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:

@@ -1,4 +1,4 @@
-"""How the command ends on a signal: it cleans up what it can within seconds."""
+"""Ends the command on a signal, after at most a few seconds of cleaning up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -77,6 +76,8 @@ def end(error: BaseException, words: Sequence[str], say: Callable[[str], None], 
 
 def _release(error: BaseException | None) -> None:
     """End what frames of the traceback still hold: a ``with`` block may have been torn apart as it was entered."""
+    import traceback
+
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

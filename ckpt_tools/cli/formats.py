@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, show, table
+from ckpt_tools.cli.render import print_json
+from ckpt_tools.cli.wrapping import say_columns
 
 
 @click.command("formats")
@@ -18,7 +19,5 @@ def formats_command(as_json: bool) -> None:
     if as_json:
         print_json([row.to_json() for row in found])
         return
-    drawn = table(None, "format", "read", "write", "holds", "description")
-    for row in found:
-        drawn.add_row(row.name, "yes" if row.reads else "", "yes" if row.writes else "", row.holds, row.about)
-    show(drawn)
+    rows = [(row.name, "yes" if row.reads else "", "yes" if row.writes else "", row.holds, row.about) for row in found]
+    say_columns(("format", "read", "write", "holds", "description"), rows)

@@ -92,7 +92,7 @@ class Commands(MutableMapping[str, click.Command]):
 
 
 class Group(StoppableGroup):
-    """A group of commands whose summaries are never cut, and stand in ``homes``: their list imports no command."""
+    """A group of commands whose summaries are in ``homes``, so that listing them imports no command."""
 
     context_class = Context
 

@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import MAX_NOTES, print_json, show, show_notes, table
-from ckpt_tools.cli.wrapping import columns, echo, say
-from ckpt_tools.core.value_text import one_line
-from ckpt_tools.core.wording import count, listed, printable, size
+from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes
+from ckpt_tools.cli.wrapping import columns, echo, say, say_pairs
+from ckpt_tools.core.wording import count, listed, one_line, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tools.core.summary import Summary, TensorSummary
 
 MAX_VALUE_CHARS = 400
-"""Of one hyperparameter group or entry; ``--json`` has more of it."""
+"""Most characters of one hyperparameter group or entry; ``--json`` has more."""
 
 MAX_NAME_CHARS = 40
 
 FIRST_OPTIONS = ("lr", "betas", "momentum", "eps", "weight_decay")
-"""What people ask for first."""
+"""Hyperparameters that are shown first."""
 
 GAP = "  "
 
@@ -51,11 +50,7 @@ def inspect_command(src: str, tensors: bool, as_json: bool, quiet: bool, **readi
 
 
 def _show_summary(summary: Summary) -> None:
-    drawn = table(None, "", "")
-    drawn.show_header = False
-    for name, value in _rows(summary):
-        drawn.add_row(name, value)
-    show(drawn)
+    say_pairs((printable(name), printable(value)) for name, value in _rows(summary))
     show_notes(summary.notes, MAX_NOTES)
 
 
@@ -106,7 +101,7 @@ def _group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _show_tensors(summary: Summary) -> None:
-    """A line a tensor; where a terminal is too narrow for that, the name in a line of its own."""
+    """Print one line per tensor; on a narrow terminal, the name on a line of its own."""
     rows = [_HEADINGS, *map(_cells, summary.tensors)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = columns(sys.stdout)

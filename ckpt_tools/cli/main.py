@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from ckpt_tools import __version__
-from ckpt_tools.cli import collector
+from ckpt_tools.cli import process
 from ckpt_tools.cli.ending import end, ended_by_signals
 from ckpt_tools.cli.group import Group, Home
 from ckpt_tools.cli.wrapping import echo, say
@@ -72,14 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # A checkpoint chooses names; not every terminal can show them.
             stream.reconfigure(errors="backslashreplace")
     if is_process:
-        collector.rest()
+        process.rest()
     try:
         _run(arguments)
     finally:
-        if is_process and "torch" not in sys.modules:
-            # The process ends: else the interpreter looks for circles in everything it knows first, for 25 ms. Bindings
-            # that come with torch would complain on stderr of objects that were left.
-            gc.freeze()
+        if is_process:
+            process.end()
 
 
 def _run(arguments: Sequence[str] | None) -> None:
@@ -110,13 +107,13 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 def _explain(sentence: str, code: int, verbose: bool) -> None:
-    """Say it on stderr and exit."""
+    """Print the sentence on stderr and exit."""
     _say(sentence, verbose)
     sys.exit(code)
 
 
 def _say(sentence: str, verbose: bool) -> None:
-    """On stderr; with ``--verbose``, after the traceback."""
+    """Print the sentence on stderr; with ``--verbose``, after the traceback."""
     if verbose:
         import traceback
 
@@ -125,7 +122,7 @@ def _say(sentence: str, verbose: bool) -> None:
 
 
 def _show(error: click.ClickException) -> None:
-    """The usage, and what is wrong with the arguments."""
+    """Print the usage, and what is wrong with the arguments."""
     shown = io.StringIO()
     error.show(file=shown)
     say(shown.getvalue().rstrip("\n"), err=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import click
 
@@ -16,12 +16,37 @@ from ckpt_tools.core.option_names import (
     RUNNERS,
     STATES,
     WEIGHTS,
+    ReadFormat,
 )
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+HEADINGS = {
+    "What to read": ("from_", "tag", "model_key", "optim_key", "param_order", "storage_options"),
+    "Names and selection": ("include", "exclude", "rename", "key_map", "weights", "state"),
+    "Output": ("to", "dtype", "buffers", "world_size", "max_shard_size", "config"),
+    "Running": ("memory", "workers", "runner", "address"),
+    "Safety": ("overwrite", "resume", "strict", "fsync", "checksum"),
+}
+"""The options of a conversion by heading of its help, as in the docstring of ``ckpt_tools.convert``."""
 
-def _all(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+
+class Grouped(click.Command):
+    """A command whose help lists options under ``HEADINGS``, and the others under Options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        given = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        rows = {each.name: row for each in given if (row := each.get_help_record(ctx)) is not None}
+        groups = {title: [rows.pop(name) for name in names if name in rows] for title, names in HEADINGS.items()}
+        for title, group in {**groups, "Options": list(rows.values())}.items():
+            if group:
+                with formatter.section(title):
+                    formatter.write_dl(group)
+
+
+def together(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """One decorator for several options, in their order."""
+
     def apply(command: Command) -> Command:
         for decorator in reversed(decorators):
             command = decorator(command)
@@ -51,10 +76,15 @@ storage = click.option(
     help="An option of the store, e.g. endpoint_url=http://host:9000. Repeatable.",
 )
 
-source = _all(click.argument("src", metavar="SRC"), storage)
+source = together(click.argument("src", metavar="SRC"), storage)
 
-reading = _all(
-    click.option("--from", "from_", metavar="FORMAT", help="The source's format. Default: detected."),
+reading = together(
+    click.option(
+        "--from",
+        "from_",
+        metavar="FORMAT",
+        help=f"The source's format: {', '.join(get_args(ReadFormat))}, or a plug-in's. Default: detected.",
+    ),
     click.option("--tag", help="The checkpoint of a DeepSpeed folder. Default: the tag named in the file latest."),
     click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
     click.option("--optim-key", help="The key of the optimizer in a DCP tree. Default: detected."),
@@ -78,7 +108,7 @@ weights = click.option(
     help=f"The copy of a weight to use: its fp32 master if there is one, or the model's. Default: {DEFAULT_WEIGHTS}.",
 )
 
-naming = _all(
+naming = together(
     click.option("--include", multiple=True, metavar="GLOB", help="Take only tensors whose names match. Repeatable."),
     click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match. Repeatable."),
     click.option(
@@ -90,7 +120,7 @@ naming = _all(
     click.option("--key-map", type=click.Path(), metavar="FILE", help="A JSON file that maps old names to new names."),
 )
 
-choosing = _all(
+choosing = together(
     click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Cast the weights to this type, and nothing else."),
     weights,
     click.option("--buffers", multiple=True, metavar="GLOB", help="Tensors that are buffers of the model. Repeatable."),
@@ -101,7 +131,7 @@ workers = click.option(
     "--workers", type=click.IntRange(min=1), help="Number of threads. Default: one for each processor."
 )
 
-running = _all(
+running = together(
     click.option(
         "--memory",
         metavar="SIZE",
@@ -110,7 +140,7 @@ running = _all(
     workers,
 )
 
-clustering = _all(
+clustering = together(
     click.option(
         "--runner",
         type=click.Choice(RUNNERS),
@@ -143,7 +173,7 @@ def _top(command: Command) -> Command:
     return cast(Command, run)
 
 
-listing = _all(
+listing = together(
     click.option(
         "--top",
         type=click.IntRange(min=1),
@@ -158,7 +188,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print the result
 
 verbose = click.option("--verbose", "-v", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 
-talking = _all(
+talking = together(
     click.option("--quiet", "-q", is_flag=True, help="Show no progress and no lines about retries."),
     verbose,
 )

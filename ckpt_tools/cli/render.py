@@ -1,4 +1,4 @@
-"""Results on stdout, progress on stderr. rich is imported only where something is drawn."""
+"""Results on stdout, progress on stderr. rich draws the bar, and is imported for it alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ckpt_tools.cli.wrapping import echo, say
 from ckpt_tools.core.wording import count, listed, printable, size, without_secrets
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ckpt_tools.core.notes import Note
 
 QUIET_LINE_SECONDS = 5.0
@@ -48,31 +46,6 @@ def _without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         return {_without_secrets(key): _without_secrets(each) for key, each in value.items()}
     return [_without_secrets(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def table(title: str | None, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table; the columns named in ``right`` hold numbers."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    class Plain(Table):
-        """Cells are text and no markup."""
-
-        def add_row(self, *cells: Any, **options: Any) -> None:
-            super().add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
-
-    found = Plain(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        found.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return found
-
-
-def show(drawn: Table) -> None:
-    from rich.console import Console
-
-    console = Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
-    console.print(drawn)
 
 
 def show_notes(notes: Iterable[Note], limit: int | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckpt_tools.cli.wrapping import columns, filled
-from ckpt_tools.core import announcements as notices
+from ckpt_tools.core import progress as notices
 
 LINE_SECONDS = 2.0
 """Many threads may be retrying at once, each every few tenths of a second: one line this often is enough."""

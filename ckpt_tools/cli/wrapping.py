@@ -88,6 +88,14 @@ def _below(text: str, width: int | None) -> str:
     return _hanging("    ", text, width, indent=4)
 
 
+def say_pairs(rows: Iterable[tuple[str, str]]) -> None:
+    """Print names and what belongs to each, in two columns; the second wraps at words on a terminal."""
+    pairs, width = list(rows), columns(sys.stdout)
+    room = max(len(name) for name, _ in pairs)
+    for name, text in pairs:
+        echo(_hanging(f"{name:{room}}  ", without_secrets(text), width))
+
+
 def say_item(name: str, text: str) -> None:
     """Print ``name: text``; on a terminal, further lines are indented."""
     echo(_hanging("", without_secrets(f"{name}: {text}"), columns(sys.stdout), indent=4))

@@ -29,7 +29,7 @@ TREES = ("dcp", "sharded", "torch", "orbax", "safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a command works on, as far as it is known when options are checked.
+    """The facts about a command that rules look at.
 
     ``target`` is the format that is written, for ``verify`` that of DST. ``has_masters`` says that the source keeps
     fp32 masters, ``keeps_both`` that the target keeps them beside the weights, ``has_state`` that optimizer state is

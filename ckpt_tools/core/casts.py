@@ -52,7 +52,7 @@ def cast_into(elements: NDArray[Any], source: DType, out: memoryview, target: DT
 
 @cache
 def _table(source: DType, target: DType) -> NDArray[Any]:
-    """What each of the 65,536 values of a 16-bit type becomes."""
+    """The result for each of the 65,536 values of a 16-bit type."""
     single = np.arange(1 << 16, dtype=np.uint16).view(to_numpy(source)).astype(np.float32)
     single.view(np.uint32)[np.isnan(single)] |= 0x0040_0000
     result = np.empty(1 << 16, to_numpy(target))

@@ -1,4 +1,4 @@
-"""What an output is: files, each an ordered list of segments.
+"""The files of an output, each an ordered list of segments.
 
 A writer says what every byte of its files will be without touching one. A ``Literal`` is known now, a ``Payload`` is a
 region of a logical tensor, ``Padding`` is zeros, and a ``Crc32`` is four bytes that are known only once the range it
@@ -176,9 +176,9 @@ class Layout:
     """The files of an output, in the order in which they become visible.
 
     The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``). ``notes`` say what the
-    writer could not carry or had to make up. ``copied`` are the small files of a trainer's folder, as tensors of bytes
-    to which payloads refer; None where no such folder is written. ``as_stored`` are buffers that the writer found among
-    the weights, which it writes in the dtype that the source has.
+    writer could not carry or had to make up. ``copied`` maps the keys of payloads that are small files
+    of a trainer's folder to tensors of their bytes; None if no trainer's folder is written. ``as_stored`` names buffers
+    among the weights, which are written in the dtype of the source.
     """
 
     files: Sequence[FileSpec]

@@ -32,7 +32,7 @@ def literal_file(name: str) -> str:
 
 
 def number_bytes(number: Number) -> tuple[DType, bytes]:
-    """A number, of which ``is_number`` is true, in the width of its type."""
+    """The bytes of a number for which ``is_number`` is true, in the width of its type."""
     dtype, form = _FORMS[type(number)]
     return dtype, struct.pack(form, number)
 

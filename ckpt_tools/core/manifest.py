@@ -7,7 +7,7 @@ intersects them with a layout.
 
 Shards are columns of numpy arrays, one row a shard, because a trillion-parameter checkpoint has millions of them: 50
 bytes a row instead of 500 for objects. A table's geometry is the tensor's shape or its flattening ``(numel,)``: a
-flat ZeRO interval stays one row until somebody needs boxes.
+flat ZeRO interval stays one row until boxes are needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MASTER = "master"
 
 
 class StateKey(NamedTuple):
-    """One logical tensor: the fully qualified name of its parameter or buffer, and what it is of it."""
+    """One logical tensor: the fully qualified name of its parameter or buffer, and its slot."""
 
     fqn: str
     slot: str = WEIGHT
@@ -45,7 +45,7 @@ class StateKey(NamedTuple):
 
 
 class Kind(Enum):
-    """What a tensor is to training."""
+    """The role of a tensor in training."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -117,7 +117,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StateTree:
-    """Where a source that is a tree of state kept things, so that it can be written back as it was.
+    """Paths of model, optimizer and entries in a source that is a tree, so that it can be written back as it was.
 
     ``optim`` is None where there was no optimizer. ``is_flattened`` says that optimizer state had one key each,
     ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<option>``. ``extras`` maps the names at the top of
@@ -145,9 +145,9 @@ def _frozen(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
 class Manifest:
     """A whole checkpoint.
 
-    ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is no tensor:
+    ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is not a tensor:
     global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
-    itself. ``tree`` is None where the source is no tree of the user's making. ``notes`` say what reading it could not
+    itself. ``tree`` is None if the source has no tree made by its user. ``notes`` say what reading it could not
     settle and what was left out since, one for each item.
     ``decoding_bytes`` is the memory that reading elements takes besides buffers, where they are compressed.
     ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one. ``left_out`` are names of
@@ -155,7 +155,7 @@ class Manifest:
     tensors lie as in a file of their own: the objects of a DCP.
 
     Raises:
-        MalformedError: an alias or a group names a tensor that is not there, or a name is no text.
+        MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
     """
 
     format: str

@@ -1,4 +1,4 @@
-"""Whether every name and pattern that a user gave is of a tensor of the checkpoint. Pure."""
+"""Checks that every name and pattern in the options matches a tensor. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_buffers(names: Collection[str], globs: Iterable[str], trained: Collect
 def check_renaming(
     names: Collection[str], *, rules: Sequence[tuple[str, re.Pattern[str], str]], key_map: Mapping[str, str]
 ) -> None:
-    """As ``check_globs``, for the keys of a key map and then for each rule, which sees what earlier ones have made.
+    """Check the keys of a key map, then each rule, which applies to names as earlier rules have changed them.
 
     Raises:
         UsageError: a key is not one of ``names``, or a rule matches nothing.

@@ -13,7 +13,7 @@ ABSENT = "none is taken from the source"
 
 
 class Outcome(Enum):
-    """What happened to an item on its way."""
+    """The outcome of one item."""
 
     CAST = "cast"
     """Written in another element type."""
@@ -33,7 +33,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Note(Shown):
-    """What became of one item. ``asked`` tells what the user chose from what the target forced."""
+    """The outcome of one item, and why. ``asked`` says that the user chose it; else the target format forced it."""
 
     outcome: Outcome
     what: str

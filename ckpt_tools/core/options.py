@@ -7,67 +7,133 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, DTYPE_NAMES, STATES, WEIGHTS, option
+from ckpt_tools.core.option_names import (
+    DEFAULT_MEMORY,
+    DEFAULT_RUNNER,
+    DEFAULT_WEIGHTS,
+    DTYPE_NAMES,
+    STATES,
+    WEIGHTS,
+    option,
+)
 from ckpt_tools.core.param_order import ParamOrder, read_param_order
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 
-_UNITS = {"": 1, "B": 1}
+if TYPE_CHECKING:
+    from typing import TypeAlias
 
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)}
+    import numpy as np
+    import torch
 
-_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)}
+    from ckpt_tools.core.option_names import DTypeName, ReadFormat, Runner, State, Weights, WrittenFormat
+    from ckpt_tools.core.progress import Progress
 
-_UNITS_BY_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    DTypeLike: TypeAlias = DTypeName | torch.dtype | np.dtype[Any] | type[np.generic]
+    """A dtype that weights can be cast to, by its name or as torch, numpy or ml_dtypes has it."""
 
-WEIGHT_DTYPES = {name: DType(name) for name in DTYPE_NAMES}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgtp", 1):
+    _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 
 
 def parse_size(text: str | int) -> int:
     """Bytes of ``512MiB``, ``5GB`` or a plain number. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS_BY_CASE:
+    if match is None or match[2].lower() not in _UNITS:
         raise UsageError(f"{text!r} is not a size; write for example 512MiB, 5GB or 1048576")
-    size = int(float(match[1]) * _UNITS_BY_CASE[match[2].lower()])
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size <= 0:
         raise UsageError(f"{text!r}: a size must be positive")
     return size
 
 
-@dataclass(frozen=True, slots=True)
+class ReadKeywords(TypedDict, total=False):
+    """Keywords of every function that opens a checkpoint."""
+
+    from_: ReadFormat | None
+    tag: str | None
+    model_key: str | None
+    optim_key: str | None
+    param_order: str | Path | None
+    storage_options: Mapping[str, Any] | None
+
+
+class SelectKeywords(ReadKeywords, total=False):
+    """Keywords of every function that selects and renames tensors."""
+
+    include: Sequence[str]
+    exclude: Sequence[str]
+    rename: Sequence[str]
+    key_map: str | Path | None
+    weights: Weights | None
+
+
+class ReshardKeywords(SelectKeywords, total=False):
+    """Keywords of every function that converts."""
+
+    dtype: DTypeLike | None
+    buffers: Sequence[str]
+    max_shard_size: str | int | None
+    memory: str | int | None
+    workers: int | None
+    runner: Runner
+    address: str | None
+    on_progress: Progress | None
+    overwrite: bool
+    resume: bool
+    strict: bool
+    fsync: bool
+    checksum: bool
+
+
+class ConsolidateKeywords(ReshardKeywords, total=False):
+    to: WrittenFormat | None
+    world_size: int | None
+    config: str | Path | None
+
+
+class ConvertKeywords(ConsolidateKeywords, total=False):
+    state: State | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ConvertOptions:
-    """Everything that decides what is written; the same meaning in every command. None and nothing ask for nothing.
+    """Everything that decides what is read, written or compared, with the same meaning in every function.
 
     Raises:
         UsageError: a value is not among those allowed.
     """
 
-    state: str | None = None
-    dtype: str | None = None
-    weights: str | None = None
-    max_shard_size: str | int | None = None
+    from_: str | None = None
+    tag: str | None = None
+    model_key: str | None = None
+    optim_key: str | None = None
+    param_order: str | Path | None = None
+    storage_options: Mapping[str, Any] | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Sequence[str] = ()
     key_map: str | Path | None = None
-    model_key: str | None = None
-    optim_key: str | None = None
-    param_order: str | Path | None = None
+    weights: str | None = None
+    state: str | None = None
+    dtype: DTypeLike | None = None
     buffers: Sequence[str] = ()
-    tag: str | None = None
+    max_shard_size: str | int | None = None
     world_size: int | None = None
     config: str | Path | None = None
     names: Mapping[str, str] = field(default_factory=dict, init=False)
     order: ParamOrder | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        dtype = dtype_name(self.dtype)
+        object.__setattr__(self, "dtype", dtype)
         for name in ("include", "exclude", "rename", "buffers"):
             object.__setattr__(self, name, _several(getattr(self, name)))
         _one_of("state", self.state, STATES)
-        _one_of("dtype", self.dtype, DTYPE_NAMES)
+        _one_of("dtype", dtype, DTYPE_NAMES)
         _one_of("weights", self.weights, WEIGHTS)
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
@@ -82,7 +148,7 @@ class ConvertOptions:
 
     @property
     def weight_copy(self) -> str:
-        """Which copy of a weight stands for it: the master unless asked otherwise, so that no precision is lost."""
+        """The copy of a weight to use: the master unless the user chose, so that no precision is lost."""
         return self.weights or DEFAULT_WEIGHTS
 
     @property
@@ -92,7 +158,7 @@ class ConvertOptions:
 
     @property
     def target_dtype(self) -> DType | None:
-        return WEIGHT_DTYPES[self.dtype] if self.dtype else None
+        return DType(str(self.dtype)) if self.dtype else None
 
     @property
     def max_shard_bytes(self) -> int | None:
@@ -108,6 +174,37 @@ class ConvertOptions:
             include=tuple(self.include),
             exclude=tuple(self.exclude),
         )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Request(ConvertOptions):
+    """One conversion, checked as far as possible without opening ``src`` or ``dst``.
+
+    With ``keeps_format`` the format of the source is written, and ``to`` is not given.
+    """
+
+    src: str | Path
+    dst: str | Path
+    to: str | None = None
+    keeps_format: bool = False
+    memory: str | int | None = None
+    workers: int | None = None
+    runner: str = DEFAULT_RUNNER
+    address: str | None = None
+    on_progress: Progress | None = None
+    overwrite: bool = False
+    resume: bool = False
+    strict: bool = False
+    fsync: bool = False
+    checksum: bool = False
+
+    def __post_init__(self) -> None:
+        ConvertOptions.__post_init__(self)
+        _ = self.memory_bytes, self.max_shard_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_size(DEFAULT_MEMORY if self.memory is None else self.memory)
 
 
 def dtype_name(dtype: Any) -> str | None:
@@ -147,7 +244,7 @@ def read_key_map(path: Path) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a user may have to tell a reader. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
+    """Options of readers. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
     keys say where model and optimizer live in a DCP tree (``app.model``), ``param_order`` which parameters the numbers
     of an optimizer mean. ``include`` and ``exclude`` matter to a reader that cannot read every tensor: one that is not
     chosen is not refused."""
@@ -162,7 +259,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How an output is cut, for the writers that it concerns.
+    """Options of writers.
 
     ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a
     DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None

@@ -1,4 +1,4 @@
-"""Where a tensor's bytes are: shards as columns, and the check that they cover the tensor exactly."""
+"""Shards of a tensor as columns: boxes and byte ranges, and the check that they cover the tensor exactly."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, from_flat
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError
 
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Ints: TypeAlias = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
+"""``NDArray[np.int64]``, without the import of numpy.typing, which takes 1.4 ms."""
 
 INT64_MAX = 2**63 - 1
 
 
 class Framing(Enum):
-    """What the byte range of a shard holds."""
+    """The content of a shard's byte range."""
 
     RAW = "raw"
     """The elements, and nothing else."""
@@ -281,7 +284,7 @@ class RowTable(ShardTable):
 
 
 class _WholeColumns(NamedTuple):
-    """What the table of one shard that is a whole tensor takes from the shape alone."""
+    """The columns of a table of one shard that is the whole tensor, which depend on the shape alone."""
 
     shape: Shape
     dtype: DType

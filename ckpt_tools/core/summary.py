@@ -1,18 +1,33 @@
-"""What a checkpoint holds, from its headers."""
+"""Summary of a checkpoint, from its headers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, ClassVar
 
-from ckpt_tools.core.json_fields import Jsonable, json_of
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorRef
 from ckpt_tools.core.notes import Note
-from ckpt_tools.core.showing import Shown
-from ckpt_tools.core.shown_values import ShownValues
+from ckpt_tools.core.showing import Jsonable, Shown, json_of
+from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
+from ckpt_tools.core.wording import one_line
+
+MAX_TEXT_CHARS = 1000
+"""Of one string. What is longer is cut."""
+
+MAX_ITEMS = 1000
+"""Of one list or dict. A longer one is shown as its type and length."""
+
+MAX_DEPTH = 8
+"""Of lists and dicts within each other."""
+
+MAX_VALUES = 10_000
+"""In all. A DeepSpeed configuration has about 300."""
+
+MAX_INT_BITS = 128
+"""Python refuses to print an integer of more than 4,300 digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +59,10 @@ class Summary(Shown):
     read, each in its own dtype; ``file_bytes`` is the size of the ``num_files`` files that hold them. A file may hold
     a weight and its fp32 master once, so that ``num_bytes`` can be the larger.
 
-    ``notes`` say what was read in a way that the files do not state, what lies beside the checkpoint and was not read,
-    and what was not understood and is only carried along.
+    ``notes`` say what was inferred, which files beside the checkpoint were not read, and which entries were not
+    understood and are copied as they are.
 
-    The options of ``groups`` and the values of ``extras`` are bounded, as ``core.shown_values`` says.
+    The options of ``groups`` and the values of ``extras`` are bounded, as ``ShownValues`` says.
     """
 
     SHOWN: ClassVar[tuple[str, ...]] = (
@@ -81,7 +96,7 @@ class Summary(Shown):
     tensors: tuple[TensorSummary, ...]
 
     def to_json(self, *, tensors: bool = True) -> dict[str, Any]:
-        """The attributes by name; without ``tensors``, all but that list."""
+        """The attributes by name; without ``tensors``, all except that list."""
         found = json_of(self)
         return found if tensors else {name: value for name, value in found.items() if name != "tensors"}
 
@@ -129,3 +144,69 @@ def _epoch(extra: Mapping[str, Any]) -> int | float | None:
     places = (extra, *(value for name, value in extra.items() if isinstance(value, Mapping) and "sched" not in name))
     found = (place.get(name) for place in places for name in ("epoch", "current_epoch"))
     return next((value for value in found if type(value) is int or (type(value) is float and isfinite(value))), None)
+
+
+@dataclass(slots=True)
+class ShownValues:
+    """Turns values into what ``json.dumps`` takes: small ones as they are, tensors and long ones as type and size.
+
+    A checkpoint chooses these values, so that their number, their depth and the length of each are bounded.
+    What JSON does not have becomes a dict with one key that begins with ``$``: ``{"$tensor": "float32 [3, 4]"}``,
+    ``{"$list": 5000}`` (a list of that length), ``{"$bytes": 16}``, ``{"$float": "inf"}``, ``{"$int": 9000}`` (bits),
+    ``{"$object": "package.Class"}``.
+    """
+
+    manifest: Manifest
+    values_left: int = MAX_VALUES
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """``value``, bounded."""
+        self.values_left -= 1
+        if value is None or isinstance(value, bool):
+            return value
+        for kind, show in _SCALARS:
+            if isinstance(value, kind):
+                return show(value)
+        if isinstance(value, TensorRef):
+            entry = self.manifest.tensors[value.key]
+            return {"$tensor": f"{entry.dtype.value} {list(entry.shape)}"}
+        if isinstance(value, Mapping | list | tuple | set | frozenset):
+            return self._container(value, depth)
+        return {"$object": _text(type(value).__name__)}
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if depth >= MAX_DEPTH or len(value) > min(MAX_ITEMS, self.values_left):
+            return {f"${_kind(value)}": len(value)}
+        if isinstance(value, Mapping):
+            return {self._name(name, depth): self.of(part, depth + 1) for name, part in value.items()}
+        return [self.of(part, depth + 1) for part in value]
+
+    def _name(self, name: Any, depth: int) -> str:
+        return _text(name) if isinstance(name, str) else one_line(self.of(name, depth + 1), MAX_TEXT_CHARS)
+
+
+def _kind(value: Any) -> str:
+    return "dict" if isinstance(value, Mapping) else "set" if isinstance(value, set | frozenset) else "list"
+
+
+def _text(value: str) -> str:
+    return value if len(value) <= MAX_TEXT_CHARS else f"{value[:MAX_TEXT_CHARS]}..."
+
+
+def _int(value: int) -> Any:
+    return int(value) if value.bit_length() <= MAX_INT_BITS else {"$int": value.bit_length()}
+
+
+def _tensor(value: StoredTensor) -> Any:
+    return {"$tensor": f"{value.dtype.value} {list(value.shape)}"}
+
+
+_SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (int, _int),
+    (float, lambda value: float(value) if isfinite(value) else {"$float": repr(float(value))}),
+    (str, _text),
+    (bytes | bytearray, lambda value: {"$bytes": len(value)}),
+    (StoredTensor, _tensor),
+    (GlobalRef, lambda value: {"$object": _text(str(value))}),
+    (Opaque, lambda value: {"$object": _text(str(value.ref))}),
+)

@@ -216,7 +216,7 @@ def substitutions(rules: Iterable[str], key_map: Mapping[str, str]) -> Callable[
     """The renaming that ``--key-map`` and then each ``--rename REGEX=REPL`` describe.
 
     Raises:
-        UsageError: a rule is no ``REGEX=REPL``, or its regular expression is not valid.
+        UsageError: a rule is not ``REGEX=REPL``, or its regular expression is not valid.
     """
     parsed = parsed_rules(rules)
 

@@ -1,4 +1,4 @@
-"""What the pickles of a checkpoint become: values that hold everything and do nothing.
+"""Inert values that pickles of a checkpoint become: they hold everything and run nothing.
 
 Scalars, ``str``, ``bytes``, ``bytearray``, ``list``, ``dict``, ``tuple``, ``set`` and ``frozenset`` stand for
 themselves. The rest is here: ``OrderedDict``, ``DefaultDict`` and ``Size`` keep what their builtin bases would lose,
@@ -223,7 +223,7 @@ class StoredTensor:
     that class's own attributes.
 
     Raises:
-        MalformedError: the view leaves its storage, or a number is no 64-bit extent.
+        MalformedError: the view leaves its storage, or a number is not a 64-bit extent.
     """
 
     storage: StorageRef | None

@@ -1,11 +1,13 @@
-"""Numbers, sizes and lists of names as messages say them. Imports nothing that costs time at start-up."""
+"""Numbers, sizes, names and values as text in messages. Imports nothing that costs time at start-up."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
 from heapq import nlargest
+from itertools import islice
 from math import ceil
+from typing import Any
 
 MAX_NAMES = 4
 """How many names a message lists before it says how many more there are."""
@@ -93,3 +95,36 @@ def nearest(wanted: str, names: Collection[str]) -> Sequence[str]:
 
 def _parts(name: str) -> list[str]:
     return re.findall(r"[A-Za-z]+|[0-9]+", name)
+
+
+def one_line(value: Any, limit: int) -> str:
+    """A value that ``ShownValues`` made, as text: ``lr: 0.1, betas: [0.9, 0.95]``; cut at ``limit``."""
+    text = _open(value, limit)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _open(value: Any, limit: int) -> str:
+    """A dict without its braces."""
+    if isinstance(value, dict) and not _is_stand_in(value):
+        return ", ".join(f"{name}: {_closed(part, limit)}" for name, part in islice(value.items(), limit))
+    return _closed(value, limit)
+
+
+def _closed(value: Any, limit: int) -> str:
+    if isinstance(value, dict):
+        return _stand_in(value) if _is_stand_in(value) else f"{{{_open(value, limit)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(_closed(part, limit) for part in islice(value, limit))}]"
+    return "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _is_stand_in(value: dict[str, Any]) -> bool:
+    return len(value) == 1 and next(iter(value)).startswith("$")
+
+
+def _stand_in(value: dict[str, Any]) -> str:
+    name, what = next(iter(value.items()))
+    units = {"$bytes": "byte", "$int": "bit"}
+    if type(what) is int:
+        return f"<{name[1:]} of {count(what, units.get(name, 'item'))}>"
+    return f"<{name[1:]} {what}>" if name == "$tensor" else str(what)

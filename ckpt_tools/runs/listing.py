@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from ckpt_tools.core.announcements import tell
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.progress import tell
 from ckpt_tools.core.run_folders import (
     ITSELF,
     LATEST,

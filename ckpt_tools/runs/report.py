@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckpt_tools.core.json_fields import json_of
-from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.showing import Shown, json_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
-from ckpt_tools.core.json_fields import Jsonable
+from ckpt_tools.core.showing import Jsonable
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from ckpt_tools.core.announcements import tell
+from ckpt_tools.core.progress import tell
 from ckpt_tools.errors import CkptError
 
 Result = TypeVar("Result")

@@ -1,4 +1,4 @@
-"""What tests of a plug-in are made of: conformance suites to inherit, and hypothesis strategies.
+"""Tests for plug-ins: conformance suites to inherit, and hypothesis strategies.
 
 Nothing outside of tests imports this package; it needs pytest, hypothesis and numpy.
 """

@@ -1,4 +1,4 @@
-"""What every runner must do, as a class of tests to inherit."""
+"""Conformance tests of runners, as a class to inherit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every store must do, as a class of tests to inherit.
+"""Conformance tests of stores, as classes to inherit.
 
 A store's own tests say how one is made and how its bytes are reached by another road, so that a mistake of writing
 cannot be undone by the same mistake of reading.
@@ -40,7 +40,7 @@ CONTENT = bytes(range(256)) * 5
 
 
 class StoreTests(ABC):
-    """What every store must do that is read from. Inherit it, and say what ``make`` is."""
+    """Tests of a store that is read from. A subclass defines ``make``."""
 
     @abstractmethod
     def make(self, files: Mapping[str, bytes]) -> Store:
@@ -93,7 +93,7 @@ class StoreTests(ABC):
 
 
 class FillableStoreTests(StoreTests):
-    """What every store must do whose files take bytes at any position. Inherit it, and say what ``get`` is too."""
+    """Tests of a store whose files take bytes at any position. A subclass defines ``get``, too."""
 
     @abstractmethod
     def make(self, files: Mapping[str, bytes]) -> FillableStore:

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds.
+"""Boxes of a tensor that a rank holds.
 
 torch can say where the piece of a DTensor starts, but where two axes of a mesh cut one dim (FSDP over tensor
 parallelism, ``_StridedShard``) a piece can be several boxes. So each cut dim is asked element by element: a vector of

@@ -1,7 +1,7 @@
 """Elements of a checkpoint into the memory of torch tensors: any dtype, any device, any strides.
 
 Where a tensor is a contiguous piece of the host's memory the store reads straight into it. Others are filled through a
-buffer, block by block. torch is imported by whoever has a tensor.
+buffer, block by block. torch is imported by the caller, which has a tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_READERS = 4
 """Threads of a rank. One alone waits for the disk, or spends as long on copying from the page cache."""
 
 SCRATCH_BYTES = 4 << 20
-"""Each of an tensor_reader's buffers, for elements that are cast or that lie strided in their files."""
+"""Size of each buffer of a tensor reader, for elements that are cast or that lie strided in their files."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

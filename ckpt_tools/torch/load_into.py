@@ -1,4 +1,4 @@
-"""Straight into a job: a checkpoint of any format into a torch model and its optimizer, in place.
+"""Loads a checkpoint of any format into a torch model and its optimizer, in place.
 
 Every rank calls ``load_into`` with its own part of the model, plain tensors or DTensors on any mesh, and reads the
 elements of that part and no others. The optimizer makes its own state, as torch has it do before loading; moments,
@@ -8,17 +8,16 @@ anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.arguments import refusing_empty, written_out
 from ckpt_tools.core import transforms
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
-from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
-from ckpt_tools.core.options import ConvertOptions
+from ckpt_tools.core.options import ConvertOptions, SelectKeywords
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
@@ -34,33 +33,24 @@ if TYPE_CHECKING:
     import torch
 
 KEPT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Of a param group: how a job computes its updates, which depends on its device and not on the checkpoint."""
+"""Options of a param group that depend on the job's device and not on the checkpoint."""
 
 DEEPSPEED_OPTIONS = frozenset({"bias_correction", "step"})
-"""Of a param group: what only DeepSpeed's own Adams keep there, and other optimizers do not ask for."""
+"""Options of a param group that only DeepSpeed's own Adams keep."""
 
 MAX_NAMED = 5
 """Names that an error lists of each kind."""
 
 
 @refusing_empty
+@written_out(SelectKeywords, ConvertOptions)
 def load_into(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     url: str | Path,
     *,
-    from_: ReadFormat | None = None,
-    tag: str | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
-    weights: Weights = DEFAULT_WEIGHTS,
     elsewhere: Collection[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    **given: Unpack[SelectKeywords],
 ) -> dict[str, Any]:
     """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, in place, and return everything else in it.
 
@@ -98,20 +88,10 @@ def load_into(
         >>> model["encoder"].weight[1, :3].tolist()
         [8.0, 9.0, 10.0]
     """
-    check_storage_options(storage_options, url)
-    chosen = ConvertOptions(
-        tag=tag,
-        model_key=model_key,
-        optim_key=optim_key,
-        param_order=param_order,
-        weights=weights,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        key_map=key_map,
-    )
-    options = chosen.reading
-    source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
+    chosen = ConvertOptions(**given)
+    options, stores = chosen.reading, chosen.storage_options
+    check_storage_options(stores, url)
+    source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
     check_reading(manifest, options)
     manifest, _ = transforms.without_wrappers(manifest)
     manifest = apply_options(manifest, chosen, whole=True, holds_masters=False).manifest
@@ -128,7 +108,7 @@ def load_into(
 
 @dataclass(frozen=True, slots=True)
 class _Problems:
-    """What does not fit, by kind."""
+    """Names that do not fit, by kind of problem."""
 
     found: dict[str, list[str]] = field(default_factory=dict)
 
@@ -173,7 +153,7 @@ class _Loader:
         self.problems.add("not in the model", [key.fqn for key in stored if key.fqn not in known])
 
     def key(self, names: Iterable[str], slot: str) -> StateKey | None:
-        """The tensor that goes by any of these names."""
+        """The tensor that has any of these names."""
         found = (StateKey(self.manifest.aliases.get(name, name), slot) for name in names)
         return next((key for key in found if key in self.manifest.tensors), None)
 
@@ -275,7 +255,7 @@ class _OptimizerLoader:
             yield from group["params"]
 
     def _slots(self) -> Iterator[_Slot]:
-        """What the optimizer holds and the checkpoint has."""
+        """The values that the optimizer holds, with their tensors of the checkpoint."""
         for parameter in self._parameters():
             names = self.names[id(parameter)]
             for holder, key, slot in _leaves(self.optimizer.state.get(parameter, {}), ""):

@@ -1,4 +1,4 @@
-"""A job's names for the entries of a checkpoint, whatever tree its state dict is. Pure.
+"""Matches names of a job's state dict with entries of a checkpoint, whatever its tree. Pure.
 
 A job asks for ``state.model.w`` where the checkpoint has ``app.model.w``, or for ``w`` alone. What stands before a
 weight's own name is found out by matching: the longest ending that the checkpoint knows is the weight, the rest is the
@@ -20,7 +20,7 @@ MODEL, OPTIM, EXTRA = "model", "optimizer", "entry"
 
 
 class Match(NamedTuple):
-    """An entry, what part of the state it is of, and what the job has before its own name."""
+    """An entry, its part of the state, and the job's prefix of its name."""
 
     entry: str
     part: str
@@ -69,7 +69,7 @@ class JobNames:
             if len(prefixes[part]) > 1:
                 first, second, *_ = prefixes[part].values()
                 raise UsageError(
-                    f"{first!r} and {second!r} could both be the {part}of the job; choose one with job_{part[:5]}_key"
+                    f"{first!r} and {second!r} could both be the {part} of the job; choose one with job_{part[:5]}_key"
                 )
         self._check_extras(prefixes)
 
@@ -82,7 +82,7 @@ class JobNames:
 
 
 def _own_name(path: TreePath, tree: StateTree) -> tuple[str, str]:
-    """The part that an entry is of, and its name in it."""
+    """The part of an entry, and its name in that part."""
     for part, prefix in ((OPTIM, tree.optim), (MODEL, tree.model)):
         if (
             prefix is not None
@@ -110,7 +110,7 @@ def _options_by_parameter(manifest: Manifest, optim: Mapping[str, str]) -> Itera
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """The name as what may stand before it and what is left, the longest rest first."""
+    """Splits of ``name`` into prefix and rest, the longest rest first."""
     yield "", name
     at = name.find(".")
     while at >= 0:

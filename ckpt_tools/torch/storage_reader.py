@@ -2,25 +2,24 @@
 
 An FSDP2, HSDP or 2-D job of N ranks loads a ZeRO, universal, safetensors, torch or DCP checkpoint without converting
 it first: torch's planner asks for boxes of tensors, and each rank reads those of its own. Every tensor is shown to the
-planner as one chunk, since the tensor_reader finds the pieces. Objects are made live by us, so that nothing that a
-checkpoint names is ever called.
+planner as one chunk, since the tensor reader finds the pieces. Objects are revived by ckpt-tools, so that nothing that
+a checkpoint names is called.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.arguments import refusing_empty, written_out
 from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest, TensorRef
-from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, ReadFormat, Weights
-from ckpt_tools.core.options import ConvertOptions
+from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, Weights
+from ckpt_tools.core.options import ConvertOptions, ReadKeywords
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
 from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
@@ -40,18 +39,14 @@ if TYPE_CHECKING:
 
 
 @refusing_empty
+@written_out(ReadKeywords, ConvertOptions)
 def storage_reader(
     url: str | Path,
     *,
-    from_: ReadFormat | None = None,
-    tag: str | None = None,
-    model_key: str | None = None,
-    optim_key: str | None = None,
-    param_order: str | Path | None = None,
     weights: Weights = DEFAULT_WEIGHTS,
     job_model_key: str | None = None,
     job_optim_key: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    **given: Unpack[ReadKeywords],
 ) -> StorageReader:
     """Make a reader for ``torch.distributed.checkpoint.load`` of the checkpoint at ``url``.
 
@@ -78,10 +73,10 @@ def storage_reader(
         >>> state["model"]["encoder.bias"].tolist()
         [0.0, 1.0, 2.0, 3.0]
     """
-    check_storage_options(storage_options, url)
-    chosen = ConvertOptions(tag=tag, model_key=model_key, optim_key=optim_key, param_order=param_order, weights=weights)
-    options = chosen.reading
-    source, manifest = read_checkpoint(url, options, format_name=from_, storage_options=storage_options)
+    chosen = ConvertOptions(weights=weights, **given)
+    options, stores = chosen.reading, chosen.storage_options
+    check_storage_options(stores, url)
+    source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
     check_reading(manifest, options)
     manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy)
     manifest, _ = transforms.without_wrappers(manifest)

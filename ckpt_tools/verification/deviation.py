@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.json_fields import Jsonable
+from ckpt_tools.core.showing import Jsonable
 from ckpt_tools.core.wording import count
 
 MEASURED_ELEMENTS = 1 << 16

@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
 from ckpt_tools.core.apply_options import apply_options
-from ckpt_tools.core.json_fields import json_of
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.progress import Meter, Progress
-from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.showing import Shown, json_of
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.base import Writer

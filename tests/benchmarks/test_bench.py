@@ -19,7 +19,7 @@ from benchmarks.journal import Journal
 from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
 from benchmarks.suite import OutOfTimeError, Runner, Settings, slots
-from benchmarks.works import COPY, FROM_DCP, OURS, WORKS, Work
+from benchmarks.works import COPY, OURS, WORKS, Work
 from tests.support.running import start, wait_until
 
 BY_NAME = {work.name: work for work in WORKS}
@@ -96,24 +96,6 @@ def test_a_work_of_twice_the_size_has_an_input_of_its_own(settings: Settings, tm
     once, double = (Runner(each, settings, Journal(tmp_path / f"{each.scale}.jsonl")) for each in (work, twice))
     assert double.source == once.inputs.path(work.source, 20_000_000) != once.source
     assert (once.key["size_bytes"], double.key["size_bytes"]) == (10_000_000, 20_000_000)
-
-
-def test_the_same_from_a_dcp_is_measured_beside_it(
-    settings: Settings, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """With ``--soak`` from the inputs that Megatron and torch write; else one that is there stands for both."""
-    work = BY_NAME["megatron-safetensors"]
-    if not request.config.getoption("--soak"):
-        work = replace(work, source="torch", dcp="torch")
-    journal = Journal(tmp_path / "results.jsonl")
-    Runner(work, replace(settings, ways=("warm",)), journal).run()
-    assert [(run["contestant"], run["status"]) for run in journal.find(kind="run")].count((FROM_DCP, "done")) == 1
-    assert {check["contestant"]: check["status"] for check in journal.find(kind="check")} == dict.fromkeys(
-        (OURS, COPY, FROM_DCP), "equal"
-    )
-    (result,) = results(journal, [work])
-    (promise,) = result.promises()
-    assert "x the same from DCP (at most 1.1)" in promise.text and not promise.applies
 
 
 def test_outputs_are_deleted(journal: Journal, settings: Settings) -> None:
@@ -318,6 +300,6 @@ def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path: Path) -> None:
     for folder in (ours, theirs):
         folder.mkdir(parents=True)
         (folder / "file").write_text("mine")
-    assert not Cache(tmp_path / "data/inputs").make_room(1 << 60, keep=[])
+    assert not Cache(tmp_path / "data/inputs").make_room(1 << 60)
     assert (ours.exists(), theirs.exists()) == (False, True)
     assert (tmp_path / "mine").read_text() == "mine"

@@ -10,10 +10,10 @@ import pytest
 
 PROGRAM = """
 import os
-from ckpt_tools.cli import threads
-before = os.environ.get(threads.VARIABLE)
-threads.give_back()
-print(before, os.environ.get(threads.VARIABLE))
+from ckpt_tools.cli import process
+before = os.environ.get(process.VARIABLE)
+process.give_back()
+print(before, os.environ.get(process.VARIABLE))
 """
 
 

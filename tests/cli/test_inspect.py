@@ -16,7 +16,7 @@ from ckpt_tools.cli.inspect import folded
 from ckpt_tools.cli.main import group
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.shown_values import MAX_ITEMS, MAX_TEXT_CHARS, ShownValues
+from ckpt_tools.core.summary import MAX_ITEMS, MAX_TEXT_CHARS, ShownValues
 from tests.cli.terminals import shown as on_terminal
 
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools.cli import wrapping
 from ckpt_tools.cli.main import group
-from ckpt_tools.core import announcements
+from ckpt_tools.core import progress
 from ckpt_tools.errors import SourceNotFoundError
 from tests.support.s3_server import BUCKET, S3Server
 
@@ -60,7 +60,7 @@ def test_json_is_what_the_function_returns(run: Path) -> None:
 
 def test_latest_is_the_newest_complete_one_and_says_so(run: Path) -> None:
     told: list[str] = []
-    with announcements.hearing(told.append):
+    with progress.hearing(told.append):
         assert float(ckpt_tools.open(f"{run}@latest")["w"][0]) == 10
     assert told == ["latest is step_10: the newer step_15 is not complete: model.pt has no end: it is cut off"]
     command = [sys.executable, "-m", "ckpt_tools", "inspect", f"{run}@latest"]
@@ -70,7 +70,7 @@ def test_latest_is_the_newest_complete_one_and_says_so(run: Path) -> None:
     )
     told.clear()
     shutil.rmtree(run / "step_15")
-    with announcements.hearing(told.append):
+    with progress.hearing(told.append):
         ckpt_tools.open(f"{run}@latest")
     assert not told
 

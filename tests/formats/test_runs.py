@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.core import announcements
+from ckpt_tools.core import progress
 from ckpt_tools.core.run_folders import checkpoints
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
 from ckpt_tools.runs.listing import resolved
@@ -71,7 +71,7 @@ def test_several_of_a_step_are_told_with_the_name_of_one(tmp_path: Path) -> None
 def test_a_named_one_that_is_not_complete_is_told(run: Path) -> None:
     told: list[str] = []
     (run / "checkpoints" / "epoch_9" / "IN_PROGRESS-9").touch()
-    with announcements.hearing(told.append):
+    with progress.hearing(told.append):
         assert resolved(f"{run}@epoch_9", open_source) == f"{run}/checkpoints/epoch_9"
     assert told == ["checkpoints/epoch_9 is not complete: the file IN_PROGRESS-9 marks it as unfinished"]
 

@@ -17,7 +17,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.cli import retries
 from ckpt_tools.cli.main import main
-from ckpt_tools.core import announcements as notices
+from ckpt_tools.core import progress as notices
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.fsspec import store as fsspec_store
 from ckpt_tools.stores.retry import RetryPolicy

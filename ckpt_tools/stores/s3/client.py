@@ -4,7 +4,7 @@ botocore's client signs, resolves credentials, regions and endpoints as every AW
 on. Its threads share one pool of connections. Measured on 2 cores against SeaweedFS on loopback, 512 MiB by 6
 threads in parts of 8 MiB, medians of 3 (server included, which is the limit of uploads): ranged reads botocore
 619 MB/s, obstore 620, s3fs 477; part uploads botocore 72, obstore 66, s3fs 71. obstore has no upload of single
-parts from several processes. benchmarks/s3.py measures again.
+parts from several processes.
 
 Bodies are not hashed for the signature, which costs more than sending them; each part carries its CRC-32 in a signed
 header instead, which the service checks.
