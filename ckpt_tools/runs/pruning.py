@@ -31,10 +31,10 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.runs.completeness import Saved
 from ckpt_tools.runs.files import in_order_of_removal, strangers
-from ckpt_tools.runs.listing import found_in, listing, named_by_file
+from ckpt_tools.runs.listing import found_in, listing
 from ckpt_tools.runs.metrics import metrics_of
+from ckpt_tools.runs.naming import named_by_file
 from ckpt_tools.runs.report import RunCheckpoint
 from ckpt_tools.runs.rules import Best, Facts, PruneRules, reasons
 from ckpt_tools.stores.claims import claim
@@ -44,6 +44,7 @@ from ckpt_tools.stores.present import Present, listed
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_place, open_run
 from ckpt_tools.stores.within import part_of
+from ckpt_tools.trainers.saved import Saved
 
 RECENT_SECONDS = 3600
 """A save of the largest models takes minutes. One that wrote nothing for an hour is over."""

@@ -12,13 +12,12 @@ from collections.abc import Container, Iterable
 
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import IncompleteError, SeveralCheckpointsError
+from ckpt_tools.trainers.accelerate import is_one_model
 
 METADATA = ".metadata"
 
 _ALONE = re.compile(r"__(\d{1,9})\.metadata")
 _DATA = re.compile(r"__\d+_\d+\.distcp")
-_MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
-_OPTIM = re.compile(r"optimizer_(\d+)")
 
 
 def is_metadata(path: str) -> bool:
@@ -65,7 +64,7 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
     if not found:
         return _of_all_ranks(alone)
     folders = [path.rpartition("/")[0] for path in found]
-    if len(found) == 1 or _is_one_of_accelerates(folders):
+    if len(found) == 1 or is_one_model(folders):
         for folder in folders:
             _refuse_both(alone, folder)
         _refuse_undescribed(paths, {*folders, *(path.rpartition("/")[0] for path in alone)})
@@ -110,12 +109,3 @@ def _of_all_ranks(alone: list[str]) -> list[str]:
             path=by_rank[max(by_rank)],
         )
     return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-def _is_one_of_accelerates(folders: list[str]) -> bool:
-    """One model and its one optimizer in the same folder."""
-    parents = {folder.rpartition("/")[0] for folder in folders}
-    names = [folder.rpartition("/")[2] for folder in folders]
-    models = [match[1] for name in names if (match := _MODEL.fullmatch(name))]
-    optims = [match[1] for name in names if (match := _OPTIM.fullmatch(name))]
-    return len(parents) == 1 and len(names) == 2 and len(models) == 1 and optims == models

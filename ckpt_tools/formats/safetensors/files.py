@@ -40,7 +40,7 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
 )
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import is_managed
+from ckpt_tools.trainers.torch_checkpointing import is_managed
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import FileLayout, Layout
