@@ -17,7 +17,7 @@ from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, S
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import rank_file, world_of
+from ckpt_tools.trainers.names import rank_file, world_of
 
 _SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "momentum_buffer",

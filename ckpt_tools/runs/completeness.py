@@ -21,8 +21,7 @@ from ckpt_tools.formats.safetensors import complete as safetensors
 from ckpt_tools.formats.sharded import complete as sharded
 from ckpt_tools.formats.torch import complete as torch
 from ckpt_tools.trainers.all import TRAINERS
-from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern
-from ckpt_tools.trainers.rank_names import rank_file, says_its_rank, world_of
+from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern, rank_file, says_its_rank, world_of
 from ckpt_tools.trainers.saved import Saved
 from ckpt_tools.trainers.torch_checkpointing import INDEX
 

@@ -94,7 +94,7 @@ def _shown(source: Source, url: str, is_remote: bool, member: Member) -> RunChec
     problem = problem_in(saved)
     stated = trainer_state(saved).get("global_step")
     step = stated if type(stated) is int else member.step
-    is_itself = member.name == ITSELF or (member.is_file and source.store.url.endswith(f"/{member.name}"))
+    is_itself = member.is_run or (member.is_file and source.store.url.endswith(f"/{member.name}"))
     return RunCheckpoint(
         name=member.name,
         url=url if is_itself else f"{url.rstrip('/')}/{member.name}",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.run_folders import ITSELF, Member, parent_of
+from ckpt_tools.core.run_folders import Member, parent_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import (
     CkptError,
@@ -232,7 +232,7 @@ class _Run:
 
 
 def _check_run(url: str, members: Sequence[Member]) -> None:
-    if any(member.name == ITSELF or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
+    if any(member.is_run or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
         raise UsageError(f"{url} is itself one checkpoint; name the folder of the run that holds it")
     parents = sorted({parent_of(member.name) for member in members if member.is_numbered})
     if len(parents) > 1:

@@ -12,15 +12,17 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed, natural
+from ckpt_tools.core.wording import listed, natural, of_ranks
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.record import Returned, Trainer
-from ckpt_tools.trainers.saved import Saved, of_ranks
+
+if TYPE_CHECKING:
+    from ckpt_tools.trainers.saved import Saved
 
 MAX_CHOICES = 4
 """Paths that a message spells out."""

@@ -14,15 +14,5 @@ from ckpt_tools.trainers.transformers import TRANSFORMERS
 from ckpt_tools.trainers.verl import VERL
 
 TRAINERS = (
-    TRANSFORMERS,
-    ACCELERATE,
-    LIGHTNING,
-    OLMO,
-    NEMO,
-    AUTOMODEL,
-    MEGATRON_LM,
-    VERL,
-    TORCH_CHECKPOINTING,
-    RAY,
-    OURS,
-)
+    TRANSFORMERS, ACCELERATE, LIGHTNING, OLMO, NEMO, AUTOMODEL, MEGATRON_LM, VERL, TORCH_CHECKPOINTING, RAY, OURS
+)  # fmt: skip

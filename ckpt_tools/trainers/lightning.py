@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Opaque, StoredTensor
-from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.trainers.record import Metrics, Returned, Trainer
-from ckpt_tools.trainers.saved import Saved
 from ckpt_tools.trainers.transformers import counts
+
+if TYPE_CHECKING:
+    from ckpt_tools.serialization.torch_archive import TorchArchive
+    from ckpt_tools.trainers.saved import Saved
 
 META = "meta.pt"
 
@@ -57,6 +58,8 @@ def _metrics(saved: Saved) -> Metrics:
     path = saved.title if saved.title in saved.files else META
     if path not in saved.files or not path.endswith((".ckpt", META)):
         return
+    from ckpt_tools.serialization.torch_zip import open_archive
+
     archive = open_archive(*saved.part(path))
     callbacks = archive.value.get("callbacks") if isinstance(archive.value, dict) else None
     for each in callbacks.values() if isinstance(callbacks, dict) else ():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckpt_tools.trainers.record import Trainer
-from ckpt_tools.trainers.saved import Saved
+
+if TYPE_CHECKING:
+    from ckpt_tools.trainers.saved import Saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File of the run with the number of the last save that finished. verl writes it too."""

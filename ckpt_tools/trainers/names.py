@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 
 from ckpt_tools.trainers import accelerate, transformers
@@ -15,6 +15,10 @@ _UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinish
 
 _OF_RANKS = re.compile(r".*_rank_\d.*\.pt|.*_rank\d.*\.bin")
 """Each rank's part of something."""
+
+_RANK_FILES = tuple(re.compile(trainer.rank_file) for trainer in TRAINERS if trainer.rank_file)
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_MEANINGS = {name: meaning for trainer in TRAINERS for name, meaning in trainer.reads.items()}
 
 
 @cache
@@ -53,14 +57,49 @@ def optimizer_of(files: Collection[str]) -> str | None:
 
 def meaning_of(name: str) -> Meaning | None:
     """What a file of this name adds to the manifest; None if it is not read."""
-    return _meanings().get(name)
-
-
-@cache
-def _meanings() -> dict[str, Meaning]:
-    return {name: meaning for trainer in TRAINERS for name, meaning in trainer.reads.items()}
+    return _MEANINGS.get(name)
 
 
 def marks_unfinished(name: str) -> bool:
     """Whether a file of this name says that a checkpoint is unfinished."""
     return _UNFINISHED.search(name) is not None
+
+
+def rank_file(path: str) -> re.Match[str] | None:
+    """The match of a name that says its rank, as verl's and accelerate's do, with the groups ``item``, ``rank``, and
+    ``world`` or ``index``. Other files of ranks are known by what they hold."""
+    name = path.rpartition("/")[2]
+    return next((match for form in _RANK_FILES if (match := form.fullmatch(name)) is not None), None)
+
+
+def says_its_rank(path: str) -> bool:
+    """Whether the name alone says that a file is a rank's."""
+    return rank_file(path) is not None
+
+
+def is_candidate(path: str) -> bool:
+    """Whether a file could be a rank's: one of torch's, and not one that is known to be a trainer's own."""
+    name = path.rpartition("/")[2]
+    return name.endswith(_SUFFIXES) and (says_its_rank(name) or not is_own(name))
+
+
+def are_those_of_ranks(paths: Iterable[str]) -> bool:
+    """Whether the names of the files at the top say that they are those of ranks: one alone could be a whole state."""
+    return sum("/" not in path and says_its_rank(path) for path in paths) > 1
+
+
+def folders(paths: Iterable[str]) -> list[str]:
+    """Folders that hold files of ranks by their names."""
+    return list(dict.fromkeys(path.rpartition("/")[0] for path in paths if says_its_rank(path)))
+
+
+def worlds(paths: Iterable[str]) -> set[int]:
+    """World sizes in the names."""
+    found = (world_of(match) for path in paths if (match := rank_file(path)) is not None)
+    return {world for world in found if world is not None}
+
+
+def world_of(match: re.Match[str]) -> int | None:
+    """The world size in the name of a rank's file; verl's has one."""
+    world = match.groupdict().get("world")
+    return None if world is None else int(world)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.trainers.record import Metrics, Trainer
-from ckpt_tools.trainers.saved import Saved
+
+if TYPE_CHECKING:
+    from ckpt_tools.trainers.saved import Saved
 
 OPTIMIZER_HALF = "optim/.metadata"
 """The index of the optimizer of a model in the folder ``model`` beside it."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.errors import FormatError
-from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.record import Metrics, Trainer
-from ckpt_tools.trainers.saved import MAX_JSON_BYTES, Saved
+
+if TYPE_CHECKING:
+    from ckpt_tools.trainers.saved import Saved
 
 
 def _metrics(saved: Saved) -> Metrics:
@@ -26,14 +25,14 @@ def _metrics(saved: Saved) -> Metrics:
     if (path := _in_folder_of_run(saved, "result.json")) is not None:
         yield from _of_history(saved.object_at(path).get("history"), int(match[1]))
     if (path := _in_folder_of_run(saved, "metrics.jsonl")) is not None:
-        for each in _lines(saved.run, path):
+        for each in _lines(saved, path):
             if each.get("epoch") == int(match[1]):
                 yield from each.items()
 
 
 def _in_folder_of_run(saved: Saved, name: str) -> str | None:
-    folder = parent_of(saved.member.name)
-    paths = (f"{parent_of(folder)}/{name}".lstrip("/"), f"{folder}/{name}".lstrip("/"))
+    folder = saved.member.name.rpartition("/")[0]
+    paths = (f"{folder.rpartition('/')[0]}/{name}".lstrip("/"), f"{folder}/{name}".lstrip("/"))
     return next((each for each in paths if each in saved.run.files), None)
 
 
@@ -47,9 +46,11 @@ def _of_history(history: Any, epoch: int) -> Metrics:
                 yield "accuracy", each["correct"] / each["total"]
 
 
-def _lines(source: Source, path: str) -> Iterator[Mapping[str, Any]]:
+def _lines(saved: Saved, path: str) -> Iterator[Mapping[str, Any]]:
     """Lines that are objects: a kill cuts off the last one of a record that a run appends to."""
-    for line in source.read_all(path, limit_bytes=MAX_JSON_BYTES).splitlines():
+    from ckpt_tools.serialization.strict_json import parse_json
+
+    for line in saved.text(path).splitlines():
         with suppress(FormatError):
             found = parse_json(line, path)
             if isinstance(found, dict):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.trainers.record import Metrics, Trainer
-from ckpt_tools.trainers.saved import Saved
+
+if TYPE_CHECKING:
+    from ckpt_tools.trainers.saved import Saved
 
 RECORD = "checkpoint_manager_snapshot.json"
 """Written after every worker has uploaded its part of a checkpoint."""

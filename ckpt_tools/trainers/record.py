@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.trainers.saved import Saved
+if TYPE_CHECKING:
+    from ckpt_tools.trainers.saved import Saved
+
 
 Meaning = Callable[[Any], Mapping[str, Any]]
 """From the content of a file to the entries of ``Manifest.extra`` that it adds."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.run_folders import ITSELF, Member, parent_of
-from ckpt_tools.core.wording import listed
-from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.source import Source
+if TYPE_CHECKING:
+    from ckpt_tools.core.run_folders import Member
+    from ckpt_tools.stores.source import Source
 
 MAX_JSON_BYTES = 256 << 20
 MAX_NAME_BYTES = 4096
@@ -58,13 +57,19 @@ class Saved:
 
     def beside(self, name: str) -> str | None:
         """Path in the run of a file next to the checkpoint, if it exists."""
-        folder = parent_of(self.member.name)
+        folder = self.member.name.rpartition("/")[0]
         path = f"{folder}/{name}" if folder else name
-        return path if path in self.run.files and self.member.name != ITSELF else None
+        return path if path in self.run.files and not self.member.is_run else None
+
+    def text(self, path: str) -> bytes:
+        """A JSON file of the run."""
+        return self.run.read_all(path, limit_bytes=MAX_JSON_BYTES)
 
     def object_at(self, path: str) -> Mapping[str, Any]:
         """The JSON object of a file of the run; empty if it is another value. Raises FormatError."""
-        found = parse_json(self.run.read_all(path, limit_bytes=MAX_JSON_BYTES), path)
+        from ckpt_tools.serialization.strict_json import parse_json
+
+        found = parse_json(self.text(path), path)
         return found if isinstance(found, dict) else {}
 
     def text_beside(self, name: str) -> str | None:
@@ -76,9 +81,3 @@ class Saved:
 def line_of(run: Source, path: str) -> str:
     """A file that names a checkpoint, without spaces and slashes around the name."""
     return run.read_all(path, limit_bytes=MAX_NAME_BYTES).decode(errors="replace").strip().strip("/")
-
-
-def of_ranks(ranks: Iterable[int]) -> str:
-    """``ranks 0 and 1``."""
-    numbers = sorted(ranks)
-    return f"rank{'s' if len(numbers) > 1 else ''} {listed([str(rank) for rank in numbers])}"

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from ckpt_tools.core.run_folders import parent_of
+from ckpt_tools.core.wording import of_ranks
 from ckpt_tools.formats.deepspeed.common.tag_files import is_layer, model_parallel_size
 from ckpt_tools.formats.deepspeed.common.tag_files import missing as missing_file
 from ckpt_tools.serialization.torch_zip import open_archive
-from ckpt_tools.trainers.saved import Saved, of_ranks
+from ckpt_tools.trainers.saved import Saved
 
 MAX_RANKS = 1 << 24
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import (
     IncompleteError,
@@ -17,7 +18,7 @@ from ckpt_tools.formats.sharded.manager import check_index
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
 from ckpt_tools.formats.sharded.templates import RANK, by_template, label, numbered
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import folder_of, is_candidate, rank_file, says_its_rank, worlds
+from ckpt_tools.trainers.names import is_candidate, rank_file, says_its_rank, worlds
 from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 
@@ -59,7 +60,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
         FormatError: a file is missing, is there twice, or is of another run; there are several checkpoints.
     """
     folder = _folder(source)
-    here = [path for path in source.files if folder_of(path) == folder]
+    here = [path for path in source.files if parent_of(path) == folder]
     world = check_index(source, folder, here)
     files = [path for path in here if is_candidate(path)]
     _refuse_mixed(files)

@@ -13,7 +13,6 @@ from typing import Any
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import Source, checked_name
-from ckpt_tools.trainers.rank_names import base
 from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
 
 MAX_BYTES = 1 << 30
@@ -41,7 +40,7 @@ def check_index(source: Source, folder: str, here: Collection[str]) -> int | Non
             _check(source, f"{folder}/{file}" if folder else file, str(name), kind)
     for file in here:
         if file.endswith(".safetensors"):
-            _check(source, file, base(file).rpartition("_")[0], "SafetensorsSerialization")
+            _check(source, file, file.rpartition("/")[2].rpartition("_")[0], "SafetensorsSerialization")
     return world
 
 

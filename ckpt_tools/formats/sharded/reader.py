@@ -11,6 +11,7 @@ from typing import Any
 from ckpt_tools.core.manifest import WEIGHT, Manifest, ParamGroup, StateKey, TreePath, dotted
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import count, listed
@@ -27,7 +28,6 @@ from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import refuse_several_of_ranks
 from ckpt_tools.trainers.names import is_beside
-from ckpt_tools.trainers.rank_names import base, folder_of
 from ckpt_tools.trainers.verl import CONFIG, HUGGING_FACE
 
 MAX_COMPARED_BYTES = 1 << 20
@@ -80,8 +80,10 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     if origin is None:
         return frozenset()
     files = manifest.files & source.files.keys()
-    folder = folder_of(min(files, default=""))
-    named = [path for path in source.files if folder_of(path) == folder and _is_named(base(path), origin.names)]
+    folder = parent_of(min(files, default=""))
+    named = [
+        path for path in source.files if parent_of(path) == folder and _is_named(path.rpartition("/")[2], origin.names)
+    ]
     return files | {*named} | _small_files(source, folder).keys()
 
 
@@ -147,7 +149,7 @@ def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
 def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
     """Files that could hold weights and are not those of the ranks; a trainer's own are noted elsewhere."""
     others = [path for path in source.files if path.endswith(_WEIGHTS) and path not in found.files]
-    others = [path for path in others if not is_beside(base(path))]
+    others = [path for path in others if not is_beside(path.rpartition("/")[2])]
     if others:
         from ckpt_tools.core.run_folders import files_of_others
 
@@ -349,7 +351,7 @@ class _Tree:
         """A template that says to how many digits the rank is written, if zeros come before it."""
         before, _, after = template.partition(RANK)
         for path in self.found.files:
-            digits = base(path).removeprefix(before).removesuffix(after)
+            digits = path.rpartition("/")[2].removeprefix(before).removesuffix(after)
             if len(digits) > 1 and digits.isdecimal() and digits.startswith("0"):
                 return f"{before}{{rank:0{len(digits)}}}{after}"
         return template

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 
-from ckpt_tools.trainers.rank_names import base, rank_file
+from ckpt_tools.trainers.names import rank_file
 
 RANK, WORLD = "{rank}", "{world}"
 
@@ -19,7 +19,7 @@ _OF_THE_RANK = re.compile(
 def by_template(ranks: Mapping[str, int]) -> dict[str, list[str]]:
     """Files, whose ranks are known, by their names with the rank left out. A number that equals the rank may be another
     thing: what most files agree on is taken, the last one if that does not decide."""
-    options = {path: _templates(base(path), {rank}) for path, rank in ranks.items()}
+    options = {path: _templates(path.rpartition("/")[2], {rank}) for path, rank in ranks.items()}
     counts = Counter(template for found in options.values() for template, _ in found)
     items: defaultdict[str, list[str]] = defaultdict(list)
     for path, found in options.items():
@@ -33,7 +33,7 @@ def numbered(paths: Collection[str], ranks: Collection[int]) -> dict[str, dict[i
     that have a file for some rank of ``ranks``. If two fit a file, the one that has more files is taken."""
     found: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for path in paths:
-        for template, number in _templates(base(path), ranks):
+        for template, number in _templates(path.rpartition("/")[2], ranks):
             found[template][number] = path
     taken: set[str] = set()
     chosen = {}

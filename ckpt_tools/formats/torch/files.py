@@ -30,8 +30,7 @@ from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.lightning import with_scheduler
-from ckpt_tools.trainers.names import is_beside
-from ckpt_tools.trainers.rank_names import are_those_of_ranks
+from ckpt_tools.trainers.names import are_those_of_ranks, is_beside
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
