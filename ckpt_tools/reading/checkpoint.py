@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.applicability import READING, Case, check
+from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.wording import newest, without_secrets
@@ -15,15 +15,9 @@ from ckpt_tools.errors import (
     SeveralCheckpointsError,
     UnsafeError,
 )
-from ckpt_tools.formats.base import Reader, Serving
-from ckpt_tools.formats.registry import (
-    hint_of_plugins,
-    is_built_in,
-    plugin_reading_options,
-    plugin_writing_options,
-    reader_for,
-    readers,
-)
+from ckpt_tools.formats.applicability import READING
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest
 from ckpt_tools.reading.calls import with_calls_noted
 from ckpt_tools.reading.trainer_files import with_trainer_files
 from ckpt_tools.stores.overlay import Overlay
@@ -44,20 +38,20 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
     own: frozenset[str] = frozenset()
     optimizer = optimizer_of(source.files)
-    reader: Reader | None = None
+    reader: Format | None = None
     try:
         refuse_several(source, options.tag)
         if prefix is None:
-            reader = reader_for(source, format_name)
+            reader = find_format(source, format_name)
             if optimizer is None:
-                manifest = reader.read_manifest(source, options)
+                manifest = read_manifest(reader, source, options)
             else:
                 manifest, is_joined = _read_both(reader, source, optimizer, options)
                 own = frozenset([optimizer] if is_joined else [])
         else:
             from ckpt_tools.reading.halves import read_halves
 
-            reader, models = readers()["dcp"], readers()["safetensors"]
+            reader, models = read_format("dcp"), read_format("safetensors")
             manifest = read_halves(source, prefix, options, dcp=reader, safetensors=models)
         _refuse_others(source, manifest, options)
     except SeveralCheckpointsError as error:
@@ -66,12 +60,11 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
         raise SeveralCheckpointsError(error.message + proposal(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
         error.path = error.path or known_by(source)
-        if format_name is None and reader is not None and is_built_in(reader):
-            error.message += hint_of_plugins(source)
+        if format_name is None and reader is not None:
+            error.message += hint_of_plugins(source, reader)
         raise
     own = own | reader.own_files(source, manifest)
-    if isinstance(reader, Serving):
-        source = reader.served(source, manifest)
+    source = reader.served(source, manifest)
     manifest = with_calls_noted(with_trainer_files(manifest, source, own))
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
@@ -105,7 +98,7 @@ def _prefix_of_halves(source: Source) -> str | None:
     return halves_prefix(source)
 
 
-def _read_both(reader: Reader, source: Source, optimizer: str, options: ReadOptions) -> tuple[Manifest, bool]:
+def _read_both(reader: Format, source: Source, optimizer: str, options: ReadOptions) -> tuple[Manifest, bool]:
     from ckpt_tools.formats.torch.files import read_tree
     from ckpt_tools.reading.optimizer_file import read_both
 
@@ -125,15 +118,16 @@ def own_keys(source: str, target: str, options: ConvertOptions) -> ReadOptions:
 
 def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
     """What options are checked against if ``manifest`` is read and ``target`` written."""
+    reader, writer = known(manifest.format), known(target) if target else None
     return Case(
         source=manifest.format,
         target=target,
-        is_tree=manifest.tree is not None,
+        reads=() if reader is None else reader.reading_options_of(manifest),
+        writes=() if writer is None else writer.writing_options,
+        is_weights_alone=writer is not None and writer.is_weights_alone,
         has_masters=any(key.slot == MASTER for key in manifest.tensors),
         keeps_both=keeps_both,
         has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
-        reader_takes=plugin_reading_options(manifest.format),
-        writer_takes=plugin_writing_options(target),
     )
 
 

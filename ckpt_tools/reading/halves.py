@@ -17,7 +17,8 @@ from ckpt_tools.core.notes import Note, not_part
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
-from ckpt_tools.formats.base import Reader
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import read_manifest
 from ckpt_tools.stores.source import Source, Store, StoreWrapper
 from ckpt_tools.trainers.names import OPTIMIZER_HALF
 
@@ -33,13 +34,13 @@ def halves_prefix(source: Source) -> str | None:
     return found[0] if any("/" not in path and path.endswith(".safetensors") for path in files) else None
 
 
-def read_halves(source: Source, prefix: str, options: ReadOptions, *, dcp: Reader, safetensors: Reader) -> Manifest:
+def read_halves(source: Source, prefix: str, options: ReadOptions, *, dcp: Format, safetensors: Format) -> Manifest:
     """The whole checkpoint.
 
     Raises:
         UnsupportedError: the optimizer knows parameters that the model does not have. FormatError: as the readers say.
     """
-    optim = dcp.read_manifest(_part(source, f"{prefix}optim/"), options)
+    optim = read_manifest(dcp, _part(source, f"{prefix}optim/"), options)
     model = _model(safetensors, source, f"{prefix}model/")
     _check_names(optim, model, prefix)
     state = optim.tree or StateTree((), None)
@@ -55,10 +56,10 @@ def read_halves(source: Source, prefix: str, options: ReadOptions, *, dcp: Reade
     return replace(joined, notes=(*joined.notes, *_beside(source, prefix, joined)))
 
 
-def _model(reader: Reader, source: Source, folder: str) -> Manifest:
+def _model(reader: Format, source: Source, folder: str) -> Manifest:
     """The manifest of the model, with the names that its files have in the whole source."""
     try:
-        manifest = reader.read_manifest(_inside(source, folder), ReadOptions())
+        manifest = read_manifest(reader, _inside(source, folder), ReadOptions())
     except CkptError as error:
         path = folder if error.path is None else f"{folder}{error.path}"
         raise type(error)(error.message, path=path, key=error.key) from error

@@ -37,7 +37,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.trainer_files import with_trainer_files
 from ckpt_tools.runs.completeness import (
     MAX_NAME_BYTES,
@@ -158,7 +158,7 @@ def _problem_of(saved: Saved) -> str | None:
 
 def _read(saved: Saved) -> Manifest:
     source = part_of(saved.run, saved.root, saved.files)
-    return with_trainer_files(reader_for(source, None).read_manifest(source, ReadOptions()), source)
+    return with_trainer_files(read_manifest(find_format(source), source, ReadOptions()), source)
 
 
 def _known_step(saved: Saved, member: Member) -> int | None:

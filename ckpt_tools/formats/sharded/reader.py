@@ -50,7 +50,7 @@ _NOTED = (*TRAINERS_OWN, *UNREAD)
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf")
 
 
-def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Manifest:
+def read(source: Source, options: ReadOptions) -> Manifest:
     """The one checkpoint of ``source``. Raises FormatError."""
     found = read_checkpoint_files(source)
     _check_config(source, found)
@@ -64,7 +64,7 @@ def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Man
     tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
     manifest = manifest_of(
         Leaves(tree.paths, tensors, tree.objects, tree.inner, own=frozenset(tree.own)),
-        format_name=format_name,
+        format_name="sharded",
         model_key=options.model_key,
         optim_key=options.optim_key,
         world_size=len(found.ranks),
