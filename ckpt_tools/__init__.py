@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         consolidate,
         convert,
         diff,
-        formats,
         inspect,
+        list_formats,
         ls,
         make_loadable,
         open,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
-    from ckpt_tools.formats.registry import FormatInfo
+    from ckpt_tools.formats.index import FormatInfo
     from ckpt_tools.loadable import LoadableReport
     from ckpt_tools.runs.pruning import Pruned, PruneReport
     from ckpt_tools.runs.report import RunCheckpoint, RunListing
@@ -77,8 +77,8 @@ _HOMES = {
         "consolidate",
         "convert",
         "diff",
-        "formats",
         "inspect",
+        "list_formats",
         "ls",
         "make_loadable",
         "open",
@@ -111,7 +111,7 @@ _HOMES = {
         "SeveralCheckpointsError",
         "UsageError",
     ),
-    "formats.registry": ("FormatInfo",),
+    "formats.index": ("FormatInfo",),
     "loadable": ("LoadableReport",),
     "serialization.loadable": ("LeftOut", "Replaced"),
     "stores.claims": ("UrlClaim", "claim"),
@@ -184,8 +184,8 @@ __all__ = [
     "consolidate",
     "convert",
     "diff",
-    "formats",
     "inspect",
+    "list_formats",
     "load_into",
     "ls",
     "make_loadable",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.options import ConvertOptions
     from ckpt_tools.core.progress import Progress
     from ckpt_tools.core.summary import Summary
-    from ckpt_tools.formats.registry import FormatInfo
+    from ckpt_tools.formats.index import FormatInfo
     from ckpt_tools.loadable import LoadableReport
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.runs.report import RunListing
@@ -879,7 +879,7 @@ def sign(
 
 
 @refusing_empty
-def formats() -> tuple[FormatInfo, ...]:
+def list_formats() -> tuple[FormatInfo, ...]:
     """List the formats that can be read and written.
 
     Returns:
@@ -887,10 +887,10 @@ def formats() -> tuple[FormatInfo, ...]:
 
     Example:
         >>> import ckpt_tools
-        >>> [row.name for row in ckpt_tools.formats() if row.writes][:3]
-        ['dcp', 'megatron', 'zero1']
+        >>> [row.name for row in ckpt_tools.list_formats() if row.writes][:3]
+        ['megatron', 'dcp', 'universal']
     """
-    from ckpt_tools.formats.registry import table
+    from ckpt_tools.formats.index import table
 
     return table()
 

@@ -6,20 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
-from ckpt_tools.core.applicability import READING, Case, check
+from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.wording import newest, without_secrets
 from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
-from ckpt_tools.formats.base import Reader, Serving
-from ckpt_tools.formats.registry import (
-    hint_of_plugins,
-    is_built_in,
-    plugin_reading_options,
-    plugin_writing_options,
-    reader_for,
-    readers,
-)
+from ckpt_tools.formats.applicability import READING
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest
 from ckpt_tools.reading.enrich import enriched
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
@@ -36,23 +30,22 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     """The manifest of ``source``, and the source whose files its shards name.
 
     Raises:
-        CkptError: as ``reader_for`` and the reader.
+        CkptError: as ``find_format`` and ``Format.read``.
     """
     with _errors_explained(source):
         refuse_several(source, options.tag)
         prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
-        reader = reader_for(source, format_name) if prefix is None else readers()["dcp"]
+        reader = find_format(source, format_name) if prefix is None else read_format("dcp")
     with _errors_explained(source, reader if format_name is None and prefix is None else None):
         manifest, own = _read(reader, source, prefix, options)
         _refuse_others(source, manifest, options)
     own |= reader.own_files(source, manifest)
-    if isinstance(reader, Serving):
-        source = reader.served(source, manifest)
+    source = reader.served(source, manifest)
     manifest = enriched(manifest, source, own)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 
-def _read(reader: Reader, source: Source, prefix: str | None, options: ReadOptions) -> tuple[Manifest, frozenset[str]]:
+def _read(reader: Format, source: Source, prefix: str | None, options: ReadOptions) -> tuple[Manifest, frozenset[str]]:
     """The manifest of a model, joined with an optimizer in a file or folder beside it, and that file."""
     if prefix is not None:
         from ckpt_tools.reading.halves import read_halves
@@ -60,7 +53,7 @@ def _read(reader: Reader, source: Source, prefix: str | None, options: ReadOptio
         return read_halves(source, prefix, options), frozenset()
     optimizer = optimizer_of(source.files)
     if optimizer is None:
-        return reader.read_manifest(source, options), frozenset()
+        return read_manifest(reader, source, options), frozenset()
     from ckpt_tools.reading.optimizer_file import read_both
 
     manifest, is_joined = read_both(reader, source, optimizer, options)
@@ -68,7 +61,7 @@ def _read(reader: Reader, source: Source, prefix: str | None, options: ReadOptio
 
 
 @contextmanager
-def _errors_explained(source: Source, chosen: Reader | None = None) -> Iterator[None]:
+def _errors_explained(source: Source, chosen: Format | None = None) -> Iterator[None]:
     """Adds to errors: the file or folder, how to name one of several checkpoints, and the plug-in that recognises what
     ``chosen``, a format that the user did not name, cannot read."""
     try:
@@ -79,8 +72,8 @@ def _errors_explained(source: Source, chosen: Reader | None = None) -> Iterator[
         raise SeveralCheckpointsError(error.message + proposal(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
         error.path = error.path or known_by(source)
-        if chosen is not None and is_built_in(chosen):
-            error.message += hint_of_plugins(source)
+        if chosen is not None:
+            error.message += hint_of_plugins(source, chosen)
         raise
 
 
@@ -122,15 +115,16 @@ def own_keys(source: str, target: str, options: ConvertOptions) -> ReadOptions:
 
 def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
     """The case that options are checked against when ``manifest`` is read and ``target`` written."""
+    reader, writer = known(manifest.format), known(target) if target else None
     return Case(
         source=manifest.format,
         target=target,
-        is_tree=manifest.tree is not None,
+        reads=() if reader is None else reader.reading_options_of(manifest),
+        writes=() if writer is None else writer.writing_options,
+        is_weights_alone=writer is not None and writer.is_weights_alone,
         has_masters=any(key.slot == MASTER for key in manifest.tensors),
         keeps_both=keeps_both,
         has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
-        reader_takes=plugin_reading_options(manifest.format),
-        writer_takes=plugin_writing_options(target),
     )
 
 

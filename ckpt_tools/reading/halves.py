@@ -15,7 +15,7 @@ from ckpt_tools.core.notes import Note, not_part
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
-from ckpt_tools.formats.registry import readers
+from ckpt_tools.formats.index import read_format, read_manifest
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.within import part_of
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
@@ -40,7 +40,7 @@ def read_halves(source: Source, prefix: str, options: ReadOptions) -> Manifest:
     """
     folder = f"{prefix}optim/"
     files = {path: size for path, size in source.files.items() if path.startswith(folder)}
-    optim = readers()["dcp"].read_manifest(replace(source, files=files), options)
+    optim = read_manifest(read_format("dcp"), replace(source, files=files), options)
     model = _model(source, f"{prefix}model/")
     _check_names(optim, model, prefix)
     state = optim.tree or StateTree((), None)
@@ -60,7 +60,7 @@ def _model(source: Source, folder: str) -> Manifest:
     """The manifest of the model, with the names that its files have in the whole source."""
     files = {path[len(folder) :]: size for path, size in source.files.items() if path.startswith(folder)}
     try:
-        manifest = readers()["safetensors"].read_manifest(part_of(source, folder[:-1], files), ReadOptions())
+        manifest = read_manifest(read_format("safetensors"), part_of(source, folder[:-1], files), ReadOptions())
     except CkptError as error:
         path = folder if error.path is None else f"{folder}{error.path}"
         raise type(error)(error.message, path=path, key=error.key) from error

@@ -14,7 +14,8 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
-from ckpt_tools.formats.base import Reader
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import read_manifest
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.formats.torch.files import read_tree
 from ckpt_tools.stores.source import Source
@@ -31,17 +32,17 @@ MODEL, OPTIM = "model", "optimizer"
 """Keys of both in the joined tree."""
 
 
-def read_both(reader: Reader, source: Source, file: str, options: ReadOptions) -> tuple[Manifest, bool]:
+def read_both(reader: Format, source: Source, file: str, options: ReadOptions) -> tuple[Manifest, bool]:
     """The manifest of ``source`` with the optimizer of ``file``, and whether that was joined: an optimizer in the
     checkpoint itself wins.
 
     Raises:
         CkptError: as the reader; the file cannot be read, or is of another model.
     """
-    alone = reader.read_manifest(source, replace(options, model_key=None, optim_key=None, param_order=None))
+    alone = read_manifest(reader, source, replace(options, model_key=None, optim_key=None, param_order=None))
     if _is_model_alone(alone):
         return _with_optimizer(alone, source, file, options), True
-    return reader.read_manifest(source, options), False
+    return read_manifest(reader, source, options), False
 
 
 def _is_model_alone(manifest: Manifest) -> bool:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from ckpt_tools.core.format_names import BUILT_IN
 from ckpt_tools.core.run_folders import is_carrier
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.formats.dcp import complete as dcp
+from ckpt_tools.formats.dcp.folders import DATA
 from ckpt_tools.formats.deepspeed import complete as deepspeed
+from ckpt_tools.formats.index import built_in
 from ckpt_tools.formats.megatron import complete as megatron
 from ckpt_tools.formats.orbax import complete as orbax
-from ckpt_tools.formats.safetensors import complete as safetensors
 from ckpt_tools.formats.sharded import complete as sharded
-from ckpt_tools.formats.torch import complete as torch
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern, rank_file, says_its_rank, world_of
 from ckpt_tools.trainers.saved import Saved
@@ -46,8 +47,7 @@ def _rules() -> Iterator[Callable[[Saved], str | None]]:
     """What is said first: names, the trainer's marker, the format's."""
     yield from (_name, _marker, _empty)
     yield from dict.fromkeys(trainer.problem for trainer in TRAINERS if trainer.problem is not None)
-    yield from (megatron.problem, dcp.problem, orbax.problem, deepspeed.universal_problem, deepspeed.problem)
-    yield from (safetensors.problem, sharded.problem, torch.problem)
+    yield from (each.problem for each in built_in() if BUILT_IN[each.name].signs)
     yield _weightless
 
 
@@ -112,6 +112,6 @@ def world_size_of(saved: Saved) -> int | None:
             return world
         ranks += [] if match is None else [int(match["rank"])]
         managed = sharded.MANAGED.fullmatch(path) if INDEX in saved.files else None
-        found = (dcp.DATA.fullmatch(name), pattern("own").fullmatch(name), managed)
+        found = (DATA.fullmatch(name), pattern("own").fullmatch(name), managed)
         ranks += [int(each[each.lastindex]) for each in found if each is not None and each.lastindex]
     return max(ranks) + 1 if ranks else None

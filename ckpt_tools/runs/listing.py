@@ -18,7 +18,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.deepspeed.complete import is_shown_by_reading
-from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.enrich import enriched
 from ckpt_tools.runs.completeness import format_of, problem_of, world_size_of
 from ckpt_tools.runs.report import RunCheckpoint, RunListing
@@ -86,7 +86,7 @@ def step_of(saved: Saved) -> int | None:
 
 def _read(saved: Saved) -> Manifest:
     source = part_of(saved.run, saved.root, saved.files)
-    return enriched(reader_for(source, None).read_manifest(source, ReadOptions()), source)
+    return enriched(read_manifest(find_format(source), source, ReadOptions()), source)
 
 
 def _shown(source: Source, url: str, is_remote: bool, member: Member) -> RunCheckpoint:

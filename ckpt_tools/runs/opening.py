@@ -27,7 +27,7 @@ def read_checkpoint(
     """The manifest of what is at ``url``, with the source whose files its shards name.
 
     Raises:
-        CkptError: as ``open_source``, ``reader_for`` and the reader say. UnsupportedError: ``url`` is one file of a
+        CkptError: as ``open_source``, ``find_format`` and the reader say. UnsupportedError: ``url`` is one file of a
         checkpoint, or it holds no tensor and may not be empty.
     """
     url = named(url, storage_options)

@@ -30,7 +30,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.runs.files import in_order_of_removal, strangers
 from ckpt_tools.runs.listing import found_in, listing
 from ckpt_tools.runs.metrics import metrics_of
@@ -199,8 +199,8 @@ class _Run:
         saved = self._saved(member)
         source = part_of(saved.run, saved.root, saved.files)
         try:
-            reader = reader_for(source, None)
-            manifest = reader.read_manifest(source, ReadOptions())
+            reader = find_format(source)
+            manifest = read_manifest(reader, source, ReadOptions())
             return reader.own_files(source, manifest) | (manifest.files & source.files.keys())
         except StoreError:
             raise
@@ -223,7 +223,7 @@ class _Run:
         saved = self._saved(newest)
         source = part_of(saved.run, saved.root, saved.files)
         try:
-            reader_for(source, None).read_manifest(source, ReadOptions())
+            read_manifest(find_format(source), source, ReadOptions())
         except UnsupportedError:
             return  # a layout that is not read; its trainer's marker is there
         except FormatError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.core.applicability import STORES, Case, check
+from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.marker_files import MARKERS
@@ -18,16 +19,6 @@ from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:
     from ckpt_tools.stores.destination import Place
-
-FILE_SUFFIXES = {
-    ".safetensors": "safetensors",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-    ".gguf": "gguf",
-    ".npz": "npz",
-}
-"""Destinations that are one file, and the format each implies."""
 
 _FOREIGN = """
     npy ggml ggmf ggjt h5 hdf5 keras onnx tflite pb msgpack mlmodel mlpackage engine plan joblib pkl pickle
@@ -195,16 +186,16 @@ def _located(url: str | Path, storage_options: StorageOptions) -> tuple[str, Pur
 
 def implied_format(name: str) -> str | None:
     """The format that a destination's name implies, where it is one file."""
-    return FILE_SUFFIXES.get(PurePosixPath(name).suffix)
+    return SINGLE_FILES.get(PurePosixPath(name).suffix)
 
 
 def check_ending(name: str, to: str | None) -> None:
     """Raises UsageError where ``name`` looks like a file of a format that is not written, whatever ``to`` says."""
     suffix = PurePosixPath(name).suffix
-    *first, last = FILE_SUFFIXES
+    *first, last = SINGLE_FILES
     as_file = to is None or to in FILES_OR_FOLDERS.get(suffix.lower(), ())
     is_foreign = suffix.lower() in FOREIGN_SUFFIXES or (suffix.lower() in FILES_OR_FOLDERS and as_file)
-    if is_foreign or (suffix not in FILE_SUFFIXES and suffix.lower() in FILE_SUFFIXES):
+    if is_foreign or (suffix not in SINGLE_FILES and suffix.lower() in SINGLE_FILES):
         raise UsageError(
             f"{name}: files that end in {suffix} are not written; name a file that ends in {', '.join(first)} or {last}"
             ", or a folder without such an ending"

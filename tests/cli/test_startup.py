@@ -18,6 +18,7 @@ import safetensors.numpy
 from ckpt_tools import cli
 from ckpt_tools.cli.group import summary
 from ckpt_tools.cli.main import COMMANDS, group
+from ckpt_tools.core.format_names import BUILT_IN
 
 PROBE = """
 import json, runpy, sys
@@ -36,7 +37,14 @@ with open(target, "w") as file:
 MACHINERY = {"core", "stores", "formats", "reading", "runs", "serialization", "trainers"}
 """What reading a checkpoint takes."""
 
-READING = {"formats.base", "formats.foreign", "formats.plugin_signs", "formats.registry", "formats.state_dict"}
+READING = {
+    "formats.applicability",
+    "formats.base",
+    "formats.foreign",
+    "formats.index",
+    "formats.plugins",
+    "formats.state_dict",
+}
 """What readers share."""
 
 
@@ -56,35 +64,35 @@ ALLOWED = {
     "--help": LISTING,
     "--version": LISTING,
     "convert --help": LISTING,
-    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 71, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 95, {"click", "numpy", "rich"}),
+    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 74, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 98, {"click", "numpy", "rich"}),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors", "torch"},
-        116,
+        120,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors"},
-        119,
+        122,
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 100, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 103, {"click", "isal", "numpy"}
     ),
     "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 100, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 103, {"click", "isal", "numpy"}
     ),
     "diff": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 100, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 103, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 94, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 96, {"click", "numpy"}),
     "formats": Allowed(
-        {"cli", *MACHINERY},
-        {"dcp", "deepspeed", "megatron", "plugins", "safetensors", "sharded", "torch"},
-        128,
-        {"click", "numpy", "rich"},
+        {"cli", "core", "formats"},
+        {entry.place.partition(".")[0] for entry in BUILT_IN.values()},
+        60,
+        {"click", "rich"},
     ),
     "clean": Allowed({"cli", "core", "stores"}, set(), 42, {"click"}),
 }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from ckpt_tools.core.run_folders import parent_of
+from ckpt_tools.formats.dcp.folders import DATA, is_metadata, is_of_dcp, is_of_one_rank
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import checked_name
@@ -12,16 +11,13 @@ from ckpt_tools.trainers.saved import Saved
 
 MAX_METADATA_BYTES = 4 << 30
 
-DATA = re.compile(r"__(\d+)_\d+\.distcp")
-METADATA = re.compile(r"\.metadata|__\d+\.metadata")
-
 
 def is_dcp(saved: Saved) -> bool:
-    return any(METADATA.fullmatch(name) or DATA.fullmatch(name) for name in saved.names)
+    return any(is_of_dcp(name) for name in saved.names)
 
 
 def problem(saved: Saved) -> str | None:
-    indexes = {path for path in saved.files if METADATA.fullmatch(path.rpartition("/")[2])}
+    indexes = {path for path in saved.files if is_metadata(path) or is_of_one_rank(path)}
     held = {parent_of(path) for path in indexes}
     bare = sorted({parent_of(path) for path in saved.files if DATA.fullmatch(path.rpartition("/")[2])} - held)
     if bare:

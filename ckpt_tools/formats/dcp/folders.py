@@ -16,8 +16,8 @@ from ckpt_tools.trainers.accelerate import is_one_model
 
 METADATA = ".metadata"
 
-_ALONE = re.compile(r"__(\d{1,9})\.metadata")
-_DATA = re.compile(r"__\d+_\d+\.distcp")
+ALONE = re.compile(r"__(\d{1,9})\.metadata")
+DATA = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def is_metadata(path: str) -> bool:
@@ -26,7 +26,7 @@ def is_metadata(path: str) -> bool:
 
 def is_of_one_rank(path: str) -> bool:
     """Whether it is a rank's own ``__<rank>.metadata``, as ``dcp.save(use_collectives=False)`` leaves."""
-    return _ALONE.fullmatch(path.rpartition("/")[2]) is not None
+    return ALONE.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def own_files(paths: Iterable[str], parts: Iterable[str] = ()) -> frozenset[str]:
@@ -45,7 +45,7 @@ def _is_own(path: str, folders: set[str]) -> bool:
 
 def is_of_dcp(name: str) -> bool:
     """Whether torch names the files of a DCP so."""
-    return name == METADATA or _ALONE.fullmatch(name) is not None or _DATA.fullmatch(name) is not None
+    return name == METADATA or ALONE.fullmatch(name) is not None or DATA.fullmatch(name) is not None
 
 
 def metadata_files(paths: Iterable[str]) -> list[str]:
@@ -86,7 +86,7 @@ def _refuse_undescribed(paths: Iterable[str], described: Container[str]) -> None
     """Raises IncompleteError for the data of a DCP in a folder without ``.metadata``: a half of what was saved, or
     another checkpoint whose save did not finish."""
     names = (path.rpartition("/") for path in paths)
-    found = next((folder for folder, _, name in names if _DATA.fullmatch(name) and folder not in described), None)
+    found = next((folder for folder, _, name in names if DATA.fullmatch(name) and folder not in described), None)
     if found is not None:
         raise IncompleteError(
             f"{METADATA} of this folder is missing, without which nothing says what its other files hold; if it is "
@@ -100,7 +100,7 @@ def _of_all_ranks(alone: list[str]) -> list[str]:
     folders = sorted({path.rpartition("/")[0] for path in alone})
     if len(folders) > 1:
         raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(folders)}); name the folder of one")
-    by_rank = {int(match[1]): path for path in alone if (match := _ALONE.fullmatch(path.rpartition("/")[2]))}
+    by_rank = {int(match[1]): path for path in alone if (match := ALONE.fullmatch(path.rpartition("/")[2]))}
     missing = [rank for rank in range(max(by_rank) + 1) if rank not in by_rank]
     if missing:
         raise IncompleteError(

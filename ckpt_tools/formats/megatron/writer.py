@@ -55,31 +55,23 @@ _DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_paral
 _REFUSED_CLASS = "it is of a class that Megatron's loader refuses"
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronWriter:
-    """Writes the whole training state, as the distributed optimizer keeps it if it is fully reshardable."""
-
-    name: str = "megatron"
-    holds_optimizer: bool = True
-    holds_masters: bool = True
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        state = _State(manifest)
-        entries = state.entries()
-        placed = place(state.readable, entries, options.world_size)
-        placed = replace(placed, owners=state.owners)
-        index = metadata_of(entries, placed)
-        index.planner_data = None
-        folder = f"iter_{state.iteration:07d}/"
-        common = Items(manifest.tensors).object(state.common())
-        files: tuple[FileSpec, ...] = (
-            *RankFiles(placed, folder).files(),
-            FileLayout(f"{folder}{METADATA}", (Literal(dumps(index)),)),
-            FileLayout(f"{folder}{MEGATRON_COMMON}", tuple(common.at(0))),
-            FileLayout(f"{folder}{MEGATRON_CONFIG}", (Literal(json.dumps(CONFIG).encode()),)),
-            FileLayout(TRACKER, (Literal(str(state.iteration).encode()),)),
-        )
-        return Layout(files, tuple(state.notes))
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    state = _State(manifest)
+    entries = state.entries()
+    placed = place(state.readable, entries, options.world_size)
+    placed = replace(placed, owners=state.owners)
+    index = metadata_of(entries, placed)
+    index.planner_data = None
+    folder = f"iter_{state.iteration:07d}/"
+    common = Items(manifest.tensors).object(state.common())
+    files: tuple[FileSpec, ...] = (
+        *RankFiles(placed, folder).files(),
+        FileLayout(f"{folder}{METADATA}", (Literal(dumps(index)),)),
+        FileLayout(f"{folder}{MEGATRON_COMMON}", tuple(common.at(0))),
+        FileLayout(f"{folder}{MEGATRON_CONFIG}", (Literal(json.dumps(CONFIG).encode()),)),
+        FileLayout(TRACKER, (Literal(str(state.iteration).encode()),)),
+    )
+    return Layout(files, tuple(state.notes))
 
 
 @dataclass

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from ckpt_tools.core.run_folders import parent_of
+from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, MANIFEST, TREE, UNFINISHED
 from ckpt_tools.trainers.saved import Saved
-
-COMMITTED = "commit_success.txt"
-UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def is_orbax(saved: Saved) -> bool:
-    return any(name == "manifest.ocdbt" or name.startswith("_CHECKPOINT_METADATA") for name in saved.names)
+    return any(name == MANIFEST or name.startswith(CHECKPOINT) for name in saved.names)
 
 
 def problem(saved: Saved) -> str | None:
@@ -20,8 +18,8 @@ def problem(saved: Saved) -> str | None:
         return f"{pending.partition(UNFINISHED)[0]} is a temporary folder: the save did not finish"
     if not is_orbax(saved):
         return None
-    if not {"_CHECKPOINT_METADATA", "_METADATA"} & saved.files.keys():
-        return "no _CHECKPOINT_METADATA: the save did not finish"
+    if not {CHECKPOINT, TREE} & saved.files.keys():
+        return f"no {CHECKPOINT}: the save did not finish"
     if COMMITTED in saved.files or not saved.root or not _commits(saved):
         return None
     return f"no {COMMITTED}, which other checkpoints of the run have: the save did not finish"

@@ -40,7 +40,6 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
 )
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.torch_checkpointing import is_managed
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import FileLayout, Layout
@@ -65,35 +64,27 @@ class _Header:
     metadata: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsReader:
-    """Reads a single file, or a folder with an index or a complete set of shards, whole tensors or pieces in each."""
+def read(source: Source, options: ReadOptions) -> Manifest:
+    headers = {path: read_header(source, path) for path in _files(source)}
+    leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
+    ties = _ties(headers.values(), leaves)
+    state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
+    if state is not None:
+        from ckpt_tools.formats.state_dict.packed import unpacked
 
-    name: str = "safetensors"
-
-    def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files) and not is_managed(source)
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        headers = {path: read_header(source, path) for path in _files(source)}
-        leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
-        ties = _ties(headers.values(), leaves)
-        state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
-        if state is not None:
-            from ckpt_tools.formats.state_dict.packed import unpacked
-
-            return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
-        notes = (_note_of_pieces(headers),) if _are_pieces(headers) else ()
-        del headers
-        # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
-        tensors = {StateKey(name): _entry(leaves.pop(name)) for name in list(leaves)}
-        return Manifest("safetensors", tensors, aliases=ties, notes=notes)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return frozenset([*_files(source), *_index(source)])
+        return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
+    notes = (_note_of_pieces(headers),) if _are_pieces(headers) else ()
+    del headers
+    # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
+    tensors = {StateKey(name): _entry(leaves.pop(name)) for name in list(leaves)}
+    return Manifest("safetensors", tensors, aliases=ties, notes=notes)
 
 
-def _is_ours(path: str) -> bool:
+def own_files(source: Source) -> frozenset[str]:
+    return frozenset([*_files(source), *_index(source)])
+
+
+def is_own(path: str) -> bool:
     return "/" not in path and path.endswith((".safetensors", INDEX_SUFFIX))
 
 
@@ -101,7 +92,7 @@ def _files(source: Source) -> list[str]:
     """The files that make up the model, in order."""
     for index in _index(source):
         return _indexed_files(source, index)
-    files = [path for path in source.files if _is_ours(path)]
+    files = [path for path in source.files if is_own(path)]
     if len(files) > 1:
         _check_shards(files)
     return files
@@ -109,7 +100,7 @@ def _files(source: Source) -> list[str]:
 
 def _index(source: Source) -> list[str]:
     """The one index, if there is any."""
-    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
+    indexes = [path for path in source.files if is_own(path) and path.endswith(INDEX_SUFFIX)]
     return [choose_index(indexes, f"model{INDEX_SUFFIX}")] if indexes else []
 
 
@@ -260,41 +251,29 @@ def _ties(headers: Iterable[_Header], tensors: Mapping[str, TensorLeaf]) -> dict
     }
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsWriter:
-    """Writes a model in one file, or in shards with their index.
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
+    from ckpt_tools.formats.state_dict.packed import TREE, packed
 
-    Where there is more than a model, moments are tensors ``optim.state.<fqn>.<slot>`` beside the weights, and the
-    first file's metadata hold the rest: groups, scheduler, counts, as a pickle of inert values.
-    """
-
-    name: str = "safetensors"
-    holds_optimizer: bool = False
-    holds_masters: bool = False
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.core.layout import Layout
-        from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
-        from ckpt_tools.formats.state_dict.packed import TREE, packed
-
-        entries = entries_of(manifest, TREE)
-        whole = None if is_model_only(manifest) else packed(manifest, entries)
-        state = {STATE_KEY: whole.text} if whole else {}
-        tensors = {**entries.tensors, **(whole.tensors if whole else {})}
-        contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
-        parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
-        if len(parts) > 1 and options.file_name is not None:
-            raise UnsupportedError(
-                f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
-            )
-        names = [options.file_name or "model.safetensors"] if len(parts) == 1 else _shard_names(len(parts))
-        files = [
-            _file_layout(name, {n: contents[n] for n in part}, entries.aliases, state if name == names[0] else {})
-            for name, part in zip(names, parts, strict=True)
-        ]
-        listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
-        index = [index_layout(f"model{INDEX_SUFFIX}", listed, {})] if len(parts) > 1 else []
-        return Layout((*files, *index), entries.notes)
+    entries = entries_of(manifest, TREE)
+    whole = None if is_model_only(manifest) else packed(manifest, entries)
+    state = {STATE_KEY: whole.text} if whole else {}
+    tensors = {**entries.tensors, **(whole.tensors if whole else {})}
+    contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
+    parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
+    if len(parts) > 1 and options.file_name is not None:
+        raise UnsupportedError(
+            f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
+        )
+    names = [options.file_name or "model.safetensors"] if len(parts) == 1 else _shard_names(len(parts))
+    files = [
+        _file_layout(name, {n: contents[n] for n in part}, entries.aliases, state if name == names[0] else {})
+        for name, part in zip(names, parts, strict=True)
+    ]
+    listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
+    index = [index_layout(f"model{INDEX_SUFFIX}", listed, {})] if len(parts) > 1 else []
+    return Layout((*files, *index), entries.notes)
 
 
 def _shard_names(count: int) -> list[str]:

@@ -46,7 +46,7 @@ run cannot use them, and verl's loader restores its own from ``rng``."""
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf")
 
 
-def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Manifest:
+def read(source: Source, options: ReadOptions) -> Manifest:
     """The one checkpoint of ``source``. Raises FormatError."""
     found = read_checkpoint_files(source)
     _check_config(source, found)
@@ -60,7 +60,7 @@ def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Man
     tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
     manifest = manifest_of(
         Leaves(tree.paths, tensors, tree.objects, tree.inner, own=frozenset(tree.own)),
-        format_name=format_name,
+        format_name="sharded",
         model_key=options.model_key,
         optim_key=options.optim_key,
         world_size=len(found.ranks),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,24 +49,16 @@ DEVICE = "cuda"
 """What verl's mesh is of, where the source does not say (``create_device_mesh``); its dim is called ``fsdp``."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedWriter:
-    """Writes the whole training state, fp32 weights standing for themselves."""
-
-    name: str = "sharded"
-    holds_optimizer: bool = True
-    holds_masters: bool = False
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        check_elements(manifest, options.world_size)
-        origin = origin_of(manifest) if manifest.format == self.name else None
-        tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
-        entries = entries_of(manifest, tree)
-        origin = origin or VERL
-        whole, guesses = _whole(manifest, origin, options.world_size)
-        files = _Files(manifest, entries, origin, tree, whole, options.world_size)
-        specs = [*files.of_ranks(), *files.beside()]
-        return Layout(specs, (*entries.notes, *_made_up(manifest, origin, whole), *guesses, *files.dropped()))
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    check_elements(manifest, options.world_size)
+    origin = origin_of(manifest) if manifest.format == "sharded" else None
+    tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
+    entries = entries_of(manifest, tree)
+    origin = origin or VERL
+    whole, guesses = _whole(manifest, origin, options.world_size)
+    files = _Files(manifest, entries, origin, tree, whole, options.world_size)
+    specs = [*files.of_ranks(), *files.beside()]
+    return Layout(specs, (*entries.notes, *_made_up(manifest, origin, whole), *guesses, *files.dropped()))
 
 
 def _whole(manifest: Manifest, origin: Origin, world_size: int) -> tuple[frozenset[str], list[Note]]:

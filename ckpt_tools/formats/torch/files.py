@@ -30,7 +30,7 @@ from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.lightning import with_scheduler
-from ckpt_tools.trainers.names import are_those_of_ranks, is_beside
+from ckpt_tools.trainers.names import is_beside
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
@@ -42,39 +42,31 @@ MAX_LOOKS = 4
 """Files of a folder that are opened to say what they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchReader:
-    """Reads one file, or a folder with one, or with an index."""
-
-    name: str = "torch"
-
-    def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files) and not are_those_of_ranks(source.files)
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        weight_map, files = _files(source)
-        trees = {file: read_tree(source, file) for file in files}
-        for file, tree in trees.items():
-            if not (tree.leaves.tensors or tree.leaves.unread):
-                raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
-            check_promises(weight_map, INDEX_NAME, file, tree.names)
-        manifest = manifest_of(
-            _merged(trees),
-            format_name="torch",
-            model_key=options.model_key,
-            optim_key=options.optim_key,
-            param_order=options.param_order,
-            ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
-            include=options.include,
-            exclude=options.exclude,
-        )
-        return with_scheduler(manifest)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return frozenset([*_files(source)[1], *_index(source)])
+def read(source: Source, options: ReadOptions) -> Manifest:
+    weight_map, files = _files(source)
+    trees = {file: read_tree(source, file) for file in files}
+    for file, tree in trees.items():
+        if not (tree.leaves.tensors or tree.leaves.unread):
+            raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
+        check_promises(weight_map, INDEX_NAME, file, tree.names)
+    manifest = manifest_of(
+        _merged(trees),
+        format_name="torch",
+        model_key=options.model_key,
+        optim_key=options.optim_key,
+        param_order=options.param_order,
+        ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
+        include=options.include,
+        exclude=options.exclude,
+    )
+    return with_scheduler(manifest)
 
 
-def _is_ours(path: str) -> bool:
+def own_files(source: Source) -> frozenset[str]:
+    return frozenset([*_files(source)[1], *_index(source)])
+
+
+def is_own(path: str) -> bool:
     return "/" not in path and path.endswith((*SUFFIXES, INDEX_SUFFIX))
 
 
@@ -94,7 +86,7 @@ def _model_files(source: Source) -> list[str]:
 
     Raises UnsupportedError where nothing is left.
     """
-    found = [path for path in source.files if _is_ours(path)]
+    found = [path for path in source.files if is_own(path)]
     if len(found) < 2:
         return found or list(source.files)
     files = [path for path in found if not _is_beside(path)]
@@ -113,7 +105,7 @@ def _is_beside(path: str) -> bool:
 
 def _index(source: Source) -> list[str]:
     """The one index, if there is any."""
-    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
+    indexes = [path for path in source.files if is_own(path) and path.endswith(INDEX_SUFFIX)]
     return [choose_index(indexes, INDEX_NAME)] if indexes else []
 
 
@@ -175,24 +167,15 @@ def _merged(trees: Mapping[str, FileTree]) -> Leaves:
     return found.leaves(is_ordered=len(trees) == 1)
 
 
-@dataclass(frozen=True, slots=True)
-class TorchWriter:
-    """Writes what ``torch.save`` would: a model's state dict, in one file or in shards with their index; or, where
-    there is more than a model, the tree ``{"model", "optim", ...}`` in the form of ``get_state_dict``, in one file."""
-
-    name: str = "torch"
-    holds_optimizer: bool = False
-    holds_masters: bool = False
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        if is_model_only(manifest):
-            return _model_layout(manifest, options)
-        if options.max_shard_bytes is not None:
-            raise UnsupportedError(
-                f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
-            )
-        entries = entries_read_back(manifest, StateTree(("model",), ("optim",)))
-        return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    if is_model_only(manifest):
+        return _model_layout(manifest, options)
+    if options.max_shard_bytes is not None:
+        raise UnsupportedError(
+            f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
+        )
+    entries = entries_read_back(manifest, StateTree(("model",), ("optim",)))
+    return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
 
 
 def _model_layout(manifest: Manifest, options: WriteOptions) -> Layout:

@@ -34,28 +34,20 @@ from ckpt_tools.serialization.torch_zip import archive_segments, root_of
 from ckpt_tools.stores.source import checked_name
 
 
-@dataclass(frozen=True, slots=True)
-class UniversalWriter:
-    """Writes a save directory: a tag folder, and ``latest_universal`` last."""
-
-    name: str = "universal"
-    holds_optimizer: bool = True
-    holds_masters: bool = True
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        state = TrainingState.of(_grouped(manifest))
-        extras = Extras.of(manifest, state.dtype)
-        state = replace(state, groups=portable(state.groups))
-        tag = written_tag(options.tag or extras.tag, latest=LATEST)
-        output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
-        files = [
-            *output.parameter_files(),
-            output.optimizer_file(),
-            *ModelFiles(state, extras).layouts(f"{tag}/"),
-            FileLayout(LATEST, (Literal(tag.encode()),)),
-        ]
-        notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
-        return Layout(files, notes, as_stored=state.buffers.keys())
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    state = TrainingState.of(_grouped(manifest))
+    extras = Extras.of(manifest, state.dtype)
+    state = replace(state, groups=portable(state.groups))
+    tag = written_tag(options.tag or extras.tag, latest=LATEST)
+    output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
+    files = [
+        *output.parameter_files(),
+        output.optimizer_file(),
+        *ModelFiles(state, extras).layouts(f"{tag}/"),
+        FileLayout(LATEST, (Literal(tag.encode()),)),
+    ]
+    notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
+    return Layout(files, notes, as_stored=state.buffers.keys())
 
 
 def _grouped(manifest: Manifest) -> Manifest:

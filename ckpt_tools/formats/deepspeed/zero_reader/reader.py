@@ -25,40 +25,31 @@ from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.stores.source import Source
 
 
-@dataclass(frozen=True, slots=True)
-class DeepSpeedReader:
-    """Reads ZeRO-1, -2 and -3, and runs without ZeRO, as ``save_checkpoint`` writes them: a save directory with
-    ``latest``, or a tag folder."""
+def read(source: Source, options: ReadOptions) -> Manifest:
+    folder = names.choose_folder(source, options.tag)
+    tags = names.tag_files(source, folder)
+    layers, experts = names.layer_files(source, folder), names.expert_files(source, folder)
+    if layers and (experts.weights or experts.optim):
+        raise UnsupportedError(
+            "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
+        )
+    if layers:
+        found = pipeline.read(source, tags, layers, _check_stage)
+        return whole_names.whole(found, tags[0].models(0)[0])
+    if experts.weights or experts.optim:
+        return moe.read(source, tags, experts)
+    parts = [_part(source, files) for files in tags]
+    first = parts[0].model
+    check_parts(first, len(parts))
+    if len(parts) == 1:
+        return parts[0].manifest
+    rules = Rules.of(first.file.content.get("universal_checkpoint_info"), first.file.path)
+    return Joining([part.manifest for part in parts], rules).manifest()
 
-    name: str = "deepspeed"
 
-    def detect(self, source: Source) -> bool:
-        return bool(names.tag_folders(source.files))
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        folder = names.choose_folder(source, options.tag)
-        tags = names.tag_files(source, folder)
-        layers, experts = names.layer_files(source, folder), names.expert_files(source, folder)
-        if layers and (experts.weights or experts.optim):
-            raise UnsupportedError(
-                "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
-            )
-        if layers:
-            found = pipeline.read(source, tags, layers, _check_stage)
-            return whole_names.whole(found, tags[0].models(0)[0])
-        if experts.weights or experts.optim:
-            return moe.read(source, tags, experts)
-        parts = [_part(source, files) for files in tags]
-        first = parts[0].model
-        check_parts(first, len(parts))
-        if len(parts) == 1:
-            return parts[0].manifest
-        rules = Rules.of(first.file.content.get("universal_checkpoint_info"), first.file.path)
-        return Joining([part.manifest for part in parts], rules).manifest()
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        folder = folder_of(names.tag_folders(source.files), manifest.files)
-        return names.own_files(source.files, folder)
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
+    folder = folder_of(names.tag_folders(source.files), manifest.files)
+    return names.own_files(source.files, folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ intervals, and a conversion works through the files one after the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal
@@ -23,27 +23,15 @@ from ckpt_tools.formats.deepspeed.zero_writer.target import Target
 from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroWriter:
-    """Writes what DeepSpeed's ``load_checkpoint`` resumes in ZeRO ``stage`` 1, 2 or 3 on ``world_size`` ranks."""
-
-    stage: int
-    holds_optimizer: bool = field(default=True, init=False)
-    holds_masters: bool = field(default=True, init=False)
-
-    @property
-    def name(self) -> str:
-        return f"zero{self.stage}"
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
-        cannot name a folder, or for too many ranks."""
-        check_elements(manifest, options.world_size)
-        target = Target.of(manifest, self.stage, options.world_size)
-        tag = written_tag(options.tag or target.extras.tag, latest="latest")
-        files = ZeroFiles.of(tag, target).files()
-        notes = (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage))
-        return Layout(files, (*notes, *_expert_notes(manifest)), as_stored=target.state.buffers.keys())
+def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
+    """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
+    cannot name a folder, or for too many ranks."""
+    check_elements(manifest, options.world_size)
+    target = Target.of(manifest, stage, options.world_size)
+    tag = written_tag(options.tag or target.extras.tag, latest="latest")
+    files = ZeroFiles.of(tag, target).files()
+    notes = (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, stage))
+    return Layout(files, (*notes, *_expert_notes(manifest)), as_stored=target.state.buffers.keys())
 
 
 def _expert_notes(manifest: Manifest) -> list[Note]:
