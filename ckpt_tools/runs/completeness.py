@@ -17,8 +17,9 @@ from typing import Any
 from ckpt_tools.core.run_folders import ITSELF, Member, is_carrier, parent_of
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.tag_files import is_layer, model_parallel_size
 from ckpt_tools.formats.deepspeed.common.tag_files import missing as missing_file
+from ckpt_tools.formats.deepspeed.common.tag_files import model_parallel_size
+from ckpt_tools.formats.deepspeed.names import is_layer
 from ckpt_tools.reading.trainer_files import marks_unfinished
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import loads

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from ckpt_tools.formats.deepspeed.common.tag_files import NAMES
+from ckpt_tools.formats.deepspeed.names import ANY
 
 _DCP = r"\.metadata(?:\.tmp)?|__\d+\.metadata|__\d+_\d+\.distcp"
 _WEIGHTS = (
@@ -38,7 +38,7 @@ _MEGATRON = (
 _ORBAX = r"_CHECKPOINT_METADATA|_METADATA|_sharding|manifest\.ocdbt|commit_success\.txt|process_\d+|[0-9a-f]{32}"
 _RAY = r"\.is_checkpoint|\.metadata\.json|\.tune_metadata"
 
-_NAMES = re.compile("|".join((_DCP, NAMES, _WEIGHTS, _TRAINER, _CONFIGS, _RANKS, _MEGATRON, _ORBAX, _RAY)))
+_NAMES = re.compile("|".join((_DCP, ANY, _WEIGHTS, _TRAINER, _CONFIGS, _RANKS, _MEGATRON, _ORBAX, _RAY)))
 
 _FOLDERS = re.compile(
     r"actor|critic|huggingface|tokenizer|processor|model|optim|optimizer|optimizer_\d+|pytorch_model|pytorch_model_\d+"

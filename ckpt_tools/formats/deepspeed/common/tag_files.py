@@ -1,5 +1,4 @@
-"""The names of DeepSpeed's files, and which of them have to be there for layers of a pipeline and for experts, as the
-model files of a tag say."""
+"""Which files of layers and of experts a tag has to have, as its model files say."""
 
 from __future__ import annotations
 
@@ -8,17 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
+from ckpt_tools.formats.deepspeed.names import LAYER, expert_name, expert_optim_name, layer_name
+
 MAX_EXPERTS = 1 << 20
 
-NAMES = (
-    r"(?:zero_pp_rank_\d+_)?mp_rank_\d+(?:_\d+)?_model_states\.pt|layer_[\w-]+[-_]model_states\.pt"
-    r"|(?:bf16_|fp16_)?(?:zero_pp|expp)_rank_\d+_mp_rank_\d+_?optim_states\.pt"
-    r"|latest|latest_universal|zero_to_(?:fp32|torch)\.py"
-)
-"""A pattern of the names of files in a tag, and of those beside the tags."""
-
-_NAMES = re.compile(NAMES)
-_LAYER = re.compile(r"layer_(\d{1,9})(-model_(\d{1,9}))?-model_states\.pt")
 _NUMBERED = re.compile(r"(\d{1,9})\..+", re.DOTALL)
 _EP_SIZE = re.compile(r"ep_size_(\d{1,9})")
 
@@ -33,31 +25,21 @@ def model_parallel_size(head: Head) -> int | None:
     return max(size, prod(degrees)) if type(size) is int else None
 
 
-def is_deepspeeds(path: str) -> bool:
-    """Whether DeepSpeed gives this name to a file of a tag, or to one beside the tags."""
-    return _NAMES.fullmatch(path.rpartition("/")[2]) is not None
-
-
-def is_layer(name: str) -> bool:
-    """Whether it is the name of the file of a pipeline's layer."""
-    return _LAYER.fullmatch(name) is not None
-
-
 def missing(names: Collection[str], heads: Iterable[Head]) -> str | None:
     """The first file of a layer or an expert that ``names`` lack; ``heads`` are all model files."""
     cuts: dict[str, set[int]] = {}
-    for match in filter(None, map(_LAYER.fullmatch, names)):
-        cuts.setdefault(match[2] or "", set()).add(int(match[1]))
+    for match in filter(None, map(LAYER.fullmatch, names)):
+        cuts.setdefault(match["cut"] or "", set()).add(int(match["layer"]))
     for cut, held in cuts.items():
         if others := set().union(*cuts.values()) - held:
-            return f"layer_{min(others):02d}{cut}-model_states.pt"
+            return layer_name(min(others), cut)
     for head in heads:
         for name in (*_experts(head), *_expert_optimizers(head)):
             if name not in names:
                 return name
         layers = _layers(head).difference(*cuts.values()) if head.get("module") is None else set()
         if layers:
-            return f"layer_{min(layers):02d}{min(cuts, default='')}-model_states.pt"
+            return layer_name(min(layers), min(cuts, default=""))
     return None
 
 
@@ -67,7 +49,7 @@ def _experts(head: Head) -> Iterator[str]:
     is_whole = isinstance(module, dict) and any(".deepspeed_experts." in str(name) for name in module)
     for layer, count in enumerate(counts if isinstance(counts, list) and not is_whole else ()):
         if type(count) is int and count <= MAX_EXPERTS:
-            yield from (f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt" for number in range(count))
+            yield from (expert_name(layer, number) for number in range(count))
 
 
 def _expert_optimizers(head: Head) -> Iterator[str]:
@@ -77,9 +59,7 @@ def _expert_optimizers(head: Head) -> Iterator[str]:
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     owned = [group for group in groups or () if isinstance(group, dict) and group.get("moe")]
     sizes = [int(match[1]) for group in owned if (match := _EP_SIZE.fullmatch(str(group.get("name"))))]
-    yield from (
-        f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(min(max(sizes, default=0), MAX_EXPERTS))
-    )
+    yield from map(expert_optim_name, range(min(max(sizes, default=0), MAX_EXPERTS)))
 
 
 def _layers(head: Head) -> set[int]:
