@@ -53,7 +53,7 @@ _STEP = re.compile(
 
 
 LATEST = "latest"
-"""The name of the newest checkpoint. In DeepSpeed's folders a file of this name says which one that is."""
+"""The name of the newest checkpoint behind ``@``."""
 
 ITSELF = "."
 """The name of the run if it is itself one checkpoint."""

@@ -13,6 +13,7 @@ from ckpt_tools.core.wording import newest, without_secrets
 from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
 from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest
 from ckpt_tools.reading.enrich import enriched
 from ckpt_tools.stores.overlay import Overlay
@@ -22,7 +23,7 @@ from ckpt_tools.trainers.megatron_lm import TRACKER
 from ckpt_tools.trainers.names import optimizer_of
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
 
-CHOOSING = ("latest", "latest_universal", TRACKER)
+CHOOSING = (LATEST, LATEST_UNIVERSAL, TRACKER)
 """Files of a run that say which of its checkpoints is meant: DeepSpeed's and Megatron's."""
 
 

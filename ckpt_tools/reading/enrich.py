@@ -84,7 +84,7 @@ def _others(manifest: Manifest, source: Source, own: Collection[str]) -> list[st
     if not any("/" in path for path in found):
         return found
     from ckpt_tools.core.run_folders import files_of_others
-    from ckpt_tools.formats.deepspeed.common.tag_files import is_deepspeeds
+    from ckpt_tools.formats.deepspeed.names import is_deepspeeds
 
     others = files_of_others(source.files, manifest.files)
     has_tags = manifest.format.startswith(("zero", "universal"))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable
 from functools import cache
 
-from ckpt_tools.formats.deepspeed.common.tag_files import NAMES
+from ckpt_tools.formats.deepspeed.names import ANY
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import pattern
 
@@ -45,7 +45,7 @@ def _forms() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Names of files, of folders, and of what is written last."""
     read = (re.escape(name) for trainer in TRAINERS for name in trainer.reads)
     own = pattern("own", "optimizer", "others").pattern
-    files = "|".join((_DCP, NAMES, _WEIGHTS, _MEGATRON, _ORBAX, own, *read))
+    files = "|".join((_DCP, ANY, _WEIGHTS, _MEGATRON, _ORBAX, own, *read))
     return re.compile(files), _with(_FOLDERS, "folders"), _with(_LAST, "last")
 
 

@@ -10,15 +10,13 @@ from ckpt_tools.core.announcements import tell
 from ckpt_tools.core.run_folders import LATEST, Member, is_carrier, members, parent_of, step_in
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.formats.deepspeed import names as deepspeed
 from ckpt_tools.runs.listing import problem_in, step_of
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import is_remote
 from ckpt_tools.trainers.saved import Saved, line_of
 
 Opened = Callable[[str | Path], Source]
-
-_NAMING = ("latest", "latest_universal")
-"""DeepSpeed's files of a run that name its newest checkpoint."""
 
 
 def resolved(url: str | Path, opened: Opened) -> str | Path:
@@ -47,7 +45,7 @@ def resolved(url: str | Path, opened: Opened) -> str | Path:
 
 def named_by_file(source: Source) -> str | None:
     """The checkpoint that DeepSpeed's file ``latest`` in the run names."""
-    path = next((name for name in _NAMING if name in source.files), None)
+    path = next((name for name in (deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL) if name in source.files), None)
     return None if path is None else line_of(source, path)
 
 

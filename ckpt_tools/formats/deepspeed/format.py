@@ -23,7 +23,7 @@ class UniversalFormat(Format):
     reading_options = writing_options = ("tag",)
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.deepspeed.universal.names import is_universal
+        from ckpt_tools.formats.deepspeed.names import is_universal
 
         return is_universal(source.files)
 
@@ -58,7 +58,7 @@ class DeepSpeedFormat(Format):
     reading_options = ("tag",)
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.deepspeed.zero_reader.names import tag_folders
+        from ckpt_tools.formats.deepspeed.names import tag_folders
 
         return bool(tag_folders(source.files))
 

@@ -14,14 +14,15 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, stages_of
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tags import folder_of
-from ckpt_tools.formats.deepspeed.universal import names
+from ckpt_tools.formats.deepspeed.names import universal_folders
+from ckpt_tools.formats.deepspeed.universal import locate
 from ckpt_tools.formats.deepspeed.universal.contents import Contents
 from ckpt_tools.formats.deepspeed.universal.states import Slots
 from ckpt_tools.stores.source import Source
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    files = names.universal_files(source, names.choose_folder(source, options.tag))
+    files = locate.universal_files(source, locate.choose_folder(source, options.tag))
     first = File.open(source, files.model[0])
     if stages_of(first) > 1:
         raise UnsupportedError(
@@ -40,9 +41,9 @@ def read(source: Source, options: ReadOptions) -> Manifest:
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
-    folder = folder_of(names.universal_folders(source.files), manifest.files)
+    folder = folder_of(universal_folders(source.files), manifest.files)
     used = manifest.files | manifest.fqns | manifest.aliases.keys()
-    return names.own_files(source.files, names.universal_files(source, folder), folder, used)
+    return locate.own_files(source.files, locate.universal_files(source, folder), folder, used)
 
 
 def _has_fragments(model: ModelStates) -> bool:
