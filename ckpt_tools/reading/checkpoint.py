@@ -68,7 +68,7 @@ def _errors_explained(source: Source, chosen: Format | None = None) -> Iterator[
     try:
         yield
     except SeveralCheckpointsError as error:
-        from ckpt_tools.core.run_folders import proposal
+        from ckpt_tools.trainers.run_folders import proposal
 
         raise SeveralCheckpointsError(error.message + proposal(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
@@ -85,7 +85,7 @@ def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> 
     is_chosen = options.tag is not None or any(name in source.files for name in CHOOSING)
     if is_chosen or not used or any("/" not in file for file in used):
         return
-    from ckpt_tools.core.run_folders import others_of
+    from ckpt_tools.trainers.run_folders import others_of
 
     others = [each.name for each in others_of(source.files, used) if each.is_finished]
     if others:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.wording import of_ranks
 from ckpt_tools.formats.deepspeed.names import (
     LATEST,
@@ -29,6 +28,7 @@ from ckpt_tools.formats.deepspeed.names import (
     slot_file,
 )
 from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 
 MAX_RANKS = 1 << 24
