@@ -81,9 +81,14 @@ class Member:
         return self.name in self.files
 
     @property
+    def is_run(self) -> bool:
+        """Whether the run is itself this checkpoint."""
+        return self.name == ITSELF
+
+    @property
     def folder(self) -> str:
-        """Where its files lie."""
-        return parent_of(self.name) if self.is_file else self.name if self.name != ITSELF else ""
+        """The folder of its files."""
+        return parent_of(self.name) if self.is_file else "" if self.is_run else self.name
 
     @property
     def is_numbered(self) -> bool:

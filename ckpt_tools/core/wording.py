@@ -93,3 +93,9 @@ def nearest(wanted: str, names: Collection[str]) -> Sequence[str]:
 
 def _parts(name: str) -> list[str]:
     return re.findall(r"[A-Za-z]+|[0-9]+", name)
+
+
+def of_ranks(ranks: Iterable[int]) -> str:
+    """``ranks 0 and 1``."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed([str(rank) for rank in numbers])}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 READING_OPTIONS = ("tag", "model_key", "optim_key")
 """The options that a format may take for reading, by their names in ``ReadOptions``."""
@@ -90,7 +91,7 @@ class Format:
         """Those of ``reading_options`` that mean something for ``manifest``, which was read from this format."""
         return self.reading_options
 
-    def problem(self, saved: Any) -> str | None:
+    def problem(self, saved: Saved) -> str | None:
         """Why a checkpoint of this format in a run is not complete, from names and headers; None if it looks complete.
 
         Raises:

@@ -17,7 +17,7 @@ from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, S
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import ACCELERATE, VERL
+from ckpt_tools.trainers.names import rank_file, world_of
 
 _SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "momentum_buffer",
@@ -64,11 +64,11 @@ def refuse_tensor_object(value: Any, name: str) -> None:
 
 def rank_in_name(path: str) -> str | None:
     """``rank 0 of 2`` where the name of a file says that it holds the part of one of several ranks."""
-    name = path.rpartition("/")[2]
-    if (of := VERL.fullmatch(name)) is not None:
-        return f"rank {int(of['rank'])} of {int(of['world'])}" if int(of["world"]) > 1 else None
-    alone = ACCELERATE.fullmatch(name)
-    return f"rank {int(alone['rank'])}" if alone is not None else None
+    match = rank_file(path)
+    if match is None:
+        return None
+    rank, world = int(match["rank"]), world_of(match)
+    return f"rank {rank}" if world is None else f"rank {rank} of {world}" if world > 1 else None
 
 
 def refuse_pieces(value: Value, path: str) -> None:

@@ -1,10 +1,9 @@
-"""One file of a checkpoint that is a folder: refused by its name, with the folder that a user has to name."""
+"""Refuses one file of a checkpoint that is a folder, by its name, and says which folder to name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
@@ -12,19 +11,19 @@ from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG, rank_in_name
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.names import TRAINERS_OWN
+from ckpt_tools.trainers.accelerate import PARTS
+from ckpt_tools.trainers.names import is_own
 
 SINGLE_FILES = ("torch", "safetensors", "gguf", "npz")
-"""Formats that are one file: who names one of them wants this file alone."""
+"""Formats that are one file: named by the user, they read this file alone."""
 
 _FOLDER_OF = (
-    re.compile(r"(.+)/(?:pytorch_model_fsdp|optimizer)_\d+/__\d+(?:_\d+\.distcp|\.metadata)"),
+    re.compile(rf"(.+)/{PARTS}/__\d+(?:_\d+\.distcp|\.metadata)"),
     re.compile(r"(.+)/__\d+(?:_\d+\.distcp|\.metadata)"),
     re.compile(r"(.+)/zero/[^/]+/[^/]+\.pt"),
     re.compile(r"(.+)/(?!mp_rank_\d+_model)[^/]*(?:model|optim)_states\.pt"),
-    re.compile(r"(.+)/trainer_state\.json"),
 )
-"""URLs of files of DCP, universal, DeepSpeed and transformers, each with the folder of the whole."""
+"""URLs of files of DCP, universal and DeepSpeed, each with the folder of the checkpoint."""
 
 _WITHOUT_ZERO = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 """Without ZeRO it holds the whole state of its rank, and with one rank it is the checkpoint."""
@@ -43,8 +42,8 @@ Exists = Callable[[str], bool]
 def folder_of_one_file(url: str, source: Source, exists: Exists) -> str | None:
     """The folder of the checkpoint that ``url``, opened as ``source``, is one file of; None if it is all of it.
 
-    ``exists`` says whether there is a file at a URL. It is asked about names that only Megatron-Core and Orbax give to
-    the files beside it.
+    ``exists`` tells whether a URL is a file. It is asked about names that only DeepSpeed, Megatron-Core and Orbax give
+    to the files beside it.
     """
     folder, _, name = url.rpartition("/")
     if not folder or list(source.files) != [name]:
@@ -54,8 +53,7 @@ def folder_of_one_file(url: str, source: Source, exists: Exists) -> str | None:
         return known
     shard = _SHARD.fullmatch(name)
     is_shard = shard is not None and int(shard[1]) > 1
-    is_own = any(fnmatchcase(name, pattern) for pattern in TRAINERS_OWN)
-    if is_shard or is_own or rank_in_name(name) is not None:
+    if is_shard or is_own(name) or rank_in_name(name) is not None:
         return folder
     if (rank := _WITHOUT_ZERO.fullmatch(name)) is not None:
         return folder if any(exists(f"{folder}/{each}") for each in _beside_model_states(rank[1])) else None

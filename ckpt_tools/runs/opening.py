@@ -52,14 +52,14 @@ def read_checkpoint(
 
 
 def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path:
-    """``url``; or the checkpoint of a run that it means, as ``runs.listing`` says: ``RUN@latest``.
+    """``url``; or the checkpoint of a run that it means, ``RUN@latest``.
 
     Raises:
         SourceNotFoundError: the run holds no such checkpoint. StoreError: it cannot be reached.
     """
     if "@" not in str(url):
         return url
-    from ckpt_tools.runs.listing import resolved
+    from ckpt_tools.runs.naming import resolved
 
     return resolved(url, lambda each: open_source(each, storage_options))
 

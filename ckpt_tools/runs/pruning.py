@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.run_folders import ITSELF, Member, parent_of
+from ckpt_tools.core.run_folders import Member, parent_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import (
     CkptError,
@@ -31,10 +31,10 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.index import find_format, read_manifest
-from ckpt_tools.runs.completeness import Saved
 from ckpt_tools.runs.files import in_order_of_removal, strangers
-from ckpt_tools.runs.listing import found_in, listing, named_by_file
+from ckpt_tools.runs.listing import found_in, listing
 from ckpt_tools.runs.metrics import metrics_of
+from ckpt_tools.runs.naming import named_by_file
 from ckpt_tools.runs.report import RunCheckpoint
 from ckpt_tools.runs.rules import Best, Facts, PruneRules, reasons
 from ckpt_tools.stores.claims import claim
@@ -44,6 +44,7 @@ from ckpt_tools.stores.present import Present, listed
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_place, open_run
 from ckpt_tools.stores.within import part_of
+from ckpt_tools.trainers.saved import Saved
 
 RECENT_SECONDS = 3600
 """A save of the largest models takes minutes. One that wrote nothing for an hour is over."""
@@ -231,7 +232,7 @@ class _Run:
 
 
 def _check_run(url: str, members: Sequence[Member]) -> None:
-    if any(member.name == ITSELF or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
+    if any(member.is_run or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
         raise UsageError(f"{url} is itself one checkpoint; name the folder of the run that holds it")
     parents = sorted({parent_of(member.name) for member in members if member.is_numbered})
     if len(parents) > 1:

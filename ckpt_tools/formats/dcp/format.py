@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 
 class DcpFormat(Format):
@@ -39,6 +40,11 @@ class DcpFormat(Format):
 
         found = own_files(source.files, () if manifest.trainer is None else manifest.trainer.parts)
         return found | (manifest.files & source.files.keys()) if found else found
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.dcp.complete import problem
+
+        return problem(saved)
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.dcp.writer import layout

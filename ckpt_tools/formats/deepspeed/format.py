@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 
 class UniversalFormat(Format):
@@ -35,6 +36,11 @@ class UniversalFormat(Format):
         from ckpt_tools.formats.deepspeed.universal.reader import own_files
 
         return own_files(source, manifest)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.deepspeed.complete import universal_problem
+
+        return universal_problem(saved)
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.deepspeed.universal.writer import layout
@@ -65,6 +71,11 @@ class DeepSpeedFormat(Format):
         from ckpt_tools.formats.deepspeed.zero_reader.reader import own_files
 
         return own_files(source, manifest)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.deepspeed.complete import problem
+
+        return problem(saved)
 
 
 class ZeroFormat(DeepSpeedFormat):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 
 class MegatronFormat(Format):
@@ -36,6 +37,11 @@ class MegatronFormat(Format):
         from ckpt_tools.formats.megatron.reader import own_files
 
         return own_files(source)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.megatron.complete import problem
+
+        return problem(saved)
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.megatron.writer import layout

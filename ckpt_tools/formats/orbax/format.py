@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 
 class OrbaxFormat(Format):
@@ -39,3 +40,8 @@ class OrbaxFormat(Format):
         from ckpt_tools.formats.orbax.reader import served
 
         return served(source, manifest)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.orbax.complete import problem
+
+        return problem(saved)

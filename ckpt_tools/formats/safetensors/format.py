@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 
 class SafetensorsFormat(Format):
@@ -25,7 +26,7 @@ class SafetensorsFormat(Format):
 
     def detect(self, source: Source) -> bool:
         from ckpt_tools.formats.safetensors.files import is_own
-        from ckpt_tools.trainers.rank_names import is_managed
+        from ckpt_tools.trainers.torch_checkpointing import is_managed
 
         return any(map(is_own, source.files)) and not is_managed(source)
 
@@ -42,6 +43,11 @@ class SafetensorsFormat(Format):
     def reading_options_of(self, manifest: Manifest) -> tuple[str, ...]:
         """The keys mean something in a file with whole state alone."""
         return () if manifest.tree is None else self.reading_options
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.safetensors.complete import problem
+
+        return problem(saved)
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.safetensors.files import layout

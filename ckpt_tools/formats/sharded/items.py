@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import (
     IncompleteError,
@@ -15,21 +16,10 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
 from ckpt_tools.formats.sharded.manager import check_index
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
+from ckpt_tools.formats.sharded.templates import RANK, by_template, label, numbered
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import (
-    ACCELERATE,
-    MANAGER,
-    RANK,
-    VERL,
-    base,
-    by_template,
-    folder_of,
-    is_candidate,
-    label,
-    numbered,
-    says_its_rank,
-    worlds,
-)
+from ckpt_tools.trainers.names import is_candidate, rank_file, says_its_rank, worlds
+from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +60,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
         FormatError: a file is missing, is there twice, or is of another run; there are several checkpoints.
     """
     folder = _folder(source)
-    here = [path for path in source.files if folder_of(path) == folder]
+    here = [path for path in source.files if parent_of(path) == folder]
     world = check_index(source, folder, here)
     files = [path for path in here if is_candidate(path)]
     _refuse_mixed(files)
@@ -80,7 +70,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
         return _plain(folder, read)
     ranks = _ranks(parts)
     if world not in (None, len(ranks)):
-        raise MalformedError(f"the index says {world} ranks, but the files are of {len(ranks)}", path=MANAGER)
+        raise MalformedError(f"the index says {world} ranks, but the files are of {len(ranks)}", path=INDEX)
     if len(files) == 1 and len(ranks) > 1:
         (only,) = parts.values()
         raise UnsupportedError(
@@ -201,7 +191,7 @@ def _item_of_one(template: str, file: RankFile) -> Item:
 
 
 def _named_rank(path: str) -> int:
-    found = VERL.fullmatch(base(path)) or ACCELERATE.fullmatch(base(path))
+    found = rank_file(path)
     return int(found["rank"]) if found else 0
 
 

@@ -29,14 +29,16 @@ from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
-from ckpt_tools.formats.sharded.reader import CONFIG, FSDP, GENERATORS
+from ckpt_tools.formats.sharded.reader import FSDP, GENERATORS
+from ckpt_tools.formats.sharded.templates import RANK, WORLD
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes, untrained
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
 from ckpt_tools.formats.torch.files import Branch, as_lists, put_leaf
 from ckpt_tools.serialization.pickle.sharded_tensors import MeshRecord, Shard, dtensor_record
 from ckpt_tools.serialization.torch_zip import archive_segments, root_of
-from ckpt_tools.trainers.rank_names import RANK, WORLD
+from ckpt_tools.trainers.accelerate import SCHEDULER
+from ckpt_tools.trainers.verl import CONFIG
 
 _VERL_NAME = f"_world_size_{WORLD}_rank_{RANK}.pt"
 VERL = Origin(
@@ -45,9 +47,6 @@ VERL = Origin(
 TREE = StateTree(("model",), ("optim",))
 DEVICE = "cuda"
 """What verl's mesh is of, where the source does not say (``create_device_mesh``); its dim is called ``fsdp``."""
-
-SCHEDULER = "scheduler.bin"
-"""Where accelerate keeps the one entry for which its files of ranks have no place."""
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:

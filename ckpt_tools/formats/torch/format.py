@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 
 class TorchFormat(Format):
@@ -25,7 +26,7 @@ class TorchFormat(Format):
 
     def detect(self, source: Source) -> bool:
         from ckpt_tools.formats.torch.files import is_own
-        from ckpt_tools.trainers.rank_names import are_those_of_ranks
+        from ckpt_tools.trainers.names import are_those_of_ranks
 
         return any(map(is_own, source.files)) and not are_those_of_ranks(source.files)
 
@@ -38,6 +39,11 @@ class TorchFormat(Format):
         from ckpt_tools.formats.torch.files import own_files
 
         return own_files(source)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.torch.complete import problem
+
+        return problem(saved)
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.torch.files import layout
