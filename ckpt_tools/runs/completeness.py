@@ -21,7 +21,7 @@ from ckpt_tools.formats.megatron import complete as megatron
 from ckpt_tools.formats.orbax import complete as orbax
 from ckpt_tools.formats.sharded import complete as sharded
 from ckpt_tools.trainers.all import TRAINERS
-from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern, rank_file, says_its_rank, world_of
+from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern, rank_file, world_of
 from ckpt_tools.trainers.run_folders import is_carrier
 from ckpt_tools.trainers.saved import Saved
 from ckpt_tools.trainers.torch_checkpointing import INDEX
@@ -92,7 +92,7 @@ def format_of(saved: Saved) -> str:
         return "deepspeed"
     if megatron.is_legacy(saved):
         return "megatron"
-    if INDEX in names or any(map(says_its_rank, names)):
+    if INDEX in names or any(map(rank_file, names)):
         return "sharded"
     for name in ("gguf", "npz"):
         if any(each.endswith(f".{name}") for each in names):

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
@@ -20,9 +20,7 @@ from ckpt_tools.core.wording import listed, natural, of_ranks
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.record import Returned, Trainer
-
-if TYPE_CHECKING:
-    from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.saved import Saved
 
 MAX_CHOICES = 4
 """Paths that a message spells out."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Opaque, StoredTensor
 from ckpt_tools.trainers.record import Metrics, Returned, Trainer
+from ckpt_tools.trainers.saved import Saved
 from ckpt_tools.trainers.transformers import counts
 
 if TYPE_CHECKING:
     from ckpt_tools.serialization.torch_archive import TorchArchive
-    from ckpt_tools.trainers.saved import Saved
 
 META = "meta.pt"
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ckpt_tools.trainers.record import Trainer
-
-if TYPE_CHECKING:
-    from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.saved import Saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File of the run with the number of the last save that finished. verl writes it too."""

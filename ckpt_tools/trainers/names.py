@@ -72,25 +72,15 @@ def rank_file(path: str) -> re.Match[str] | None:
     return next((match for form in _RANK_FILES if (match := form.fullmatch(name)) is not None), None)
 
 
-def says_its_rank(path: str) -> bool:
-    """Whether the name alone says that a file is a rank's."""
-    return rank_file(path) is not None
-
-
 def is_candidate(path: str) -> bool:
     """Whether a file could be a rank's: one of torch's, and not one that is known to be a trainer's own."""
     name = path.rpartition("/")[2]
-    return name.endswith(_SUFFIXES) and (says_its_rank(name) or not is_own(name))
+    return name.endswith(_SUFFIXES) and (rank_file(name) is not None or not is_own(name))
 
 
 def are_those_of_ranks(paths: Iterable[str]) -> bool:
-    """Whether the names of the files at the top say that they are those of ranks: one alone could be a whole state."""
-    return sum("/" not in path and says_its_rank(path) for path in paths) > 1
-
-
-def folders(paths: Iterable[str]) -> list[str]:
-    """Folders that hold files of ranks by their names."""
-    return list(dict.fromkeys(path.rpartition("/")[0] for path in paths if says_its_rank(path)))
+    """Whether files at the top are those of ranks, by their names: one alone could be a whole state."""
+    return sum("/" not in path and rank_file(path) is not None for path in paths) > 1
 
 
 def worlds(paths: Iterable[str]) -> set[int]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.trainers.record import Metrics, Trainer
-
-if TYPE_CHECKING:
-    from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.saved import Saved
 
 OPTIMIZER_HALF = "optim/.metadata"
 """The index of the optimizer of a model in the folder ``model`` beside it."""

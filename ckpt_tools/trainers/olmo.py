@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ckpt_tools.trainers.record import Returned, Trainer
-
-if TYPE_CHECKING:
-    from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.saved import Saved
 
 _NEEDED = ("model_and_optim/.metadata", "train/rank0.pt", ".metadata.json")
 """Files that a folder needs to be taken for a checkpoint (``dir_is_checkpoint``), the last one written last."""

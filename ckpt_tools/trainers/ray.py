@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.trainers.record import Metrics, Trainer
-
-if TYPE_CHECKING:
-    from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.saved import Saved
 
 RECORD = "checkpoint_manager_snapshot.json"
 """Written after every worker has uploaded its part of a checkpoint."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ckpt_tools.trainers.saved import Saved
-
+from ckpt_tools.trainers.saved import Saved
 
 Meaning = Callable[[Any], Mapping[str, Any]]
 """From the content of a file to the entries of ``Manifest.extra`` that it adds."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.errors import FormatError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.trainers import accelerate
 from ckpt_tools.trainers.record import Metrics, Returned, Trainer
-
-if TYPE_CHECKING:
-    from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.saved import Saved
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.torch_zip import pickle_of
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.names import are_those_of_ranks, folders, is_candidate
+from ckpt_tools.trainers.names import are_those_of_ranks, is_candidate, rank_file
 from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
 
@@ -35,7 +35,8 @@ def looks_sharded(source: Source) -> bool:
 def folders_of_ranks(source: Source) -> list[str]:
     """Folders that hold files of ranks, as far as names and indexes say."""
     indexed = [parent_of(path) for path in source.files if path.rpartition("/")[2] == INDEX]
-    return list(dict.fromkeys([*folders(source.files), *(each for each in indexed if is_managed(source, each))]))
+    named = (parent_of(path) for path in source.files if rank_file(path))
+    return list(dict.fromkeys([*named, *(each for each in indexed if is_managed(source, each))]))
 
 
 def samples(paths: Iterable[str]) -> list[str]:
