@@ -9,7 +9,8 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG, rank_in_name
+from ckpt_tools.formats.foreign import rank_in_name
+from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import PARTS
 from ckpt_tools.trainers.names import is_own
@@ -57,7 +58,7 @@ def folder_of_one_file(url: str, source: Source, exists: Exists) -> str | None:
         return folder
     if (rank := _WITHOUT_ZERO.fullmatch(name)) is not None:
         return folder if any(exists(f"{folder}/{each}") for each in _beside_model_states(rank[1])) else None
-    if name in (MEGATRON_COMMON, MEGATRON_CONFIG) and exists(f"{folder}/.metadata"):
+    if name in (COMMON_FILE, CONFIG_FILE) and exists(f"{folder}/.metadata"):
         return folder
     return None if name.endswith(_KNOWN) or "://" in url else _orbax_folder(folder, exists)
 

@@ -10,19 +10,18 @@ import re
 from collections.abc import Collection, Iterable
 from functools import cache
 
-from ckpt_tools.formats.deepspeed.names import ANY
+from ckpt_tools.formats.dcp import names as dcp
+from ckpt_tools.formats.deepspeed import names as deepspeed
+from ckpt_tools.formats.megatron import names as megatron
+from ckpt_tools.formats.orbax import names as orbax
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import pattern
 
-_DCP = r"\.metadata(?:\.tmp)?|__\d+\.metadata|__\d+_\d+\.distcp"
 _WEIGHTS = (
     r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights)(?:-\d{5}-of-\d{5})?"
     r"\.(?:safetensors|bin|pt)|(?:model|pytorch_model|adapter_model|diffusion_pytorch_model)\.(?:safetensors|bin)"
     r"\.index\.json"
 )
-_MEGATRON = r"metadata\.json|common\.pt|model_optim_rng\.pt|distrib_optim\.pt"
-_ORBAX = r"_CHECKPOINT_METADATA|_METADATA|_sharding|manifest\.ocdbt|commit_success\.txt|process_\d+|[0-9a-f]{32}"
-
 _FOLDERS = (
     r"model|optim|optimizer|global_step\d+|mp_rank_\d+(?:_\d+){0,2}"
     r"|default|state|params|opt_state|d|ocdbt\.process_\d+|array_metadatas"
@@ -45,7 +44,7 @@ def _forms() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Names of files, of folders, and of what is written last."""
     read = (re.escape(name) for trainer in TRAINERS for name in trainer.reads)
     own = pattern("own", "optimizer", "others").pattern
-    files = "|".join((_DCP, ANY, _WEIGHTS, _MEGATRON, _ORBAX, own, *read))
+    files = "|".join((dcp.FILES, deepspeed.FILES, _WEIGHTS, megatron.FILES, orbax.FILES, own, *read))
     return re.compile(files), _with(_FOLDERS, "folders"), _with(_LAST, "last")
 
 
