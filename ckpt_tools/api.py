@@ -758,11 +758,11 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     """
     from ckpt_tools.runs.listing import listing
     from ckpt_tools.runs.opening import named
-    from ckpt_tools.stores.urls import check_storage_options, is_remote, open_run
+    from ckpt_tools.stores.urls import check_storage_options, open_run
 
     check_storage_options(storage_options, run)
     run = named(run, storage_options)
-    return listing(open_run(run, storage_options), url=str(run), is_remote=is_remote(run))
+    return listing(open_run(run, storage_options), url=str(run))
 
 
 @refusing_empty

@@ -210,7 +210,7 @@ _FOREIGN = {
 
 def _refuse_run(source: Source) -> None:
     """Raises SeveralCheckpointsError for the folder of a run, where formats look for one checkpoint."""
-    from ckpt_tools.core.run_folders import members
+    from ckpt_tools.trainers.run_folders import members
 
     found = [each.name for each in members(source.files) if each.is_numbered and each.is_finished]
     if len(found) > 1:

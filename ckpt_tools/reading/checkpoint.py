@@ -13,6 +13,7 @@ from ckpt_tools.core.wording import newest, without_secrets
 from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
 from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest
 from ckpt_tools.reading.enrich import enriched
 from ckpt_tools.stores.overlay import Overlay
@@ -22,7 +23,7 @@ from ckpt_tools.trainers.megatron_lm import TRACKER
 from ckpt_tools.trainers.names import optimizer_of
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
 
-CHOOSING = ("latest", "latest_universal", TRACKER)
+CHOOSING = (LATEST, LATEST_UNIVERSAL, TRACKER)
 """Files of a run that say which of its checkpoints is meant: DeepSpeed's and Megatron's."""
 
 
@@ -67,7 +68,7 @@ def _errors_explained(source: Source, chosen: Format | None = None) -> Iterator[
     try:
         yield
     except SeveralCheckpointsError as error:
-        from ckpt_tools.core.run_folders import proposal
+        from ckpt_tools.trainers.run_folders import proposal
 
         raise SeveralCheckpointsError(error.message + proposal(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
@@ -84,7 +85,7 @@ def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> 
     is_chosen = options.tag is not None or any(name in source.files for name in CHOOSING)
     if is_chosen or not used or any("/" not in file for file in used):
         return
-    from ckpt_tools.core.run_folders import others_of
+    from ckpt_tools.trainers.run_folders import others_of
 
     others = [each.name for each in others_of(source.files, used) if each.is_finished]
     if others:

@@ -83,8 +83,8 @@ def _others(manifest: Manifest, source: Source, own: Collection[str]) -> list[st
     found = [path for path in source.files if path not in known]
     if not any("/" in path for path in found):
         return found
-    from ckpt_tools.core.run_folders import files_of_others
     from ckpt_tools.formats.deepspeed.names import is_deepspeeds
+    from ckpt_tools.trainers.run_folders import files_of_others
 
     others = files_of_others(source.files, manifest.files)
     has_tags = manifest.format.startswith(("zero", "universal"))

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 
 from ckpt_tools.core.format_names import BUILT_IN
-from ckpt_tools.core.run_folders import is_carrier
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.formats.dcp import complete as dcp
 from ckpt_tools.formats.dcp.names import DATA
@@ -23,6 +22,7 @@ from ckpt_tools.formats.orbax import complete as orbax
 from ckpt_tools.formats.sharded import complete as sharded
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern, rank_file, says_its_rank, world_of
+from ckpt_tools.trainers.run_folders import is_carrier
 from ckpt_tools.trainers.saved import Saved
 from ckpt_tools.trainers.torch_checkpointing import INDEX
 
@@ -52,9 +52,9 @@ def _rules() -> Iterator[Callable[[Saved], str | None]]:
 
 
 def _name(saved: Saved) -> str | None:
-    if saved.member.is_finished:
+    if saved.is_finished:
         return None
-    return f"the name {saved.member.name.rpartition('/')[2]} says that the save did not finish, or is under way"
+    return f"the name {saved.name.rpartition('/')[2]} says that the save did not finish, or is under way"
 
 
 def _marker(saved: Saved) -> str | None:

@@ -32,8 +32,14 @@ _ITEM = re.compile(r"[^/]+/(?:metadata|metrics|commit_success\.txt)")
 """An item of Orbax that holds JSON has a name of the user's choice."""
 
 _LAST = (
-    r"\.metadata|__\d+\.metadata|metadata\.json|_CHECKPOINT_METADATA|_METADATA|commit_success\.txt|manifest\.ocdbt"
-    r"|latest|latest_universal|model_optim_rng\.pt"
+    deepspeed.LATEST,
+    deepspeed.LATEST_UNIVERSAL,
+    dcp.METADATA,
+    megatron.CONFIG_FILE,
+    orbax.CHECKPOINT,
+    orbax.TREE,
+    orbax.COMMITTED,
+    orbax.MANIFEST,
 )
 _STATES = re.compile(r".*_model_states\.pt")
 _MODEL = re.compile(r"(?:model|pytorch_model|adapter_model|shard)[-_.\w]*\.(?:safetensors|bin|pt)|.*\.safetensors")
@@ -45,7 +51,8 @@ def _forms() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     read = (re.escape(name) for trainer in TRAINERS for name in trainer.reads)
     own = pattern("own", "optimizer", "others").pattern
     files = "|".join((dcp.FILES, deepspeed.FILES, _WEIGHTS, megatron.FILES, orbax.FILES, own, *read))
-    return re.compile(files), _with(_FOLDERS, "folders"), _with(_LAST, "last")
+    last = "|".join((dcp.ALONE.pattern, r"model_optim_rng\.pt", *map(re.escape, _LAST)))
+    return re.compile(files), _with(_FOLDERS, "folders"), _with(last, "last")
 
 
 def _with(names: str, field: str) -> re.Pattern[str]:
@@ -64,7 +71,7 @@ def is_known(path: str) -> bool:
 def strangers(paths: Collection[str]) -> set[str]:
     """Those of a checkpoint's files that no trainer and no format writes."""
     others = {path for path in paths if not is_known(path)}
-    return {path for path in others if not _ITEM.fullmatch(path)} if "_CHECKPOINT_METADATA" in paths else others
+    return {path for path in others if not _ITEM.fullmatch(path)} if orbax.CHECKPOINT in paths else others
 
 
 def in_order_of_removal(paths: Iterable[str]) -> list[list[str]]:

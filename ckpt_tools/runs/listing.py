@@ -8,7 +8,6 @@ from functools import partial
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.run_folders import ITSELF, Member, is_carrier, is_named, is_tag, members
 from ckpt_tools.errors import (
     CkptError,
     IncompleteError,
@@ -17,21 +16,22 @@ from ckpt_tools.errors import (
     StoreError,
     UnsupportedError,
 )
+from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.complete import is_shown_by_reading
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.enrich import enriched
 from ckpt_tools.runs.completeness import format_of, problem_of, world_size_of
 from ckpt_tools.runs.report import RunCheckpoint, RunListing
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.within import part_of
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.run_folders import Member, is_carrier, is_named, is_tag, members
+from ckpt_tools.trainers.saved import ITSELF, Saved
 from ckpt_tools.trainers.transformers import trainer_state
 
 THREADS = 16
 """Threads that read headers of several checkpoints: a request to a distant store takes 10 to 30 ms."""
 
 
-def listing(source: Source, *, url: str, is_remote: bool) -> RunListing:
+def listing(source: Source, *, url: str) -> RunListing:
     """The checkpoints of the run that is ``source``, or the one checkpoint that it is itself.
 
     Raises:
@@ -43,7 +43,7 @@ def listing(source: Source, *, url: str, is_remote: bool) -> RunListing:
             f"{url} holds no checkpoints: neither it nor a folder or file in it looks like one that a trainer writes"
         )
     with ThreadPoolExecutor(THREADS) as threads:
-        shown = partial(_shown, source, url, is_remote)
+        shown = partial(_shown, source, url)
         return RunListing(url, tuple(threads.map(shown, found)))
 
 
@@ -66,7 +66,7 @@ def problem_in(saved: Saved) -> str | None:
     if found is not None or not is_shown_by_reading(saved):
         return found
     try:
-        _read(saved)
+        _enriched(saved)
     except (IncompleteError, MalformedError) as error:
         return str(error)
     except UnsupportedError:
@@ -77,20 +77,25 @@ def problem_in(saved: Saved) -> str | None:
 def step_of(saved: Saved) -> int | None:
     """The step that the checkpoint itself says; None if it does not, or cannot be read. Raises StoreError."""
     try:
-        return _read(saved).step
+        return _enriched(saved).step
     except StoreError:
         raise
     except CkptError:
         return None
 
 
-def _read(saved: Saved) -> Manifest:
-    source = part_of(saved.run, saved.root, saved.files)
-    return enriched(read_manifest(find_format(source), source, ReadOptions()), source)
+def read(saved: Saved) -> tuple[Format, Manifest]:
+    """The checkpoint by its reader. Raises CkptError."""
+    found = find_format(saved.source)
+    return found, read_manifest(found, saved.source, ReadOptions())
 
 
-def _shown(source: Source, url: str, is_remote: bool, member: Member) -> RunCheckpoint:
-    saved = Saved.of(source, member, is_remote=is_remote)
+def _enriched(saved: Saved) -> Manifest:
+    return enriched(read(saved)[1], saved.source)
+
+
+def _shown(source: Source, url: str, member: Member) -> RunCheckpoint:
+    saved = member.saved(source)
     problem = problem_in(saved)
     stated = trainer_state(saved).get("global_step")
     step = stated if type(stated) is int else member.step

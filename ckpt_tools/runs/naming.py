@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpt_tools.core.announcements import tell
-from ckpt_tools.core.run_folders import LATEST, Member, is_carrier, members, parent_of, step_in
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.formats.deepspeed import names as deepspeed
 from ckpt_tools.runs.listing import problem_in, step_of
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import is_remote
-from ckpt_tools.trainers.saved import Saved, line_of
+from ckpt_tools.trainers.run_folders import LATEST, Member, is_carrier, members, parent_of, step_in
+from ckpt_tools.trainers.saved import line_of
 
 Opened = Callable[[str | Path], Source]
-
-_NAMING = ("latest", "latest_universal")
-"""DeepSpeed's files of a run that name its newest checkpoint."""
 
 
 def resolved(url: str | Path, opened: Opened) -> str | Path:
@@ -47,7 +44,7 @@ def resolved(url: str | Path, opened: Opened) -> str | Path:
 
 def named_by_file(source: Source) -> str | None:
     """The checkpoint that DeepSpeed's file ``latest`` in the run names."""
-    path = next((name for name in _NAMING if name in source.files), None)
+    path = next((name for name in (deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL) if name in source.files), None)
     return None if path is None else line_of(source, path)
 
 
@@ -71,7 +68,7 @@ def _chosen(run: str, name: str, source: Source) -> str:
     else:
         chosen = _called(name, finished, source.files)
     if len(chosen) == 1:
-        problem = problem_in(Saved.of(source, finished[chosen[0]], is_remote=is_remote(run)))
+        problem = problem_in(finished[chosen[0]].saved(source))
         if problem is not None:  # what it lacks may be refused later, or may not be needed
             tell(f"{chosen[0]} is not complete: {problem}")
         return f"{run}/{chosen[0]}"
@@ -91,7 +88,7 @@ def _latest(run: str, source: Source, every: Sequence[Member]) -> str:
     named = named_by_file(source)
     passed: dict[str, str] = {}
     for member in sorted(every, key=lambda member: member.name == named, reverse=True):
-        problem = problem_in(Saved.of(source, member, is_remote=is_remote(run)))
+        problem = problem_in(member.saved(source))
         if problem is None:
             _tell_of(passed, member)
             return run if member.name == named else f"{run}/{member.name}"
@@ -117,7 +114,7 @@ def _called(name: str, found: Mapping[str, Member], files: Iterable[str]) -> lis
 def _of_step(step: int, source: Source, found: Mapping[str, Member]) -> Iterator[str]:
     """Checkpoints whose names say that step; if none does, those whose content says it."""
     named = _holding(found, lambda folder: step_in(folder) == step, source.files)
-    others = (each.name for each in found.values() if step_of(Saved.of(source, each, is_remote=False)) == step)
+    others = (each.name for each in found.values() if step_of(each.saved(source)) == step)
     yield from named or others
 
 

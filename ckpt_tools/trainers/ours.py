@@ -31,7 +31,7 @@ def _metrics(saved: Saved) -> Metrics:
 
 
 def _in_folder_of_run(saved: Saved, name: str) -> str | None:
-    folder = saved.member.name.rpartition("/")[0]
+    folder = saved.name.rpartition("/")[0]
     paths = (f"{folder.rpartition('/')[0]}/{name}".lstrip("/"), f"{folder}/{name}".lstrip("/"))
     return next((each for each in paths if each in saved.run.files), None)
 

@@ -21,8 +21,10 @@ def _results(saved: Saved, path: str) -> list[Mapping[str, Any]] | None:
 
 def _problem(saved: Saved) -> str | None:
     """A run of ours on a disk renames a finished folder, which needs no record."""
+    from ckpt_tools.stores.urls import is_remote
+
     path = saved.beside(RECORD)
-    if path is None or not (saved.is_remote or saved.title.startswith("checkpoint_")):
+    if path is None or not (saved.title.startswith("checkpoint_") or is_remote(saved.run.store.url)):
         return None
     results = _results(saved, path)
     if results is None or saved.title in {each.get("checkpoint_dir_name") for each in results}:

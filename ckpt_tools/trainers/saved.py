@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.run_folders import Member
     from ckpt_tools.stores.source import Source
+
+ITSELF = "."
+"""The name of the run if it is itself one checkpoint."""
 
 MAX_JSON_BYTES = 256 << 20
 MAX_NAME_BYTES = 4096
@@ -16,33 +18,28 @@ MAX_NAME_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The checkpoint ``member`` of ``run``. ``files`` are its files by their paths below ``root``, a folder of the
-    run."""
+    """A checkpoint of ``run``; ``name`` is its path there, ``title`` the last part of it. ``files`` are its files by
+    their paths below ``root``, a folder of the run."""
 
     run: Source
-    member: Member
+    name: str
+    title: str
+    step: int | None
+    is_finished: bool
     root: str
     files: Mapping[str, int]
-    is_remote: bool
-
-    @classmethod
-    def of(cls, run: Source, member: Member, *, is_remote: bool) -> Saved:
-        root = member.folder
-        files = {path[len(root) + 1 :] if root else path: size for path, size in member.files.items()}
-        return cls(run, member, root, files, is_remote)
-
-    @property
-    def title(self) -> str:
-        return self.member.title
-
-    @property
-    def step(self) -> int | None:
-        return self.member.step
 
     @property
     def names(self) -> frozenset[str]:
         """Names of its files without their folders."""
         return frozenset(path.rpartition("/")[2] for path in self.files)
+
+    @property
+    def source(self) -> Source:
+        """Its files alone."""
+        from ckpt_tools.stores.within import part_of
+
+        return part_of(self.run, self.root, self.files)
 
     def path(self, inside: str) -> str:
         return f"{self.root}/{inside}" if self.root else inside
@@ -57,9 +54,9 @@ class Saved:
 
     def beside(self, name: str) -> str | None:
         """Path in the run of a file next to the checkpoint, if it exists."""
-        folder = self.member.name.rpartition("/")[0]
+        folder = self.name.rpartition("/")[0]
         path = f"{folder}/{name}" if folder else name
-        return path if path in self.run.files and not self.member.is_run else None
+        return path if path in self.run.files and self.name != ITSELF else None
 
     def text(self, path: str) -> bytes:
         """A JSON file of the run."""

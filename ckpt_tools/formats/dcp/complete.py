@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.formats.dcp.names import DATA, is_metadata, is_of_dcp, is_of_one_rank
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import checked_name
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 
 MAX_METADATA_BYTES = 4 << 30

@@ -87,7 +87,7 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
     found = [path for path in source.files if _WEIGHTS.fullmatch(path) and path not in known]
     others = [path for path in found if not path.startswith(_below(folders))]
     if others:
-        from ckpt_tools.core.run_folders import files_of_others
+        from ckpt_tools.trainers.run_folders import files_of_others
 
         elsewhere = files_of_others(source.files, known)
         others = [path for path in others if path not in elsewhere]

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.wording import of_ranks
 from ckpt_tools.formats.deepspeed.names import (
     LATEST,
     LATEST_UNIVERSAL,
     LAYER,
+    MASTER_FILE,
     MODEL,
     OPTIM,
     RANK_MODEL,
@@ -25,20 +25,22 @@ from ckpt_tools.formats.deepspeed.names import (
     is_layer,
     layer_name,
     numbers,
+    slot_file,
 )
 from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 
 MAX_RANKS = 1 << 24
-
 MAX_EXPERTS = 1 << 20
 
-_STATE = re.compile(r"(?:^|.*/)zero/[^/]+/[^/]+\.pt")
 _NUMBERED = re.compile(r"(\d{1,9})\..+", re.DOTALL)
 _EP_SIZE = re.compile(r"ep_size_(\d{1,9})")
 
-Head = Mapping[Any, Any]
+_Head = Mapping[Any, Any]
 """What a model file holds."""
+
+_MODELS = (MODEL, RANK_MODEL)
 
 
 def problem(saved: Saved) -> str | None:
@@ -53,10 +55,10 @@ def problem(saved: Saved) -> str | None:
 
 def universal_problem(saved: Saved) -> str | None:
     """Each parameter has a folder with its fp32 values; the model's file is copied last."""
-    folders = {parent_of(path) for path in saved.files if _STATE.fullmatch(path)}
+    folders = {parent_of(path) for path in saved.files if slot_file(path) is not None}
     if not folders:
         return None
-    bare = sorted(folder for folder in folders if f"{folder}/fp32.pt" not in saved.files)
+    bare = sorted(folder for folder in folders if f"{folder}/{MASTER_FILE}.pt" not in saved.files)
     if bare:
         return f"{bare[0]} has no fp32.pt: the conversion to universal did not finish"
     return None if any(name.endswith("_model_states.pt") for name in saved.names) else "no *_model_states.pt"
@@ -67,14 +69,14 @@ def is_native(saved: Saved) -> bool:
 
 
 def is_universal(saved: Saved) -> bool:
-    return any(path.endswith("/fp32.pt") for path in saved.files)
+    return any(path.endswith(f"/{MASTER_FILE}.pt") for path in saved.files)
 
 
 def is_shown_by_reading(saved: Saved) -> bool:
     """Whether only the reader sees that a layer is missing: without ZeRO the model files of a pipeline do not name the
     parameters of its layers."""
     stages = [path for path in saved.files if _is_model(path.rpartition("/")[2])]
-    if not stages or not any(is_layer(path.rpartition("/")[2]) for path in saved.files):
+    if not stages or not any(map(is_layer, saved.names)):
         return False
     head = open_archive(*saved.part(min(stages))).value
     return isinstance(head, dict) and not head.get("param_shapes")
@@ -82,12 +84,12 @@ def is_shown_by_reading(saved: Saved) -> bool:
 
 def world_size(saved: Saved) -> int | None:
     """Number of ranks, by the names of the optimizer's files."""
-    cut = numbers((path.rpartition("/")[2] for path in saved.files), OPTIM)
+    cut = numbers(saved.names, OPTIM)
     return (max(rank for rank, _ in cut) + 1) * (max(part for _, part in cut) + 1) if cut else None
 
 
 def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
-    models = sorted(name for name in names if _is_model(name))
+    models = sorted(filter(_is_model, names))
     if not models:
         return "no *_model_states.pt: the save did not finish"
     head = _head(saved, tag, models[0])
@@ -101,12 +103,12 @@ def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
     optims = numbers(names, OPTIM)
     is_universal = any(path.startswith(f"{tag}/zero/" if tag else "zero/") for path in saved.files)
     if any(name.startswith(("layer_", "expp_")) for name in names) or head.get("num_experts"):
-        if missing := {(0, m) for m in range(mp)} - numbers(names, MODEL, RANK_MODEL):
+        if missing := {(0, m) for m in range(mp)} - numbers(names, *_MODELS):
             return f"model states of mp_rank_{min(missing)[1]:02d} are missing: the save did not finish"
-        file = _missing(names, filter(None, (_head(saved, tag, name) for name in models)))
+        file = _missing_file(names, filter(None, (_head(saved, tag, name) for name in models)))
         if file is not None:
             return f"{file} is missing: the save did not finish"
-    if is_zero3 and (missing := wanted - numbers(names, MODEL, RANK_MODEL)) and not is_universal:
+    if is_zero3 and (missing := wanted - numbers(names, *_MODELS)) and not is_universal:
         return f"model states of {_ranks(missing)} are missing: the save did not finish"
     has_zero = head.get("param_shapes") is not None and not is_universal
     if (optims or has_zero) and (missing := wanted - optims):
@@ -118,12 +120,16 @@ def _head(saved: Saved, tag: str, name: str) -> Any:
     return open_archive(*saved.part(f"{tag}/{name}" if tag else name)).value
 
 
+def _is_model(name: str) -> bool:
+    return any(form.fullmatch(name) for form in _MODELS)
+
+
 def _ranks(missing: Iterable[tuple[int, int]]) -> str:
     return of_ranks({rank for rank, _ in missing})
 
 
 def _latest(saved: Saved, tags: set[str]) -> str | None:
-    named = {LATEST, LATEST_UNIVERSAL}
+    named = (LATEST, LATEST_UNIVERSAL)
     if tags and not any(f"{parent_of(tag)}/{name}".lstrip("/") in saved.files for tag in tags for name in named):
         return "no file latest beside the folder of the tag: the save did not finish"
     if not is_native(saved) or saved.step is None or (text := saved.text_beside(LATEST)) is None:
@@ -134,18 +140,14 @@ def _latest(saved: Saved, tags: set[str]) -> str | None:
     return f"the file latest names {text}: this save did not finish, or the run went back to that tag"
 
 
-def _is_model(name: str) -> bool:
-    return bool(MODEL.fullmatch(name) or RANK_MODEL.fullmatch(name))
-
-
-def _model_parallel_size(head: Head) -> int | None:
+def _model_parallel_size(head: _Head) -> int | None:
     """Tensor-parallel ranks times stages of a pipeline; None if the file does not say."""
     size, parallel = head.get("mp_world_size"), head.get("checkpoint_parallel_dimensions")
     degrees = [each for each in (parallel.values() if isinstance(parallel, dict) else ()) if type(each) is int]
     return max(size, prod(degrees)) if type(size) is int else None
 
 
-def _missing(names: Collection[str], heads: Iterable[Head]) -> str | None:
+def _missing_file(names: Collection[str], heads: Iterable[_Head]) -> str | None:
     """The first file of a layer or an expert that ``names`` lack; ``heads`` are all model files."""
     cuts: dict[str, set[int]] = {}
     for match in filter(None, map(LAYER.fullmatch, names)):
@@ -163,7 +165,7 @@ def _missing(names: Collection[str], heads: Iterable[Head]) -> str | None:
     return None
 
 
-def _experts(head: Head) -> Iterator[str]:
+def _experts(head: _Head) -> Iterator[str]:
     """A file for each expert of each layer, if they are not in the model's own file."""
     counts, module = head.get("num_experts"), head.get("module")
     is_whole = isinstance(module, dict) and any(".deepspeed_experts." in str(name) for name in module)
@@ -172,7 +174,7 @@ def _experts(head: Head) -> Iterator[str]:
             yield from (expert_name(layer, number) for number in range(count))
 
 
-def _expert_optimizers(head: Head) -> Iterator[str]:
+def _expert_optimizers(head: _Head) -> Iterator[str]:
     """Without ZeRO a file for each expert-parallel rank; groups of experts are called after their number."""
     found = head.get("optimizer")
     inner = found.get("optimizer_state_dict", found) if isinstance(found, dict) else {}
@@ -182,7 +184,7 @@ def _expert_optimizers(head: Head) -> Iterator[str]:
     yield from map(expert_optim_name, range(min(max(sizes, default=0), MAX_EXPERTS)))
 
 
-def _layers(head: Head) -> set[int]:
+def _layers(head: _Head) -> set[int]:
     """The layers of a stage that have parameters or buffers, by its names (``3.weight``)."""
     shapes = head.get("param_shapes")
     lists = [*(shapes if isinstance(shapes, list) else ()), head.get("buffer_names"), head.get("frozen_param_shapes")]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, MANIFEST, TREE, UNFINISHED
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 
 

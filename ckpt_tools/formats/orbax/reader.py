@@ -14,7 +14,6 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, Tenso
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.run_folders import files_of_others
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, IncompleteError, SeveralCheckpointsError, UnsupportedError, UsageError
@@ -25,6 +24,7 @@ from ckpt_tools.formats.orbax.roles import Roles, find_roles
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local import LocalStore
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.run_folders import files_of_others
 
 MAX_SCALAR_BYTES = 16
 

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 
 MAX_HEADER_BYTES = 100_000_000

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.wording import of_ranks
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.trainers.names import rank_file, world_of
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 from ckpt_tools.trainers.torch_checkpointing import INDEX
 

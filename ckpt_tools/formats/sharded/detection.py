@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.torch_zip import pickle_of
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import are_those_of_ranks, folders, is_candidate
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
 
 _SIGNS = (b"DTensor\n", b"ShardedTensor\n")

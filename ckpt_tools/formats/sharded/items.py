@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import (
     IncompleteError,
@@ -19,6 +18,7 @@ from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
 from ckpt_tools.formats.sharded.templates import RANK, by_template, label, numbered
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import is_candidate, rank_file, says_its_rank, worlds
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 

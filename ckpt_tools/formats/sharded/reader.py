@@ -11,7 +11,6 @@ from typing import Any
 from ckpt_tools.core.manifest import WEIGHT, Manifest, ParamGroup, StateKey, TreePath, dotted
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.run_folders import parent_of
 from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import count, listed
@@ -28,6 +27,7 @@ from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import refuse_several_of_ranks
 from ckpt_tools.trainers.names import is_beside
+from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.verl import CONFIG, HUGGING_FACE
 
 MAX_COMPARED_BYTES = 1 << 20
@@ -151,7 +151,7 @@ def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
     others = [path for path in source.files if path.endswith(_WEIGHTS) and path not in found.files]
     others = [path for path in others if not is_beside(path.rpartition("/")[2])]
     if others:
-        from ckpt_tools.core.run_folders import files_of_others
+        from ckpt_tools.trainers.run_folders import files_of_others
 
         elsewhere = files_of_others(source.files, found.files)
         yield from (not_part(path) for path in others if path not in elsewhere)

@@ -58,7 +58,7 @@ def without_world(template: str, world: int) -> str:
 
 
 def label(template: str) -> str:
-    """What an item is called: the template without the rank and the ending."""
+    """Label of an item: the template without the rank and the ending."""
     known = rank_file(template.replace(RANK, "0"))
     if known is not None and known.groupdict().get("index", "") in (None, "0"):
         return "model" if known["item"] == "pytorch_model_fsdp" else "optimizer"

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckpt_tools.core.wording import natural
+from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.accelerate import PARTS, TAGS
+from ckpt_tools.trainers.saved import ITSELF, Saved
 
 _KEY = r"(?:global[-_]?step|step|iter(?:ation)?|checkpoint|ckpt|epoch|ep|batch|ba)"
 _NUMBER = rf"{_KEY}[-_=]?\d{{1,15}}"
@@ -43,9 +46,8 @@ _ORBAX = re.compile(r"(?:_CHECKPOINT_METADATA|[^/]+/(?:_METADATA|manifest\.ocdbt
 _FILE = re.compile(r"(?P<stem>.+)\.(?P<suffix>pt|pth|ckpt|bin|safetensors)")
 _PLAIN_STEMS = frozenset(("last", "best", "final", "latest"))
 
-_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+|pytorch_model(_\d+)?")
-"""Folders of accelerate and transformers that are one checkpoint together: models and optimizers of FSDP, and the tags
-of several models of DeepSpeed."""
+_PART = re.compile(f"{PARTS}|{TAGS}")
+"""Folders of accelerate that are one checkpoint together."""
 
 _STEP = re.compile(
     r"(?:^|[^a-z])(?:(?:global[-_]?)?step|iter(?:ation)?|checkpoint|ckpt|ba)[-_=]?0*(\d+)", re.IGNORECASE
@@ -53,10 +55,7 @@ _STEP = re.compile(
 
 
 LATEST = "latest"
-"""The name of the newest checkpoint. In DeepSpeed's folders a file of this name says which one that is."""
-
-ITSELF = "."
-"""The name of the run if it is itself one checkpoint."""
+"""The name of the newest checkpoint behind ``@``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,12 @@ class Member:
     def folder(self) -> str:
         """The folder of its files."""
         return parent_of(self.name) if self.is_file else "" if self.is_run else self.name
+
+    def saved(self, run: Source) -> Saved:
+        """The checkpoint as the rules see it."""
+        root = self.folder
+        files = {path[len(root) + 1 :] if root else path: size for path, size in self.files.items()}
+        return Saved(run, self.name, self.title, self.step, self.is_finished, root, files)
 
     @property
     def is_numbered(self) -> bool:
