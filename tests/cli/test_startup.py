@@ -54,30 +54,30 @@ ALLOWED = {
     "--help": LISTING,
     "--version": LISTING,
     "convert --help": LISTING,
-    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 74, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 98, {"click", "numpy", "rich"}),
+    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 91, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 116, {"click", "numpy", "rich"}),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors", "torch"},
-        120,
+        136,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors"},
-        122,
+        139,
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 103, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 120, {"click", "isal", "numpy"}
     ),
     "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 103, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 120, {"click", "isal", "numpy"}
     ),
     "diff": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 103, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 120, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 96, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 108, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", "core", "formats"},
         {entry.place.partition(".")[0] for entry in BUILT_IN.values()},
