@@ -9,9 +9,10 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.dcp.folders import METADATA, is_of_dcp
+from ckpt_tools.formats.dcp.names import METADATA, is_of_dcp
 from ckpt_tools.formats.deepspeed.names import MODEL, layer_name, model_name, optim_name
-from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG, rank_in_name
+from ckpt_tools.formats.foreign import rank_in_name
+from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE
 from ckpt_tools.formats.orbax.names import CHECKPOINT, TREE
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import PARTS
@@ -51,7 +52,7 @@ def folder_of_one_file(url: str, source: Source, exists: Exists) -> str | None:
     is_shard = shard is not None and int(shard[1]) > 1
     if is_shard or name.endswith(("model_states.pt", "optim_states.pt")) or is_own(name) or rank_in_name(name):
         return folder
-    if name in (MEGATRON_COMMON, MEGATRON_CONFIG) and exists(f"{folder}/{METADATA}"):
+    if name in (COMMON_FILE, CONFIG_FILE) and exists(f"{folder}/{METADATA}"):
         return folder
     return None if name.endswith(_KNOWN) or "://" in url else _orbax_folder(folder, exists)
 

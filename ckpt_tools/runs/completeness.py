@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from ckpt_tools.core.format_names import BUILT_IN
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.formats.dcp import complete as dcp
-from ckpt_tools.formats.dcp.folders import DATA
+from ckpt_tools.formats.dcp.names import DATA
 from ckpt_tools.formats.deepspeed import complete as deepspeed
 from ckpt_tools.formats.index import built_in
 from ckpt_tools.formats.megatron import complete as megatron

@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection, Iterable
 from functools import cache
 
-from ckpt_tools.formats.dcp.folders import ALONE, DATA, METADATA
-from ckpt_tools.formats.deepspeed.names import ANY, LATEST, LATEST_UNIVERSAL
-from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG
-from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, MANIFEST, TREE
+from ckpt_tools.formats.dcp import names as dcp
+from ckpt_tools.formats.deepspeed import names as deepspeed
+from ckpt_tools.formats.megatron import names as megatron
+from ckpt_tools.formats.orbax import names as orbax
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import pattern
 
@@ -22,9 +22,6 @@ _WEIGHTS = (
     r"\.(?:safetensors|bin|pt)|(?:model|pytorch_model|adapter_model|diffusion_pytorch_model)\.(?:safetensors|bin)"
     r"\.index\.json"
 )
-_DATA = r"\.metadata\.tmp|model_optim_rng\.pt|distrib_optim\.pt|process_\d+|[0-9a-f]{32}"
-"""Further files of DCP, Megatron-LM and Orbax."""
-
 _FOLDERS = (
     r"model|optim|optimizer|global_step\d+|mp_rank_\d+(?:_\d+){0,2}"
     r"|default|state|params|opt_state|d|ocdbt\.process_\d+|array_metadatas"
@@ -34,7 +31,16 @@ _UNIVERSAL = re.compile(r"(?:.+/)?zero/(?:optimizer_state|[^/]+/(?:fp32|exp_avg|
 _ITEM = re.compile(r"[^/]+/(?:metadata|metrics|commit_success\.txt)")
 """An item of Orbax that holds JSON has a name of the user's choice."""
 
-_LAST = (LATEST, LATEST_UNIVERSAL, METADATA, MEGATRON_CONFIG, CHECKPOINT, TREE, COMMITTED, MANIFEST)
+_LAST = (
+    deepspeed.LATEST,
+    deepspeed.LATEST_UNIVERSAL,
+    dcp.METADATA,
+    megatron.CONFIG_FILE,
+    orbax.CHECKPOINT,
+    orbax.TREE,
+    orbax.COMMITTED,
+    orbax.MANIFEST,
+)
 _STATES = re.compile(r".*_model_states\.pt")
 _MODEL = re.compile(r"(?:model|pytorch_model|adapter_model|shard)[-_.\w]*\.(?:safetensors|bin|pt)|.*\.safetensors")
 
@@ -44,9 +50,8 @@ def _forms() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Names of files, of folders, and of what is written last."""
     read = (re.escape(name) for trainer in TRAINERS for name in trainer.reads)
     own = pattern("own", "optimizer", "others").pattern
-    formats = (METADATA, MEGATRON_COMMON, MEGATRON_CONFIG, CHECKPOINT, TREE, COMMITTED, MANIFEST, "_sharding")
-    files = "|".join((ALONE.pattern, DATA.pattern, ANY, _WEIGHTS, _DATA, own, *read, *map(re.escape, formats)))
-    last = "|".join((ALONE.pattern, r"model_optim_rng\.pt", *map(re.escape, _LAST)))
+    files = "|".join((dcp.FILES, deepspeed.FILES, _WEIGHTS, megatron.FILES, orbax.FILES, own, *read))
+    last = "|".join((dcp.ALONE.pattern, r"model_optim_rng\.pt", *map(re.escape, _LAST)))
     return re.compile(files), _with(_FOLDERS, "folders"), _with(last, "last")
 
 
@@ -66,7 +71,7 @@ def is_known(path: str) -> bool:
 def strangers(paths: Collection[str]) -> set[str]:
     """Those of a checkpoint's files that no trainer and no format writes."""
     others = {path for path in paths if not is_known(path)}
-    return {path for path in others if not _ITEM.fullmatch(path)} if CHECKPOINT in paths else others
+    return {path for path in others if not _ITEM.fullmatch(path)} if orbax.CHECKPOINT in paths else others
 
 
 def in_order_of_removal(paths: Iterable[str]) -> list[list[str]]:

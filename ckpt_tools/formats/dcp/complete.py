@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.formats.dcp.folders import DATA, is_metadata, is_of_dcp, is_of_one_rank
+from ckpt_tools.formats.dcp.names import DATA, is_metadata, is_of_dcp, is_of_one_rank
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import checked_name

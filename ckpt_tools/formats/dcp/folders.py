@@ -7,26 +7,12 @@ transformers' Trainer, which saves through it: their trees, ``{"model": ...}`` a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable
 
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import IncompleteError, SeveralCheckpointsError
+from ckpt_tools.formats.dcp.names import ALONE, DATA, METADATA, is_metadata, is_of_dcp, is_of_one_rank
 from ckpt_tools.trainers.accelerate import is_one_model
-
-METADATA = ".metadata"
-
-ALONE = re.compile(r"__(\d{1,9})\.metadata")
-DATA = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-def is_metadata(path: str) -> bool:
-    return path.rpartition("/")[2] == METADATA
-
-
-def is_of_one_rank(path: str) -> bool:
-    """Whether it is a rank's own ``__<rank>.metadata``, as ``dcp.save(use_collectives=False)`` leaves."""
-    return ALONE.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def own_files(paths: Iterable[str], parts: Iterable[str] = ()) -> frozenset[str]:
@@ -41,11 +27,6 @@ def own_files(paths: Iterable[str], parts: Iterable[str] = ()) -> frozenset[str]
 def _is_own(path: str, folders: set[str]) -> bool:
     folder, separator, name = path.rpartition("/")
     return f"{folder}{separator}" in folders and is_of_dcp(name)
-
-
-def is_of_dcp(name: str) -> bool:
-    """Whether torch names the files of a DCP so."""
-    return name == METADATA or ALONE.fullmatch(name) is not None or DATA.fullmatch(name) is not None
 
 
 def metadata_files(paths: Iterable[str]) -> list[str]:

@@ -24,11 +24,11 @@ class DcpFormat(Format):
     writing_options = ("model_key", "optim_key", "world_size")
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.dcp.folders import is_metadata, is_of_one_rank
-        from ckpt_tools.formats.foreign import megatron_folders
+        from ckpt_tools.formats.dcp.names import is_metadata, is_of_one_rank
+        from ckpt_tools.formats.megatron.names import torch_dist_folders
 
         found = any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
-        return found and not megatron_folders(source)
+        return found and not torch_dist_folders(source)
 
     def read(self, source: Source, options: ReadOptions) -> Manifest:
         from ckpt_tools.formats.dcp.reader import read

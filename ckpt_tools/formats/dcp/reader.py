@@ -16,9 +16,10 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import MalformedError, errors_name
-from ckpt_tools.formats.dcp.folders import is_of_dcp, is_of_one_rank, metadata_files
+from ckpt_tools.formats.dcp.folders import metadata_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
+from ckpt_tools.formats.dcp.names import is_of_dcp, is_of_one_rank
 from ckpt_tools.formats.dcp.rank_indexes import merged
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place, with_references
 from ckpt_tools.formats.state_dict.parse import TensorLeaf, manifest_of

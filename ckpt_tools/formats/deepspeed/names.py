@@ -29,14 +29,14 @@ EXPERT_OPTIM = re.compile(r"expp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_
 
 _NATIVE = (MODEL, RANK_MODEL, OPTIM, LAYER, EXPERT, EXPERT_OPTIM)
 
-ANY = (
+FILES = (
     r"(?:zero_pp_rank_\d+_)?mp_rank_\d+(?:_\d+)?_model_states\.pt|layer_[\w-]+[-_]model_states\.pt"
     r"|(?:bf16_|fp16_)?(?:zero_pp|expp)_rank_\d+_mp_rank_\d+_?optim_states\.pt"
     r"|latest|latest_universal|zero_to_(?:fp32|torch)\.py"
 )
 """A pattern of the names that any version gives to files in a tag or beside the tags."""
 
-_ANY = re.compile(ANY)
+_ANY = re.compile(FILES)
 
 OTHER_EXPERTS = re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*")
 OTHER_LAYERS = re.compile(r"layer_\d+[-_].*")

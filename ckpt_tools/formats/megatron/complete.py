@@ -5,23 +5,23 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.formats.dcp.complete import is_dcp
-from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG, is_megatron_legacy
+from ckpt_tools.formats.megatron import names
 from ckpt_tools.trainers.saved import Saved
 
 
 def is_torch_dist(saved: Saved) -> bool:
     """Whether the names of a DCP's folder are Megatron-Core's. Newer versions write no ``common.pt``."""
     is_iteration = re.fullmatch(r"iter_\d{7}", saved.title) is not None
-    return is_iteration or bool({MEGATRON_CONFIG, MEGATRON_COMMON} & saved.names)
+    return is_iteration or bool({names.CONFIG_FILE, names.COMMON_FILE} & saved.names)
 
 
 def is_legacy(saved: Saved) -> bool:
     """Whether Megatron-LM wrote it in its older format, a file for each tensor- and pipeline-parallel rank."""
-    return any(re.search(r"mp_rank_\d+(?:_\d+)*/", path) and is_megatron_legacy(path) for path in saved.files)
+    return any(re.search(r"mp_rank_\d+(?:_\d+)*/", path) and names.is_legacy(path) for path in saved.files)
 
 
 def problem(saved: Saved) -> str | None:
     """Why it is not complete: ``metadata.json`` is written last."""
-    if not is_dcp(saved) or not is_torch_dist(saved) or MEGATRON_CONFIG in saved.names or is_legacy(saved):
+    if not is_dcp(saved) or not is_torch_dist(saved) or names.CONFIG_FILE in saved.names or is_legacy(saved):
         return None
-    return f"no {MEGATRON_CONFIG}, which Megatron-Core writes last: the save did not finish"
+    return f"no {names.CONFIG_FILE}, which Megatron-Core writes last: the save did not finish"

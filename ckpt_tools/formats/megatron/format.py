@@ -24,9 +24,9 @@ class MegatronFormat(Format):
     writing_options = ("world_size",)
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.foreign import is_megatron_legacy, megatron_folders
+        from ckpt_tools.formats.megatron.names import is_legacy, torch_dist_folders
 
-        return bool(megatron_folders(source)) or any(map(is_megatron_legacy, source.files))
+        return bool(torch_dist_folders(source)) or any(map(is_legacy, source.files))
 
     def read(self, source: Source, options: ReadOptions) -> Manifest:
         from ckpt_tools.formats.megatron.reader import read

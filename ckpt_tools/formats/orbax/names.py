@@ -14,3 +14,6 @@ FOLDERS = ("d", "array_metadatas")
 
 JSON_FILES = ("metadata", "metrics")
 """A JSON item and the metrics of a CheckpointManager, in their folders."""
+
+FILES = r"_CHECKPOINT_METADATA|_METADATA|_sharding|manifest\.ocdbt|commit_success\.txt|process_\d+|[0-9a-f]{32}"
+"""A pattern of the names of files in a checkpoint; the last are data files of OCDBT."""

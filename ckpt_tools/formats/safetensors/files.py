@@ -11,7 +11,6 @@ Tied weights are stored once; as ``safetensors.torch.save_model`` does, the meta
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,14 @@ from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
-from ckpt_tools.formats.safetensors.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
+from ckpt_tools.formats.safetensors.hf_index import (
+    are_shards,
+    check_promises,
+    index_layout,
+    index_of,
+    read_weight_map,
+    shards,
+)
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
     Piece,
@@ -48,12 +54,10 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
 
-INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
 
 STATE_KEY = "ckpt_tools.state"
 """Our entry of the metadata where a file holds a whole training state: what ``state_dict.packed`` makes of it."""
-
-_SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +85,22 @@ def read(source: Source, options: ReadOptions) -> Manifest:
 
 
 def own_files(source: Source) -> frozenset[str]:
-    return frozenset([*_files(source), *_index(source)])
+    return frozenset(filter(None, [*_files(source), index_of(source.files, INDEX_NAME)]))
 
 
 def is_own(path: str) -> bool:
-    return "/" not in path and path.endswith((".safetensors", INDEX_SUFFIX))
+    return "/" not in path and path.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _files(source: Source) -> list[str]:
     """The files that make up the model, in order."""
-    for index in _index(source):
+    index = index_of(source.files, INDEX_NAME)
+    if index is not None:
         return _indexed_files(source, index)
     files = [path for path in source.files if is_own(path)]
     if len(files) > 1:
         _check_shards(files)
     return files
-
-
-def _index(source: Source) -> list[str]:
-    """The one index, if there is any."""
-    indexes = [path for path in source.files if is_own(path) and path.endswith(INDEX_SUFFIX)]
-    return [choose_index(indexes, f"model{INDEX_SUFFIX}")] if indexes else []
 
 
 def _indexed_files(source: Source, index: str) -> list[str]:
@@ -116,17 +115,10 @@ def _check_shards(files: list[str]) -> None:
     """A folder without an index is one model only if its files number themselves completely."""
     if all(map(is_shard_name, files)):
         check_numbers(files)
-        return
-    numbers = [_SHARD_NAME.fullmatch(file) for file in files]
-    if not all(numbers):
+    elif not are_shards(files, ".safetensors"):
         raise SeveralCheckpointsError(
             f"there are several models here ({listed(files)}); name the file of the one you mean"
         )
-    present = {(int(match[1]), int(match[2])) for match in numbers if match}
-    totals = {total for _, total in present}
-    expected = {(number, total) for total in totals for number in range(1, total + 1)}
-    if len(totals) > 1 or present != expected:
-        raise IncompleteError(f"some of the shards {files[0]} ... {files[-1]} are missing")
 
 
 def read_header(source: Source, path: str) -> _Header:
@@ -261,23 +253,13 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     state = {STATE_KEY: whole.text} if whole else {}
     tensors = {**entries.tensors, **(whole.tensors if whole else {})}
     contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
-    parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
-    if len(parts) > 1 and options.file_name is not None:
-        raise UnsupportedError(
-            f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
-        )
-    names = [options.file_name or "model.safetensors"] if len(parts) == 1 else _shard_names(len(parts))
+    parts = shards({name: entry for name, (_, entry) in contents.items()}, options, "model.safetensors")
     files = [
-        _file_layout(name, {n: contents[n] for n in part}, entries.aliases, state if name == names[0] else {})
-        for name, part in zip(names, parts, strict=True)
+        _file_layout(name, {n: contents[n] for n in part}, entries.aliases, {} if number else state)
+        for number, (name, part) in enumerate(parts.items())
     ]
-    listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
-    index = [index_layout(f"model{INDEX_SUFFIX}", listed, {})] if len(parts) > 1 else []
+    index = [index_layout(INDEX_NAME, parts, {})] if len(parts) > 1 else []
     return Layout((*files, *index), entries.notes)
-
-
-def _shard_names(count: int) -> list[str]:
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _file_layout(
