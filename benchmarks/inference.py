@@ -110,7 +110,7 @@ def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
     import torch
 
     from inference.batch.inputs import Wanted
-    from training.data.datasets import datasets as data
+    from training.data import datasets as data
     from training.loop import evaluation
 
     torch.set_num_threads(threads)

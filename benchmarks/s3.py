@@ -237,7 +237,7 @@ def shares() -> None:
 def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     """As it is planned, and if files were cut every 8 MiB."""
     from ckpt_tools.core.options import ReadOptions, WriteOptions
-    from ckpt_tools.formats.registry import writer_for
+    from ckpt_tools.formats.index import written_format
     from ckpt_tools.planning.plan import CopyRules, Plan
     from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.s3.destination import MAX_PARTS, MIN_COPY_BYTES
@@ -245,7 +245,10 @@ def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         source, manifest = read_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
-        layout, rules = writer_for("safetensors").layout(manifest, WriteOptions()), CopyRules(MIN_COPY_BYTES, MAX_PARTS)
+        layout, rules = (
+            written_format("safetensors").layout(manifest, WriteOptions()),
+            CopyRules(MIN_COPY_BYTES, MAX_PARTS),
+        )
         plans = (
             Plan(manifest, layout, rules.task_bytes, 1, copies=rules),
             Plan(manifest, layout, PART_BYTES, 1),

@@ -186,7 +186,7 @@ class Loop:
         import torch
 
         from inference.models.predictor import load_predictor
-        from training.data.datasets import datasets as data
+        from training.data import datasets as data
         from training.loop import evaluation
 
         torch.set_num_threads(threads)

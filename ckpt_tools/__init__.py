@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         consolidate as consolidate,
         convert as convert,
         diff as diff,
-        formats as formats,
         inspect as inspect,
+        list_formats as list_formats,
         ls as ls,
         make_loadable as make_loadable,
         open as open,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         UnsupportedError as UnsupportedError,
         UsageError as UsageError,
     )
-    from ckpt_tools.formats.registry import FormatInfo as FormatInfo
+    from ckpt_tools.formats.index import FormatInfo as FormatInfo
     from ckpt_tools.loadable import LoadableReport as LoadableReport
     from ckpt_tools.runs.pruning import Pruned as Pruned, PruneReport as PruneReport
     from ckpt_tools.runs.report import RunCheckpoint as RunCheckpoint, RunListing as RunListing
@@ -77,8 +77,8 @@ _HOMES = {
         "consolidate",
         "convert",
         "diff",
-        "formats",
         "inspect",
+        "list_formats",
         "ls",
         "make_loadable",
         "open",
@@ -111,7 +111,7 @@ _HOMES = {
         "SeveralCheckpointsError",
         "UsageError",
     ),
-    "formats.registry": ("FormatInfo",),
+    "formats.index": ("FormatInfo",),
     "loadable": ("LoadableReport",),
     "serialization.loadable": ("LeftOut", "Replaced"),
     "stores.claims": ("UrlClaim", "claim"),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.options import DTypeLike
     from ckpt_tools.core.progress import Progress
     from ckpt_tools.core.summary import Summary
-    from ckpt_tools.formats.registry import FormatInfo
+    from ckpt_tools.formats.index import FormatInfo
     from ckpt_tools.loadable import LoadableReport
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.runs.report import RunListing
@@ -578,11 +578,11 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     """
     from ckpt_tools.runs.listing import listing
     from ckpt_tools.runs.opening import named
-    from ckpt_tools.stores.urls import check_storage_options, is_remote, open_run
+    from ckpt_tools.stores.urls import check_storage_options, open_run
 
     check_storage_options(storage_options, run)
     run = named(run, storage_options)
-    return listing(open_run(run, storage_options), url=str(run), is_remote=is_remote(run))
+    return listing(open_run(run, storage_options), url=str(run))
 
 
 @refusing_empty
@@ -699,7 +699,7 @@ def sign(
 
 
 @refusing_empty
-def formats() -> tuple[FormatInfo, ...]:
+def list_formats() -> tuple[FormatInfo, ...]:
     """List the formats that can be read and written.
 
     Returns:
@@ -707,10 +707,10 @@ def formats() -> tuple[FormatInfo, ...]:
 
     Example:
         >>> import ckpt_tools
-        >>> [row.name for row in ckpt_tools.formats() if row.writes][:3]
-        ['dcp', 'megatron', 'zero1']
+        >>> [row.name for row in ckpt_tools.list_formats() if row.writes][:3]
+        ['megatron', 'dcp', 'universal']
     """
-    from ckpt_tools.formats.registry import table
+    from ckpt_tools.formats.index import table
 
     return table()
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ckpt_tools.core.applicability import SHARDED as MODEL_FOLDERS
-from ckpt_tools.core.applicability import WRITING, check
+from ckpt_tools.core.applicability import check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
@@ -22,8 +21,9 @@ from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.transforms import cast_notes
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UnsupportedError, UsageError
-from ckpt_tools.formats.base import AsksModelType, Writer, kept_entries
-from ckpt_tools.formats.registry import writer_for
+from ckpt_tools.formats.applicability import WRITING
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import written_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
 from ckpt_tools.reading.checkpoint import case_of, own_keys
 from ckpt_tools.reading.model_files import find_model_files, missing_note, with_model_files
@@ -161,7 +161,7 @@ class ConvertReport(Shown):
         return self.plan.notes
 
 
-def is_whole(options: ConvertOptions, writer: Writer) -> bool:
+def is_whole(options: ConvertOptions, writer: Format) -> bool:
     """Whether all state is written: what the user says, else what the format is for."""
     return writer.holds_optimizer if options.state is None else options.state == "all"
 
@@ -208,9 +208,9 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         WRITING, request.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
     )
     writing = _write_options(place.form, manifest, request)
-    if isinstance(writer, AsksModelType):
+    if writer.asks_model_type:
         writing = replace(writing, model_type=_model_type(src, source, manifest, stores))
-    made = apply_options(manifest, request, whole=whole, holds_masters=writer.holds_masters, kept=kept_entries(writer))
+    made = apply_options(manifest, request, whole=whole, holds_masters=writer.holds_masters, kept=writer.kept_entries)
     manifest = made.manifest
     layout = writer.layout(manifest, writing)
     source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, stores)
@@ -262,11 +262,11 @@ def _with_model_files(
     layout: Layout,
     options: ConvertOptions,
     place: Place,
-    writer: Writer,
+    writer: Format,
     storage_options: StorageOptions,
 ) -> tuple[Source, Layout, frozenset[str]]:
     """A folder of weights with the files that say what the model is, the source that has them too, and their names."""
-    is_folder = writer.name in MODEL_FOLDERS and not isinstance(place.form, SingleFile)
+    is_folder = "config" in writer.writing_options and not isinstance(place.form, SingleFile)
     if not is_folder:
         if options.config is not None:
             raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
@@ -312,7 +312,7 @@ def _copies(source: Source, place: Place) -> CopyRules | None:
     return CopyRules(rules.copying.min_bytes, rules.max_parts) if is_same else None
 
 
-def _writer(to: str | None, name: str) -> Writer:
+def _writer(to: str | None, name: str) -> Format:
     check_ending(name, to)
     implied = implied_format(name)
     if to is None and implied is None:
@@ -321,10 +321,10 @@ def _writer(to: str | None, name: str) -> Writer:
         raise UsageError(
             f"{name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop {option('to')}"
         )
-    return writer_for(to or implied or "")
+    return written_format(to or implied or "")
 
 
-def _same_writer(manifest: Manifest, name: str) -> Writer:
+def _same_writer(manifest: Manifest, name: str) -> Format:
     """The writer of the source's own format, for another world size."""
     if manifest.world_size is None or manifest.format in ("universal", "zero0"):
         raise UsageError(f"a {manifest.format} checkpoint has no world size to change")

@@ -27,15 +27,22 @@ from ckpt_tools.core.option_names import option, spelled
 from ckpt_tools.core.options import dtype_name
 from ckpt_tools.core.showing import Count, Shown
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.registry import readers, writers
+from ckpt_tools.formats.index import built_in
 from ckpt_tools.stores.leftovers import CleanReport
 from ckpt_tools.verification.difference import Aspect
 from ckpt_tools.verification.signing import SignReport
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
 COMMANDS = [name for name, command in group.commands.items() if not isinstance(command, BesideCommand)]
-VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, name.replace("-", "_")) for name in [*COMMANDS, "open"]}
-"""By command; ``make-loadable`` is ``make_loadable``."""
+
+
+def verb(command: str) -> str:
+    """The function of a command: ``make-loadable`` is ``make_loadable``."""
+    return "list_formats" if command == "formats" else command.replace("-", "_")
+
+
+VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, verb(name)) for name in [*COMMANDS, "open"]}
+"""By command."""
 FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in ("load_into", "storage_reader", "claim")}}
 
 ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "dry_run", "top", "list_all"}
@@ -89,9 +96,7 @@ def test_every_keyword_is_written_out(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_misspelt_keyword_is_an_error_of_the_function_itself(name: str) -> None:
     required = [each.name for each in parameters(name).values() if each.default is each.empty]
-    with pytest.raises(
-        TypeError, match=rf"^{name.replace('-', '_')}\(\) got an unexpected keyword argument 'storage_option'"
-    ):
+    with pytest.raises(TypeError, match=rf"^{verb(name)}\(\) got an unexpected keyword argument 'storage_option'"):
         FUNCTIONS[name](**dict.fromkeys(required, "x"), storage_option={})
 
 
@@ -131,9 +136,9 @@ def test_a_command_and_its_function_have_the_same_choices_and_defaults(name: str
     }
 
 
-def test_choices_are_those_of_the_registry() -> None:
-    assert set(get_args(option_names.WrittenFormat)) == set(writers())
-    assert set(get_args(option_names.ReadFormat)) == {*readers(), "zero1", "zero2", "zero3"}
+def test_choices_are_those_of_the_index() -> None:
+    assert set(get_args(option_names.WrittenFormat)) == {each.name for each in built_in() if each.writes}
+    assert set(get_args(option_names.ReadFormat)) == {each.name for each in built_in() if each.reads}
     assert get_origin(option_names.WrittenFormat) is Literal
 
 
@@ -280,7 +285,7 @@ def reports(made: Path) -> list[Any]:
         ckpt_tools.checksum(out),
         ckpt_tools.clean(out),
         replace(ckpt_tools.clean(out), destination="d" * 10_000),
-        *ckpt_tools.formats(),
+        *ckpt_tools.list_formats(),
         ckpt_tools.inspect(out),
         *reports_of_a_run(made),
         ckpt_tools.make_loadable(made / "foreign.pt", made / "plain.pt"),

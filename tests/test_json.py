@@ -99,7 +99,7 @@ def test_keys_are_attributes(model: Path, tmp_path: Path) -> None:
         ckpt_tools.checksum(model, output="-"),
         ckpt_tools.scan(model),
         ckpt_tools.clean(tmp_path / "none"),
-        *ckpt_tools.formats(),
+        *ckpt_tools.list_formats(),
     ]
     for result in results:
         found = result.to_json()

@@ -13,9 +13,9 @@ from ckpt_tools.cli.wrapping import say_columns
 @options.as_json
 def formats_command(as_json: bool) -> None:
     """List the formats that can be read and written."""
-    from ckpt_tools import formats
+    from ckpt_tools import list_formats
 
-    found = formats()
+    found = list_formats()
     if as_json:
         print_json([row.to_json() for row in found])
         return

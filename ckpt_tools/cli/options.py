@@ -170,7 +170,7 @@ def _top(command: Command) -> Command:
     def run(*, top: int | None, list_all: bool, **chosen: Any) -> Any:
         return command(top=None if list_all else top or DEFAULT_TOP, **chosen)
 
-    return cast(Command, run)
+    return cast("Command", run)
 
 
 listing = together(

@@ -1,13 +1,52 @@
-"""Formats by the ending of a file's name. Imports nothing."""
+"""Built-in formats by name: the module of each, the signs of its files, and the endings of single files.
+
+Start-up and detection take them from here, so that no format is imported before it is needed. Adding a format adds an
+entry here and a folder in ``ckpt_tools/formats``.
+"""
 
 from __future__ import annotations
 
-SINGLE_FILES = {
-    ".safetensors": "safetensors",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-    ".gguf": "gguf",
-    ".npz": "npz",
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class BuiltIn(NamedTuple):
+    """Where a format is: ``MODULE:OBJECT`` below ``ckpt_tools.formats``.
+
+    ``signs`` are endings of file names, of which every source of the format has one. ``suffixes`` are endings of
+    destinations that are one file of the format.
+    """
+
+    place: str
+    signs: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+
+
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "megatron": BuiltIn(
+        "megatron.format:MegatronFormat", ("common.pt", "metadata.json", "_rng.pt", "distrib_optim.pt")
+    ),
+    "dcp": BuiltIn("dcp.format:DcpFormat", (".metadata",)),
+    "orbax": BuiltIn("orbax.format:OrbaxFormat", ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")),
+    "universal": BuiltIn("deepspeed.format:UniversalFormat", ("/fp32.pt",)),
+    "deepspeed": BuiltIn("deepspeed.format:DeepSpeedFormat", ("_states.pt",)),
+    "zero1": BuiltIn("deepspeed.format:ZERO1"),
+    "zero2": BuiltIn("deepspeed.format:ZERO2"),
+    "zero3": BuiltIn("deepspeed.format:ZERO3"),
+    "safetensors": BuiltIn(
+        "safetensors.format:SafetensorsFormat", (".safetensors", ".safetensors.index.json"), (".safetensors",)
+    ),
+    "sharded": BuiltIn("sharded.format:ShardedFormat", (".pt", ".pth", ".bin", ".ckpt")),
+    "torch": BuiltIn(
+        "torch.format:TorchFormat", (".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"), (".pt", ".pth", ".bin")
+    ),
+    "gguf": BuiltIn("gguf.format:GgufFormat", (".gguf",), (".gguf",)),
+    "npz": BuiltIn("npz.format:NpzFormat", (".npz",), (".npz",)),
 }
+"""In the order of detection, the most telling first. A format without signs is read by its name alone."""
+
+ALIASES = {"zero0": "deepspeed"}
+"""Names that a checkpoint may report and that are no entries: DeepSpeed without ZeRO."""
+
+SINGLE_FILES = {suffix: name for name, entry in BUILT_IN.items() for suffix in entry.suffixes}
 """Endings of destinations that are one file, and the format that each implies."""

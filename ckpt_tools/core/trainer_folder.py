@@ -1,7 +1,6 @@
-"""The folder that a trainer makes around a checkpoint, so that it can be written as the trainer resumes from it.
+"""The folder of a trainer around a checkpoint: one or several checkpoints, and small files beside them.
 
-A trainer's folder has one or several checkpoints in folders of their own, and small files beside them: a scheduler,
-counts, a tokenizer. Those files mean nothing to us. A writer that gives the folder back copies their bytes.
+The files, such as a scheduler or a tokenizer, are not interpreted here: a writer of the folder copies their bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ FILE = "file"
 
 @dataclass(frozen=True, slots=True)
 class BesideFile:
-    """A small file of a trainer's folder: its name in the source, its size, and the rank that it belongs to."""
+    """A small file of a trainer's folder: its name in the source, its size, and the rank that wrote it."""
 
     source: str
     num_bytes: int
@@ -36,13 +35,13 @@ class BesideFile:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFolder:
-    """What lies where in the folder of ``trainer``.
+    """The folder of ``trainer``.
 
-    ``parts`` maps the folder of each checkpoint in it to the names at the top of the tree that lies there; an empty
-    folder is the trainer's own. ``files`` are copied as they are, by their names in the folder. ``entries`` names what
-    of a manifest's ``extra`` was read from them, which is therefore not written a second time. ``unknown`` are files of
-    the source that lie in the folder itself, and that the trainer is not known to write. ``without_ranks`` says
-    how the trainer goes on without the files that belong to ranks; if ``first_is_enough``, it takes those of rank 0.
+    ``parts`` maps the folder of each checkpoint in it to the names at the top of its tree; an empty folder is the
+    trainer's own. ``files`` are copied as they are, by their names in the folder. ``entries`` are the names in
+    ``Manifest.extra`` that were read from them, and are not written a second time. ``unknown`` are files of the source
+    in the folder itself that the trainer is not known to write. ``without_ranks`` and ``first_is_enough``: as in
+    ``trainers.record.Returned``.
     """
 
     trainer: str
@@ -63,8 +62,7 @@ class TrainerFolder:
         return frozenset(file.source for file in self.files.values())
 
     def part_of(self, top: str) -> str:
-        """The folder in which an entry of the tree lies, by the name at the top of its path; the first one, where none
-        has that name."""
+        """The folder of an entry of the tree, by the name at the top of its path; the first one if none has it."""
         return next((folder for folder, tops in self.parts.items() if top in tops), next(iter(self.parts)))
 
     def files_for(self, world_size: int) -> tuple[dict[str, BesideFile], dict[str, BesideFile]]:

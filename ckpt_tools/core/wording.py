@@ -128,3 +128,9 @@ def _stand_in(value: dict[str, Any]) -> str:
     if type(what) is int:
         return f"<{name[1:]} of {count(what, units.get(name, 'item'))}>"
     return f"<{name[1:]} {what}>" if name == "$tensor" else str(what)
+
+
+def of_ranks(ranks: Iterable[int]) -> str:
+    """``ranks 0 and 1``."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed([str(rank) for rank in numbers])}"

@@ -1,72 +1,103 @@
-"""What a format must be able to do: read headers into a manifest, or lay a manifest out in files.
-
-No reader knows a writer. Both are pure but for the header reads of a reader, and neither touches a tensor's bytes.
-
-``Reader`` and ``Writer`` are what the rest of the package asks for. ``ReadableFormat`` and ``WritableFormat`` are the
-same with defaults, for formats that plug-ins add; a format that is read and written inherits both.
-"""
+"""The base class of every format, built in or of a plug-in."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
+
+READING_OPTIONS = ("tag", "model_key", "optim_key")
+"""The options that a format may take for reading, by their names in ``ReadOptions``."""
+
+WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_size", "config")
+"""The options that a format may take for writing; ``max_shard_size`` arrives as ``WriteOptions.max_shard_bytes``.
+``config`` is for folders that ``from_pretrained`` opens: ``config.json`` and the like are copied into them."""
 
 
-class Reader(Protocol):
-    """One format, to read."""
+class Format:
+    """A format of checkpoints: headers to a manifest, or a manifest to a layout of files.
+
+    It is read if ``read`` is overridden, and written if ``layout`` is. Neither touches the bytes of a tensor. Modules
+    that take time to import are imported inside the methods.
+    """
+
+    name: str = ""
+    """What ``--to`` and ``--from`` take."""
+    about: str = ""
+    """Description in the table of ``ckpt-tools formats``."""
+    holds_optimizer: bool = True
+    """Whether the whole state is written by default; otherwise weights alone, unless ``state="all"`` asks for more."""
+    holds_masters: bool = False
+    """Whether fp32 masters are kept beside the model's own weights; otherwise each weight is written once."""
+    is_weights_alone: bool = False
+    """Whether nothing but a model's weights can be written, so that ``state="all"`` is refused."""
+    reading_options: tuple[str, ...] = ()
+    """Those of ``READING_OPTIONS`` that mean something here; any other is an error."""
+    writing_options: tuple[str, ...] = ()
+    """Those of ``WRITING_OPTIONS`` that mean something here; any other is an error."""
+    kept_entries: tuple[str, ...] = ()
+    """Top-level names of ``Manifest.extra`` that are written with weights alone, because they describe the model."""
+    asks_model_type: bool = False
+    """Whether ``layout`` uses ``WriteOptions.model_type``, for which the source's ``config.json`` is read."""
 
     @property
-    def name(self) -> str:
-        """The format's name on the command line."""
+    def reads(self) -> bool:
+        return type(self).read is not Format.read
+
+    @property
+    def writes(self) -> bool:
+        return type(self).layout is not Format.layout
+
+    @property
+    def holds(self) -> str:
+        """What it holds, for the table of formats."""
+        if self.is_weights_alone:
+            return "weights"
+        return "whole state" if self.holds_optimizer else "weights; whole state on request"
 
     def detect(self, source: Source) -> bool:
         """Whether ``source`` looks like this format; cheap, and never an error."""
+        return False
 
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
         """The checkpoint as a manifest, from headers alone.
 
         Raises:
-            FormatError: it cannot be read; SourceNotFoundError: there is no such tag; UnsafeError: it names files
+            FormatError: it cannot be read. SourceNotFoundError: there is no such tag. UnsafeError: it names files
             outside.
         """
+        raise NotImplementedError
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        """The files of ``source`` that are those of the checkpoint ``manifest``, which was read from it.
+        """The files of ``source`` that belong to the checkpoint ``manifest``, which was read from it.
 
-        They are named as the format names its files, or are named by such a file. None where the checkpoint does not
-        lie in ``source`` itself, but in a folder below it. Raises as ``read_manifest``.
+        By default those that hold tensors. A format with more files, such as an index, adds them: ``--overwrite``
+        refuses to replace a folder that holds any other file. None if the checkpoint is in a folder below ``source``.
+        Raises as ``read``.
         """
-
-
-@runtime_checkable
-class Serving(Protocol):
-    """A reader of tensors that are no ranges of stored files, because their elements have to be decoded."""
+        return manifest.files - manifest.literals.keys()
 
     def served(self, source: Source, manifest: Manifest) -> Source:
-        """``source`` with a file more for each such tensor: its elements, row-major, decoded as they are read. The
-        shards of ``manifest``, which was read from ``source``, name these files."""
+        """``source`` with a file more for each tensor that is no range of a stored file, because its elements have to
+        be decoded: row-major elements, decoded as they are read. The shards of ``manifest`` name these files."""
+        return source
 
+    def reading_options_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """Those of ``reading_options`` that mean something for ``manifest``, which was read from this format."""
+        return self.reading_options
 
-class Writer(Protocol):
-    """One format, to write."""
+    def problem(self, saved: Saved) -> str | None:
+        """Why a checkpoint of this format in a run is not complete, from names and headers; None if it looks complete.
 
-    @property
-    def name(self) -> str:
-        """The format's name on the command line."""
-
-    @property
-    def holds_optimizer(self) -> bool:
-        """Whether it is a format of whole states. One of models holds the rest too, where that is asked for."""
-
-    @property
-    def holds_masters(self) -> bool:
-        """Whether it keeps fp32 masters beside the model's own weights; one that does not is given one copy."""
+        Raises:
+            CkptError: a header cannot be read.
+        """
+        return None
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         """The files of ``manifest`` in this format.
@@ -74,73 +105,4 @@ class Writer(Protocol):
         Raises:
             UnsupportedError: a tensor has no form here.
         """
-
-
-@runtime_checkable
-class KeepsEntries(Protocol):
-    """A writer of weights that takes some entries of the checkpoint along with them."""
-
-    @property
-    def kept_entries(self) -> tuple[str, ...]:
-        """Their names at the top of ``Manifest.extra``: what says something of the model itself."""
-
-
-@runtime_checkable
-class AsksModelType(Protocol):
-    """A writer that is told ``WriteOptions.model_type``, which takes a look for the source's ``config.json``."""
-
-    @property
-    def asks_model_type(self) -> bool:
-        """True."""
-
-
-def kept_entries(writer: Writer) -> tuple[str, ...]:
-    """The entries that ``writer`` writes with weights alone."""
-    return writer.kept_entries if isinstance(writer, KeepsEntries) else ()
-
-
-READING_OPTIONS = ("tag", "model_key", "optim_key")
-"""The options that a reader may take, by their names in ``ReadOptions``."""
-
-WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_size")
-"""The options that a writer may take; ``max_shard_size`` arrives as ``WriteOptions.max_shard_bytes``."""
-
-
-class Format:
-    """What ``ckpt-tools formats`` says of a format. ``name`` is the one that ``--to`` and ``--from`` take."""
-
-    name: str
-    about: str
-    holds_optimizer: bool = True
-
-
-class ReadableFormat(Format, ABC):
-    """A ``Reader`` with defaults."""
-
-    reading_options: tuple[str, ...] = ()
-    """Those of ``READING_OPTIONS`` that mean something here. The user gets an error for any other."""
-
-    @abstractmethod
-    def detect(self, source: Source) -> bool:
-        """As ``Reader.detect``."""
-
-    @abstractmethod
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        """As ``Reader.read_manifest``."""
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        """As ``Reader.own_files``: the files that hold tensors. A format that has more files, such as an index, adds
-        them; ``--overwrite`` refuses to replace a folder that holds any file not named here."""
-        return manifest.files - manifest.literals.keys()
-
-
-class WritableFormat(Format, ABC):
-    """A ``Writer`` with defaults: of whole states, with one copy of each weight."""
-
-    holds_masters: bool = False
-    writing_options: tuple[str, ...] = ()
-    """Those of ``WRITING_OPTIONS`` that mean something here. The user gets an error for any other."""
-
-    @abstractmethod
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        """As ``Writer.layout``."""
+        raise NotImplementedError

@@ -7,17 +7,15 @@ for a part of a tensor, and files that say of which rank they are.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, StoredTensor, Value
-from ckpt_tools.errors import CkptError, UnsupportedError
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.serialization.unread_tensors import why_unread
-from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import ACCELERATE, VERL
+from ckpt_tools.trainers.names import rank_file, world_of
 
 _SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "momentum_buffer",
@@ -64,11 +62,11 @@ def refuse_tensor_object(value: Any, name: str) -> None:
 
 def rank_in_name(path: str) -> str | None:
     """``rank 0 of 2`` where the name of a file says that it holds the part of one of several ranks."""
-    name = path.rpartition("/")[2]
-    if (of := VERL.fullmatch(name)) is not None:
-        return f"rank {int(of['rank'])} of {int(of['world'])}" if int(of["world"]) > 1 else None
-    alone = ACCELERATE.fullmatch(name)
-    return f"rank {int(alone['rank'])}" if alone is not None else None
+    match = rank_file(path)
+    if match is None:
+        return None
+    rank, world = int(match["rank"]), world_of(match)
+    return f"rank {rank}" if world is None else f"rank {rank} of {world}" if world > 1 else None
 
 
 def refuse_pieces(value: Value, path: str) -> None:
@@ -182,46 +180,3 @@ def _refuse_cut_module(value: dict[Value, Value], path: str) -> None:
                 f"it is one file of a DeepSpeed ZeRO checkpoint and has no elements of {name}; name the folder",
                 path=path,
             )
-
-
-MEGATRON_COMMON = "common.pt"
-MEGATRON_CONFIG = "metadata.json"
-"""What dist_checkpointing of Megatron-Core lays beside the index, and what it writes last."""
-
-MAX_MEGATRON_CONFIG_BYTES = 1 << 20
-"""It names a backend and two versions."""
-
-_MEGATRON_LEGACY = re.compile(r"(?:.*/)?(?:model_optim_rng|model_rng|distrib_optim)\.pt")
-
-
-def megatron_folders(source: Source) -> list[str]:
-    """The folders, as prefixes of paths, in which dist_checkpointing of Megatron-Core keeps a checkpoint."""
-    inside: dict[str, set[str]] = {}
-    for path in source.files:
-        folder, slash, name = path.rpartition("/")
-        if name in (".metadata", MEGATRON_COMMON, MEGATRON_CONFIG):
-            inside.setdefault(folder + slash, set()).add(name)
-    return [prefix for prefix, names in inside.items() if _is_megatrons(source, prefix, names)]
-
-
-def _is_megatrons(source: Source, prefix: str, names: set[str]) -> bool:
-    if {".metadata", MEGATRON_COMMON} <= names:
-        return True
-    return len(names) > 1 and megatron_backend(source, f"{prefix}{MEGATRON_CONFIG}") is not None
-
-
-def megatron_backend(source: Source, path: str) -> str | None:
-    """What the ``metadata.json`` at ``path`` calls the form of the tensors; None where it is another file."""
-    if path not in source.files or source.size(path) > MAX_MEGATRON_CONFIG_BYTES:
-        return None
-    try:
-        found = json.loads(source.read_all(path, limit_bytes=MAX_MEGATRON_CONFIG_BYTES))
-    except (CkptError, ValueError, RecursionError):
-        return None
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
-    return backend if isinstance(backend, str) else None
-
-
-def is_megatron_legacy(path: str) -> bool:
-    """Whether a file's name is one of those that Megatron-LM's format of before dist_checkpointing has."""
-    return _MEGATRON_LEGACY.fullmatch(path) is not None

@@ -1,1 +1,1 @@
-"""From an open source to a manifest: the format reads, and what trainers lay beside the checkpoint is added."""
+"""From an open source to a manifest: choose the format, read, add what the trainer's files say."""

@@ -1,79 +1,81 @@
-"""From what a user types to a store: paths and URLs, files and folders, sources and destinations."""
+"""From an open source to a manifest, in three steps: choose the format, read, and add what the trainer's files say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
-from ckpt_tools.core.applicability import READING, Case, check
+from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.wording import newest, without_secrets
-from ckpt_tools.errors import (
-    FormatError,
-    SeveralCheckpointsError,
-    UnsafeError,
-)
-from ckpt_tools.formats.base import Reader, Serving
-from ckpt_tools.formats.registry import (
-    hint_of_plugins,
-    is_built_in,
-    plugin_reading_options,
-    plugin_writing_options,
-    reader_for,
-    readers,
-)
-from ckpt_tools.reading.calls import with_calls_noted
-from ckpt_tools.reading.trainer_files import with_trainer_files
+from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
+from ckpt_tools.formats.applicability import READING
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
+from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest
+from ckpt_tools.reading.enrich import enriched
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.accelerate import optimizer_of, refuse_several
-from ckpt_tools.trainers.names import OPTIMIZER_HALF
+from ckpt_tools.trainers.accelerate import refuse_several
+from ckpt_tools.trainers.megatron_lm import TRACKER
+from ckpt_tools.trainers.names import optimizer_of
+from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
 
-if TYPE_CHECKING:
-    from ckpt_tools.formats.state_dict.parse import Leaves
-
-
-CHOOSING = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+CHOOSING = (LATEST, LATEST_UNIVERSAL, TRACKER)
 """Files of a run that say which of its checkpoints is meant: DeepSpeed's and Megatron's."""
 
 
 def read_source(source: Source, options: ReadOptions, *, format_name: str | None = None) -> tuple[Source, Manifest]:
-    """As ``read_checkpoint``, of a source that is open."""
-    prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
-    own: frozenset[str] = frozenset()
-    optimizer = optimizer_of(source.files)
-    reader: Reader | None = None
-    try:
-        refuse_several(source, options.tag)
-        if prefix is None:
-            reader = reader_for(source, format_name)
-            if optimizer is None:
-                manifest = reader.read_manifest(source, options)
-            else:
-                manifest, is_joined = _read_both(reader, source, optimizer, options)
-                own = frozenset([optimizer] if is_joined else [])
-        else:
-            from ckpt_tools.reading.halves import read_halves
+    """The manifest of ``source``, and the source whose files its shards name.
 
-            reader, models = readers()["dcp"], readers()["safetensors"]
-            manifest = read_halves(source, prefix, options, dcp=reader, safetensors=models)
+    Raises:
+        CkptError: as ``find_format`` and ``Format.read``.
+    """
+    with _errors_explained(source):
+        refuse_several(source, options.tag)
+        prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
+        reader = find_format(source, format_name) if prefix is None else read_format("dcp")
+    with _errors_explained(source, reader if format_name is None and prefix is None else None):
+        manifest, own = _read(reader, source, prefix, options)
         _refuse_others(source, manifest, options)
+    own |= reader.own_files(source, manifest)
+    source = reader.served(source, manifest)
+    manifest = enriched(manifest, source, own)
+    return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+
+
+def _read(reader: Format, source: Source, prefix: str | None, options: ReadOptions) -> tuple[Manifest, frozenset[str]]:
+    """The manifest of a model, joined with an optimizer in a file or folder beside it, and that file."""
+    if prefix is not None:
+        from ckpt_tools.reading.halves import read_halves
+
+        return read_halves(source, prefix, options), frozenset()
+    optimizer = optimizer_of(source.files)
+    if optimizer is None:
+        return read_manifest(reader, source, options), frozenset()
+    from ckpt_tools.reading.optimizer_file import read_both
+
+    manifest, is_joined = read_both(reader, source, optimizer, options)
+    return manifest, frozenset([optimizer] if is_joined else [])
+
+
+@contextmanager
+def _errors_explained(source: Source, chosen: Format | None = None) -> Iterator[None]:
+    """Adds to errors: the file or folder, how to name one of several checkpoints, and the plug-in that recognises what
+    ``chosen``, a format that the user did not name, cannot read."""
+    try:
+        yield
     except SeveralCheckpointsError as error:
-        from ckpt_tools.core.run_folders import proposal
+        from ckpt_tools.trainers.run_folders import proposal
 
         raise SeveralCheckpointsError(error.message + proposal(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
         error.path = error.path or known_by(source)
-        if format_name is None and reader is not None and is_built_in(reader):
-            error.message += hint_of_plugins(source)
+        if chosen is not None:
+            error.message += hint_of_plugins(source, chosen)
         raise
-    own = own | reader.own_files(source, manifest)
-    if isinstance(reader, Serving):
-        source = reader.served(source, manifest)
-    manifest = with_calls_noted(with_trainer_files(manifest, source, own))
-    return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 
 def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> None:
@@ -83,7 +85,7 @@ def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> 
     is_chosen = options.tag is not None or any(name in source.files for name in CHOOSING)
     if is_chosen or not used or any("/" not in file for file in used):
         return
-    from ckpt_tools.core.run_folders import others_of
+    from ckpt_tools.trainers.run_folders import others_of
 
     others = [each.name for each in others_of(source.files, used) if each.is_finished]
     if others:
@@ -92,7 +94,7 @@ def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> 
 
 
 def known_by(source: Source) -> str:
-    """The one file of ``source``, or the folder: what an error about all of it names."""
+    """The one file of ``source``, or the folder, for an error about all of it."""
     return next(iter(source.files)) if len(source.files) == 1 else without_secrets(source.store.url)
 
 
@@ -105,38 +107,28 @@ def _prefix_of_halves(source: Source) -> str | None:
     return halves_prefix(source)
 
 
-def _read_both(reader: Reader, source: Source, optimizer: str, options: ReadOptions) -> tuple[Manifest, bool]:
-    from ckpt_tools.formats.torch.files import read_tree
-    from ckpt_tools.reading.optimizer_file import read_both
-
-    def read_file(source: Source, file: str) -> tuple[Leaves, Mapping[str, str]]:
-        tree = read_tree(source, file)
-        return tree.leaves, tree.ties
-
-    return read_both(reader, source, optimizer, read_file, options)
-
-
 def own_keys(source: str, target: str, options: ConvertOptions) -> ReadOptions:
-    """The options with which a checkpoint in the format ``target`` is read that was made of one in ``source``: a DCP
-    keeps the tree of a DCP, and with it the keys."""
+    """Options for reading what was converted from the format ``source`` to ``target``: a DCP keeps the tree of a DCP,
+    and with it the keys."""
     is_kept = source == target == "dcp"
     return ReadOptions(model_key=options.model_key, optim_key=options.optim_key) if is_kept else ReadOptions()
 
 
 def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
-    """What options are checked against if ``manifest`` is read and ``target`` written."""
+    """The case that options are checked against when ``manifest`` is read and ``target`` written."""
+    reader, writer = known(manifest.format), known(target) if target else None
     return Case(
         source=manifest.format,
         target=target,
-        is_tree=manifest.tree is not None,
+        reads=() if reader is None else reader.reading_options_of(manifest),
+        writes=() if writer is None else writer.writing_options,
+        is_weights_alone=writer is not None and writer.is_weights_alone,
         has_masters=any(key.slot == MASTER for key in manifest.tensors),
         keeps_both=keeps_both,
         has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
-        reader_takes=plugin_reading_options(manifest.format),
-        writer_takes=plugin_writing_options(target),
     )
 
 
 def check_reading(manifest: Manifest, options: ReadOptions) -> None:
-    """Raises UsageError where an option says how to read and ``manifest`` is of a format that does not have it."""
+    """Raises UsageError if a reading option does not apply to the format of ``manifest``."""
     check(READING, asdict(options), case_of(manifest, "", keeps_both=False, whole=False))

@@ -1,15 +1,13 @@
-"""A folder whose model and optimizer are checkpoints of two formats, joined by the names of the parameters.
+"""A folder of NeMo Automodel: ``model/`` in safetensors and ``optim/`` as a DCP, joined by the parameters' names.
 
-NeMo Automodel writes ``model/`` through ``HuggingFaceStorageWriter`` and ``optim/`` as a DCP ``{"optim", "sched"}``
-whose optimizer is flattened by name (components/checkpoint/checkpointing.py, stateful_wrappers.py). The model's names
-may be those of Hugging Face, which differ from the optimizer's for some architectures: then nothing says which is
-which, and the two are refused.
+The model's names may be those of Hugging Face, which differ from the optimizer's for some architectures. Nothing says
+then which is which, and the two are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TensorEntry
@@ -17,13 +15,14 @@ from ckpt_tools.core.notes import Note, not_part
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
-from ckpt_tools.formats.base import Reader
-from ckpt_tools.stores.source import Source, Store, StoreWrapper
-from ckpt_tools.trainers.names import OPTIMIZER_HALF
+from ckpt_tools.formats.index import read_format, read_manifest
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.within import part_of
+from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
 
 
 def halves_prefix(source: Source) -> str | None:
-    """Where the folders ``model`` and ``optim`` of the one such checkpoint lie, if there is one."""
+    """The prefix of the folders ``model`` and ``optim`` of the one such checkpoint, if there is one."""
     ends = (OPTIMIZER_HALF, f"/{OPTIMIZER_HALF}")
     found = [path.removesuffix(OPTIMIZER_HALF) for path in source.files if path == ends[0] or path.endswith(ends[1])]
     if len(found) != 1 or sum(path.rpartition("/")[2] == ".metadata" for path in source.files) != 1:
@@ -33,14 +32,16 @@ def halves_prefix(source: Source) -> str | None:
     return found[0] if any("/" not in path and path.endswith(".safetensors") for path in files) else None
 
 
-def read_halves(source: Source, prefix: str, options: ReadOptions, *, dcp: Reader, safetensors: Reader) -> Manifest:
+def read_halves(source: Source, prefix: str, options: ReadOptions) -> Manifest:
     """The whole checkpoint.
 
     Raises:
-        UnsupportedError: the optimizer knows parameters that the model does not have. FormatError: as the readers say.
+        UnsupportedError: the optimizer knows parameters that the model does not have. FormatError: as the readers.
     """
-    optim = dcp.read_manifest(_part(source, f"{prefix}optim/"), options)
-    model = _model(safetensors, source, f"{prefix}model/")
+    folder = f"{prefix}optim/"
+    files = {path: size for path, size in source.files.items() if path.startswith(folder)}
+    optim = read_manifest(read_format("dcp"), replace(source, files=files), options)
+    model = _model(source, f"{prefix}model/")
     _check_names(optim, model, prefix)
     state = optim.tree or StateTree((), None)
     tree = StateTree(("model",), state.optim or ("optim",), state.is_flattened, state.extras)
@@ -55,35 +56,15 @@ def read_halves(source: Source, prefix: str, options: ReadOptions, *, dcp: Reade
     return replace(joined, notes=(*joined.notes, *_beside(source, prefix, joined)))
 
 
-def _model(reader: Reader, source: Source, folder: str) -> Manifest:
+def _model(source: Source, folder: str) -> Manifest:
     """The manifest of the model, with the names that its files have in the whole source."""
+    files = {path[len(folder) :]: size for path, size in source.files.items() if path.startswith(folder)}
     try:
-        manifest = reader.read_manifest(_inside(source, folder), ReadOptions())
+        manifest = read_manifest(read_format("safetensors"), part_of(source, folder[:-1], files), ReadOptions())
     except CkptError as error:
         path = folder if error.path is None else f"{folder}{error.path}"
         raise type(error)(error.message, path=path, key=error.key) from error
     return replace(manifest, tensors={key: _moved(entry, folder) for key, entry in manifest.tensors.items()})
-
-
-def _part(source: Source, prefix: str) -> Source:
-    return replace(source, files={path: size for path, size in source.files.items() if path.startswith(prefix)})
-
-
-def _inside(source: Source, prefix: str) -> Source:
-    """The source whose root is the folder ``prefix``."""
-    files = {path[len(prefix) :]: size for path, size in _part(source, prefix).files.items()}
-    return Source(_Below(source.store, prefix), files)
-
-
-@dataclass(frozen=True, slots=True)
-class _Below(StoreWrapper):
-    """A store whose root is a folder of another."""
-
-    store: Store
-    prefix: str
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        self.store.read_into(self.prefix + path, start, buffer)
 
 
 def _moved(entry: TensorEntry, prefix: str) -> TensorEntry:

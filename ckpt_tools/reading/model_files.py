@@ -1,8 +1,7 @@
-"""Files that say what a model is: ``config.json``, and a tokenizer or the preparation of images with it.
+"""``config.json``, tokenizer and preprocessor of a model, copied so that ``from_pretrained`` opens the output.
 
-They lie beside weights, in a folder ``huggingface`` there, or in the folder above. A folder of weights in safetensors
-or torch files carries them, so that ``from_pretrained`` opens it. They are copied as they are, but for the dtype in
-``config.json``, which becomes that of the written weights.
+They are beside the weights, in a folder ``huggingface`` there, or in the folder above, and go into a folder of weights
+in safetensors or torch files. Only the dtype in ``config.json`` is changed, to that of the written weights.
 """
 
 from __future__ import annotations
@@ -27,32 +26,12 @@ from ckpt_tools.stores.joined import Joined
 from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
-
-CONFIG = "config.json"
-_HUGGING_FACE = "huggingface"
-"""verl's folder for these files."""
+from ckpt_tools.trainers.transformers import ARGUMENTS, COMPANIONS, CONFIG, PREPARATION, STATE, TOKENIZER, TRANSFORMERS
+from ckpt_tools.trainers.verl import HUGGING_FACE
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_FILE_BYTES = 256 << 20
-"""The largest vocabularies have some 35 MB."""
-
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_PREPARATION = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-COMPANIONS = ("generation_config.json", *_TOKENIZER, *_PREPARATION)
-"""By their names in transformers."""
+"""The largest vocabularies have about 35 MB."""
 
 _SIGNS = ("model_type", "architectures", "architecture", "_class_name")
 """Keys of a ``config.json`` of transformers, of our own training runs, or of diffusers; others' have none of them."""
@@ -65,8 +44,8 @@ _EXTRA = re.compile(r"chat_templates/[\w.-]+\.jinja")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What was found. ``config`` is the content of ``config.json``, ``files`` are the others by name; their sources are
-    names in ``store``. ``is_above`` says that they lie in the folder above the source."""
+    """Files of a model: ``config`` is the content of ``config.json``, ``files`` are the others by name. Their sources
+    are names in ``store``. ``is_above`` if they were found in the folder above the source."""
 
     store: Store
     config: Mapping[str, Any]
@@ -80,7 +59,7 @@ class ModelFiles:
 
 
 def is_model_file(path: str) -> bool:
-    """Whether it has the name of such a file, in the folder of the weights."""
+    """Whether a path in the folder of the weights is one of these files."""
     return path in (CONFIG, *COMPANIONS) or _EXTRA.fullmatch(path) is not None
 
 
@@ -92,7 +71,7 @@ def find_model_files(
     config: str | Path | None,
     storage_options: StorageOptions,
 ) -> ModelFiles | None:
-    """Those in the folder ``config`` that the user names, else those beside the checkpoint ``source`` at ``url``.
+    """Files in the folder ``config`` that the user names, else beside the checkpoint ``source`` at ``url``.
 
     Raises:
         UsageError: ``config`` has no ``config.json`` of a model. SourceNotFoundError: there is no such folder.
@@ -123,10 +102,10 @@ def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> L
 
 
 def missing_note(source: Source, manifest: Manifest) -> Note | None:
-    """About the ``config.json`` that was not found, if there are signs that transformers made the source."""
+    """Note on a missing ``config.json`` if transformers made the source."""
     names = {path.rpartition("/")[2] for path in source.files}
-    is_transformers = manifest.trainer is not None and "transformers" in manifest.trainer.trainer
-    if not is_transformers and not names & {*COMPANIONS, "training_args.bin", "trainer_state.json"}:
+    is_transformers = manifest.trainer is not None and manifest.trainer.trainer == TRANSFORMERS.name
+    if not is_transformers and not names & {*COMPANIONS, ARGUMENTS, STATE}:
         return None
     why = f"not found beside the source, and from_pretrained needs it; name its folder with {option('config')}"
     return Note(Outcome.MISSING, CONFIG, why)
@@ -143,11 +122,11 @@ def _prefixes(files: Iterable[str]) -> Iterator[str]:
     for depth in range(len(common), -1, -1):
         base = "".join(f"{part}/" for part in common[:depth])
         yield base
-        yield f"{base}{_HUGGING_FACE}/"
+        yield f"{base}{HUGGING_FACE}/"
 
 
 def _in(source: Source, prefix: str) -> ModelFiles | None:
-    """Those in a folder of ``source``."""
+    """Files in a folder of ``source``."""
     content = _config_of(source, prefix + CONFIG) if prefix + CONFIG in source.files else None
     if content is None:
         return None
@@ -182,8 +161,7 @@ def _named(folder: str | Path, source: Source, storage_options: StorageOptions) 
 
 
 def _near(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
-    """Those in the folder of a single file, or in the folder above a folder: looked up by name, because much else may
-    lie there."""
+    """Files in the folder of a single file, or above a folder: looked up by name, because that folder may be large."""
     base, is_above = _folder_near(url, source)
     if base is None:
         return None
@@ -205,7 +183,7 @@ def _near(url: str | Path, source: Source, storage_options: StorageOptions) -> M
 
 
 def _readable(opened: Source) -> Mapping[str, Any] | None:
-    """A file that is near, and perhaps of something else, does not stop the conversion."""
+    """``config.json`` nearby; None if it cannot be read, because it may belong to something else."""
     try:
         return _config_of(opened, CONFIG) if CONFIG in opened.files else None
     except CkptError:
@@ -235,7 +213,7 @@ def _joined(source: Source, found: ModelFiles, others: Mapping[str, tuple[Store,
 
 
 def _written_dtype(manifest: Manifest) -> DType | None:
-    """That of most bytes of the floating-point weights; None if there are none."""
+    """The dtype of most bytes of the floating-point weights; None if there are none."""
     sizes: dict[DType, int] = {}
     for key, entry in manifest.tensors.items():
         if key.slot == WEIGHT and entry.kind is Kind.PARAMETER and entry.dtype.value in _NAMES:
@@ -247,8 +225,8 @@ _NAMES = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """With the dtype under the key that it has, else under the one that every version of transformers reads. Quantized
-    weights are of another dtype than the one that is computed in, which stays."""
+    """``config`` with the dtype under its own key, else under the one that every version of transformers reads. That
+    of quantized weights is not the one for computing, which stays."""
     found = dict(config)
     if dtype is None or "quantization_config" in config or not {"model_type", "architectures"} & {*config}:
         return found
@@ -268,10 +246,10 @@ def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:
     if before is not None and now != before:
         yield Note(Outcome.CAST, f"dtype in {CONFIG}", f"{before} to {now}, the dtype of the weights")
     if found.is_above:
-        why = "it lies in the folder above the source and is taken for this model's"
+        why = "found in the folder above the source and taken for this model's"
         yield Note(Outcome.KEPT, CONFIG, why)
-    if "architecture" not in found.config and not {*_TOKENIZER, *_PREPARATION} & {*found.files}:
-        why = f"none lies beside {CONFIG}; name a folder that has one with {option('config')}"
+    if "architecture" not in found.config and not {*TOKENIZER, *PREPARATION} & {*found.files}:
+        why = f"none found beside {CONFIG}; name a folder that has one with {option('config')}"
         yield Note(Outcome.MISSING, "tokenizer or preprocessor", why)
     if "auto_map" in found.config:
         named = found.config["auto_map"]

@@ -1,37 +1,29 @@
-"""One file of a checkpoint that is a folder: refused by its name, with the folder that a user has to name."""
+"""Refuses one file of a checkpoint that is a folder, by its name, and says which folder to name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import without_secrets
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG, rank_in_name
+from ckpt_tools.formats.dcp.names import METADATA, is_of_dcp
+from ckpt_tools.formats.deepspeed.names import MODEL, layer_name, model_name, optim_name
+from ckpt_tools.formats.foreign import rank_in_name
+from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE
+from ckpt_tools.formats.orbax.names import CHECKPOINT, TREE
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.names import TRAINERS_OWN
+from ckpt_tools.trainers.accelerate import PARTS
+from ckpt_tools.trainers.names import is_own
 
 SINGLE_FILES = ("torch", "safetensors", "gguf", "npz")
-"""Formats that are one file: who names one of them wants this file alone."""
-
-_FOLDER_OF = (
-    re.compile(r"(.+)/(?:pytorch_model_fsdp|optimizer)_\d+/__\d+(?:_\d+\.distcp|\.metadata)"),
-    re.compile(r"(.+)/__\d+(?:_\d+\.distcp|\.metadata)"),
-    re.compile(r"(.+)/zero/[^/]+/[^/]+\.pt"),
-    re.compile(r"(.+)/(?!mp_rank_\d+_model)[^/]*(?:model|optim)_states\.pt"),
-    re.compile(r"(.+)/trainer_state\.json"),
-)
-"""URLs of files of DCP, universal, DeepSpeed and transformers, each with the folder of the whole."""
-
-_WITHOUT_ZERO = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-"""Without ZeRO it holds the whole state of its rank, and with one rank it is the checkpoint."""
+"""Formats that are one file: named by the user, they read this file alone."""
 
 _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.(?:safetensors|bin|gguf)")
+_STATE = re.compile(r"(.+)/zero/[^/]+/[^/]+\.pt")
 
-_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA")
 _MAX_ABOVE = 6
 """Folders above a file of Orbax' arrays."""
 
@@ -43,40 +35,41 @@ Exists = Callable[[str], bool]
 def folder_of_one_file(url: str, source: Source, exists: Exists) -> str | None:
     """The folder of the checkpoint that ``url``, opened as ``source``, is one file of; None if it is all of it.
 
-    ``exists`` says whether there is a file at a URL. It is asked about names that only Megatron-Core and Orbax give to
-    the files beside it.
+    ``exists`` tells whether a URL is a file. It is asked about names that only DeepSpeed, Megatron-Core and Orbax give
+    to the files beside it.
     """
     folder, _, name = url.rpartition("/")
     if not folder or list(source.files) != [name]:
         return None
-    known = next((match[1] for pattern in _FOLDER_OF if (match := pattern.fullmatch(url)) is not None), None)
-    if known is not None:
-        return known
+    if is_of_dcp(name) and name != METADATA:
+        above, _, part = folder.rpartition("/")
+        return above if re.fullmatch(PARTS, part) else folder
+    if (state := _STATE.fullmatch(url)) is not None:
+        return state[1]
+    if (model := MODEL.fullmatch(name)) is not None:  # without ZeRO it is all of its rank, and with one rank of all
+        return folder if any(exists(f"{folder}/{each}") for each in _beside_model_states(int(model["mp"]))) else None
     shard = _SHARD.fullmatch(name)
     is_shard = shard is not None and int(shard[1]) > 1
-    is_own = any(fnmatchcase(name, pattern) for pattern in TRAINERS_OWN)
-    if is_shard or is_own or rank_in_name(name) is not None:
+    if is_shard or name.endswith(("model_states.pt", "optim_states.pt")) or is_own(name) or rank_in_name(name):
         return folder
-    if (rank := _WITHOUT_ZERO.fullmatch(name)) is not None:
-        return folder if any(exists(f"{folder}/{each}") for each in _beside_model_states(rank[1])) else None
-    if name in (MEGATRON_COMMON, MEGATRON_CONFIG) and exists(f"{folder}/.metadata"):
+    if name in (COMMON_FILE, CONFIG_FILE) and exists(f"{folder}/{METADATA}"):
         return folder
     return None if name.endswith(_KNOWN) or "://" in url else _orbax_folder(folder, exists)
 
 
-def _beside_model_states(rank: str) -> Iterator[str]:
+def _beside_model_states(mp: int) -> Iterator[str]:
     """Files beside a rank's model file: one of them exists, unless one rank saved without ZeRO."""
-    yield f"zero_pp_rank_0_mp_rank_{rank}_optim_states.pt"
-    yield f"bf16_zero_pp_rank_0_mp_rank_{rank}_optim_states.pt"
-    yield "layer_00-model_00-model_states.pt"
-    yield f"mp_rank_{1 if int(rank) == 0 else 0:02d}_model_states.pt"
+    yield optim_name(0, mp)
+    yield f"bf16_{optim_name(0, mp)}"
+    yield layer_name(0, "-model_00")
+    yield model_name(1 if mp == 0 else 0)
 
 
 def _orbax_folder(folder: str, exists: Exists) -> str | None:
     """The outermost folder of Orbax around a file."""
     found = None
     for _ in range(_MAX_ABOVE):
-        if any(exists(f"{folder}/{name}") for name in _ORBAX):
+        if any(exists(f"{folder}/{name}") for name in (CHECKPOINT, TREE)):
             found = folder
         folder = folder.rpartition("/")[0]
     return found

@@ -1,4 +1,4 @@
-"""The optimizer of a folder whose model is in another file: ``optimizer.bin`` and ``optimizer.pt``.
+"""Joins a model with the optimizer in a file beside it: ``optimizer.bin`` or ``optimizer.pt``.
 
 accelerate (1.15, checkpointing.py ``save_accelerator_state``, utils/fsdp_utils.py ``save_fsdp_optimizer``) and the
 Trainer of transformers (5.x, trainer.py ``_save_optimizer_and_scheduler``) write it beside ``model.safetensors`` or
@@ -7,24 +7,21 @@ Trainer of transformers (5.x, trainer.py ``_save_optimizer_and_scheduler``) writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
-from ckpt_tools.formats.base import Reader
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import read_manifest
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.formats.torch.files import read_tree
 from ckpt_tools.stores.source import Source
 
 READERS = ("safetensors", "torch")
-"""Formats of the files beside which an optimizer's can lie."""
-
-LeavesAndTies = tuple[Leaves, Mapping[str, str]]
-"""Of a file of ``torch.save``; ties are leaves that show the same view as an earlier one."""
-
-ReadFile = Callable[[Source, str], LeavesAndTies]
+"""Formats of a model that can have its optimizer in another file."""
 
 _SHAPED = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg")
@@ -32,24 +29,20 @@ _SHAPED = frozenset(
 """Slots that have the shape of their parameter."""
 
 MODEL, OPTIM = "model", "optimizer"
-"""Where both lie in the tree that they make."""
+"""Keys of both in the joined tree."""
 
 
-def read_both(
-    reader: Reader, source: Source, file: str, read_file: ReadFile, options: ReadOptions
-) -> tuple[Manifest, bool]:
-    """What ``reader`` reads of ``source``, with the optimizer of ``file``, and whether that is part of it.
-
-    ``read_file`` reads the leaves and ties of a file of ``torch.save``. An optimizer in the checkpoint itself is the
-    one that counts.
+def read_both(reader: Format, source: Source, file: str, options: ReadOptions) -> tuple[Manifest, bool]:
+    """The manifest of ``source`` with the optimizer of ``file``, and whether that was joined: an optimizer in the
+    checkpoint itself wins.
 
     Raises:
-        CkptError: as the reader says; the file cannot be read, or is of another model.
+        CkptError: as the reader; the file cannot be read, or is of another model.
     """
-    alone = reader.read_manifest(source, replace(options, model_key=None, optim_key=None, param_order=None))
+    alone = read_manifest(reader, source, replace(options, model_key=None, optim_key=None, param_order=None))
     if _is_model_alone(alone):
-        return _with_optimizer(alone, lambda: read_file(source, file), file, options), True
-    return reader.read_manifest(source, options), False
+        return _with_optimizer(alone, source, file, options), True
+    return read_manifest(reader, source, options), False
 
 
 def _is_model_alone(manifest: Manifest) -> bool:
@@ -58,9 +51,10 @@ def _is_model_alone(manifest: Manifest) -> bool:
     return manifest.format in READERS and is_model and not manifest.groups and not manifest.extra
 
 
-def _with_optimizer(manifest: Manifest, read: Callable[[], LeavesAndTies], file: str, options: ReadOptions) -> Manifest:
+def _with_optimizer(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:
     try:
-        return _joined(manifest, *read(), options)
+        tree = read_tree(source, file)
+        return _joined(manifest, tree.leaves, tree.ties, options)
     except FormatError as error:
         raise type(error)(
             f"{error.message}; it lies beside the model, whose file can be named to read the weights alone",

@@ -1,1 +1,1 @@
-"""Runs: which checkpoint a path or URL means, ``ls`` and ``prune``."""
+"""Runs: the checkpoint that a path or URL means, ``ls``, ``RUN@latest`` and ``prune``."""

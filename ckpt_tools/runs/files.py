@@ -1,86 +1,84 @@
-"""Which files of a checkpoint's folder trainers write, by name. Pure.
+"""Which files ``prune`` may remove, by name, and in which order. Pure.
 
-``prune`` removes a checkpoint only if every file in its folder is one of these, or one that its reader names. Whatever
-else lies there is somebody's own, and the checkpoint stays.
+``prune`` removes a checkpoint only if trainers and formats write every file in its folder, by these names, or if its
+reader names it. Any other file belongs to the user, and the checkpoint stays.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from functools import cache
 
-from ckpt_tools.formats.deepspeed.common.tag_files import NAMES
+from ckpt_tools.formats.dcp import names as dcp
+from ckpt_tools.formats.deepspeed import names as deepspeed
+from ckpt_tools.formats.megatron import names as megatron
+from ckpt_tools.formats.orbax import names as orbax
+from ckpt_tools.trainers.all import TRAINERS
+from ckpt_tools.trainers.names import pattern
 
-_DCP = r"\.metadata(?:\.tmp)?|__\d+\.metadata|__\d+_\d+\.distcp"
 _WEIGHTS = (
     r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights)(?:-\d{5}-of-\d{5})?"
-    r"\.(?:safetensors|bin|pt)|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|(?:model|pytorch_model|adapter_model|"
-    r"diffusion_pytorch_model)\.(?:safetensors|bin)\.index\.json"
+    r"\.(?:safetensors|bin|pt)|(?:model|pytorch_model|adapter_model|diffusion_pytorch_model)\.(?:safetensors|bin)"
+    r"\.index\.json"
 )
-_TRAINER = (
-    r"trainer_state\.json|training_args\.bin|(?:optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.(?:pt|bin)"
-    r"|scaler(?:_\d+)?\.pt|rng_state(?:_\d+)?\.pth|(?:random_states|custom_checkpoint)_\d+\.pkl"
-    r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?\.bin|meta\.pt"
-)
-_CONFIGS = (
-    r"config\.json|generation_config\.json|adapter_config\.json|tokenizer\.(?:json|model)|tokenizer_config\.json"
-    r"|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt|spiece\.model|chat_template\.(?:jinja|json)"
-    r"|sentencepiece\.bpe\.model|(?:pre|video_pre)?processor_config\.json"
-)
-_RANKS = (
-    r"(?:model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json|data\.pt|metadata\.pkl"
-    r"|(?:model|optimizer|optim|lr_scheduler|train_state|dataloader|ema)_\d+\.(?:pt|safetensors)|rank\d+\.pt"
-)
-_MEGATRON = (
-    r"metadata\.json|common\.pt|integrity\.json|(?:run_)?config\.yaml|modelopt_run_config\.yaml|(?:latest_)?train_state\.pt"
-    r"|model_optim_rng\.pt|distrib_optim\.pt|consolidate\.sh|losses\.json"
-)
-_ORBAX = r"_CHECKPOINT_METADATA|_METADATA|_sharding|manifest\.ocdbt|commit_success\.txt|process_\d+|[0-9a-f]{32}"
-_RAY = r"\.is_checkpoint|\.metadata\.json|\.tune_metadata"
-
-_NAMES = re.compile("|".join((_DCP, NAMES, _WEIGHTS, _TRAINER, _CONFIGS, _RANKS, _MEGATRON, _ORBAX, _RAY)))
-
-_FOLDERS = re.compile(
-    r"actor|critic|huggingface|tokenizer|processor|model|optim|optimizer|optimizer_\d+|pytorch_model|pytorch_model_\d+"
-    r"|pytorch_model_fsdp_\d+|model_and_optim|train|dataloader|rng|checkpoint|global_step\d+|mp_rank_\d+(?:_\d+){0,2}"
-    r"|default|state|params|opt_state|d|ocdbt\.process_\d+|array_metadatas|rank_?\d+|weights"
+_FOLDERS = (
+    r"model|optim|optimizer|global_step\d+|mp_rank_\d+(?:_\d+){0,2}"
+    r"|default|state|params|opt_state|d|ocdbt\.process_\d+|array_metadatas"
 )
 _UNIVERSAL = re.compile(r"(?:.+/)?zero/(?:optimizer_state|[^/]+/(?:fp32|exp_avg|exp_avg_sq|step|[a-z_]{1,40}))\.pt")
 
 _ITEM = re.compile(r"[^/]+/(?:metadata|metrics|commit_success\.txt)")
 """An item of Orbax that holds JSON has a name of the user's choice."""
 
-_MARKERS = re.compile(
-    r"\.metadata|__\d+\.metadata|metadata\.json|metadata\.pkl|trainer_state\.json|_CHECKPOINT_METADATA|_METADATA"
-    r"|commit_success\.txt|manifest\.ocdbt|random_states_\d+\.pkl|latest|latest_universal|meta\.pt"
-    r"|model_world_size_\d+_rank_\d+\.pt|model_optim_rng\.pt"
+_LAST = (
+    deepspeed.LATEST,
+    deepspeed.LATEST_UNIVERSAL,
+    dcp.METADATA,
+    megatron.CONFIG_FILE,
+    orbax.CHECKPOINT,
+    orbax.TREE,
+    orbax.COMMITTED,
+    orbax.MANIFEST,
 )
 _STATES = re.compile(r".*_model_states\.pt")
 _MODEL = re.compile(r"(?:model|pytorch_model|adapter_model|shard)[-_.\w]*\.(?:safetensors|bin|pt)|.*\.safetensors")
 
 
-def is_trainers(path: str) -> bool:
-    """Whether trainers write a file of this path in the folder of a checkpoint."""
-    *folders, name = path.split("/")
+@cache
+def _forms() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Names of files, of folders, and of what is written last."""
+    read = (re.escape(name) for trainer in TRAINERS for name in trainer.reads)
+    own = pattern("own", "optimizer", "others").pattern
+    files = "|".join((dcp.FILES, deepspeed.FILES, _WEIGHTS, megatron.FILES, orbax.FILES, own, *read))
+    last = "|".join((dcp.ALONE.pattern, r"model_optim_rng\.pt", *map(re.escape, _LAST)))
+    return re.compile(files), _with(_FOLDERS, "folders"), _with(last, "last")
+
+
+def _with(names: str, field: str) -> re.Pattern[str]:
+    return re.compile(f"{names}|{pattern(field).pattern}")
+
+
+def is_known(path: str) -> bool:
+    """Whether a trainer or a format writes a file of this path in the folder of a checkpoint."""
     if _UNIVERSAL.fullmatch(path) is not None:
         return True
-    return _NAMES.fullmatch(name) is not None and all(_FOLDERS.fullmatch(each) is not None for each in folders)
+    *folders, name = path.split("/")
+    files, inner, _ = _forms()
+    return files.fullmatch(name) is not None and all(inner.fullmatch(each) is not None for each in folders)
 
 
 def strangers(paths: Collection[str]) -> set[str]:
-    """Those of a checkpoint's files that no trainer writes."""
-    others = {path for path in paths if not is_trainers(path)}
-    return {path for path in others if not _ITEM.fullmatch(path)} if "_CHECKPOINT_METADATA" in paths else others
+    """Those of a checkpoint's files that no trainer and no format writes."""
+    others = {path for path in paths if not is_known(path)}
+    return {path for path in others if not _ITEM.fullmatch(path)} if orbax.CHECKPOINT in paths else others
 
 
 def in_order_of_removal(paths: Iterable[str]) -> list[list[str]]:
-    """The files without which nothing takes the rest for a whole checkpoint, then the model, then all others."""
+    """What is written last, then the model, then all others: without the first, the rest is not taken for whole."""
+    stages = (_forms()[2], _STATES, _MODEL)
     batches: list[list[str]] = [[], [], [], []]
     for path in sorted(paths):
-        batches[_stage(path.rpartition("/")[2])].append(path)
+        name = path.rpartition("/")[2]
+        batches[next((number for number, form in enumerate(stages) if form.fullmatch(name)), len(stages))].append(path)
     return [batch for batch in batches if batch]
-
-
-def _stage(name: str) -> int:
-    stages = (_MARKERS, _STATES, _MODEL)
-    return next((number for number, form in enumerate(stages) if form.fullmatch(name)), len(stages))

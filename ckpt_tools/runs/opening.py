@@ -27,7 +27,7 @@ def read_checkpoint(
     """The manifest of what is at ``url``, with the source whose files its shards name.
 
     Raises:
-        CkptError: as ``open_source``, ``reader_for`` and the reader say. UnsupportedError: ``url`` is one file of a
+        CkptError: as ``open_source``, ``find_format`` and the reader say. UnsupportedError: ``url`` is one file of a
         checkpoint, or it holds no tensor and may not be empty.
     """
     url = named(url, storage_options)
@@ -52,14 +52,14 @@ def read_checkpoint(
 
 
 def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path:
-    """``url``; or the checkpoint of a run that it means, as ``runs.listing`` says: ``RUN@latest``.
+    """``url``; or the checkpoint of a run that it means, ``RUN@latest``.
 
     Raises:
         SourceNotFoundError: the run holds no such checkpoint. StoreError: it cannot be reached.
     """
     if "@" not in str(url):
         return url
-    from ckpt_tools.runs.listing import resolved
+    from ckpt_tools.runs.naming import resolved
 
     return resolved(url, lambda each: open_source(each, storage_options))
 

@@ -12,14 +12,12 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
-from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.run_folders import ITSELF, Member, parent_of
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import (
     CkptError,
@@ -30,11 +28,10 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.registry import reader_for
-from ckpt_tools.runs.completeness import Saved
 from ckpt_tools.runs.files import in_order_of_removal, strangers
-from ckpt_tools.runs.listing import found_in, listing, named_by_file
+from ckpt_tools.runs.listing import found_in, listing, read
 from ckpt_tools.runs.metrics import metrics_of
+from ckpt_tools.runs.naming import named_by_file
 from ckpt_tools.runs.report import RunCheckpoint
 from ckpt_tools.runs.rules import Best, Facts, PruneRules, reasons
 from ckpt_tools.stores.claims import claim
@@ -43,7 +40,7 @@ from ckpt_tools.stores.output_form import Folder
 from ckpt_tools.stores.present import Present, listed
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_place, open_run
-from ckpt_tools.stores.within import part_of
+from ckpt_tools.trainers.run_folders import Member, parent_of
 
 RECENT_SECONDS = 3600
 """A save of the largest models takes minutes. One that wrote nothing for an hour is over."""
@@ -103,17 +100,12 @@ def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options:
         SourceNotFoundError: there are no checkpoints. UsageError: it is one checkpoint, or holds several runs.
         DestinationExistsError: a run of ours is writing there. FormatError: the newest complete one cannot be opened.
     """
-    if not yes:
-        return _report(_Run.open(url, storage_options).judged(rules), str(url), is_removed=False)
-    with _alone(url, storage_options):
+    with _alone(url, storage_options) if yes else nullcontext():
         run = _Run.open(url, storage_options)
         judged = run.judged(rules)
-        run.remove([member for member, pruned in judged if not pruned.stays])
-        return _report(judged, str(url), is_removed=True)
-
-
-def _report(judged: Sequence[tuple[Member, Pruned]], url: str, *, is_removed: bool) -> PruneReport:
-    return PruneReport(url, tuple(pruned for _, pruned in judged), is_removed)
+        if yes:
+            run.remove([member for member, pruned in judged if not pruned.stays])
+        return PruneReport(str(url), tuple(pruned for _, pruned in judged), is_removed=yes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +123,7 @@ class _Run:
     @classmethod
     def open(cls, url: str | Path, storage_options: StorageOptions) -> _Run:
         source = open_run(url, storage_options)
-        shown = listing(source, url=str(url), is_remote=is_remote(url)).checkpoints
+        shown = listing(source, url=str(url)).checkpoints
         members = found_in(source, str(url))
         _check_run(str(url), members)
         place = open_place(url, storage_options).taken_as(Folder())
@@ -154,10 +146,7 @@ class _Run:
 
     def _best(self, best: Best) -> str:
         complete = (member for member in self.members if self.shown[member.name].is_complete)
-        return best.choose({member.name: metrics_of(self._saved(member)) for member in complete})
-
-    def _saved(self, member: Member) -> Saved:
-        return Saved.of(self.source, member, is_remote=is_remote(self.url))
+        return best.choose({member.name: metrics_of(member.saved(self.source)) for member in complete})
 
     def _facts(self, member: Member) -> Facts:
         shown = self.shown[member.name]
@@ -195,34 +184,30 @@ class _Run:
 
     def _own_files(self, member: Member) -> frozenset[str]:
         """The files that the reader of its format names; none if it cannot be read."""
-        saved = self._saved(member)
-        source = part_of(saved.run, saved.root, saved.files)
+        saved = member.saved(self.source)
         try:
-            reader = reader_for(source, None)
-            manifest = reader.read_manifest(source, ReadOptions())
-            return reader.own_files(source, manifest) | (manifest.files & source.files.keys())
+            found, manifest = read(saved)
+            return found.own_files(saved.source, manifest) | (manifest.files & saved.files.keys())
         except StoreError:
             raise
         except CkptError:
             return frozenset()
 
     def remove(self, going: Sequence[Member]) -> None:
-        """The oldest first."""
+        """Removes the oldest first. Raises DestinationExistsError if a conversion is writing to one of them."""
         if not going:
             return
         self._check_newest()
         for member in reversed(going):
-            _check_idle(f"{self.url.rstrip('/')}/{member.name}", self.storage_options)
+            open_place(f"{self.url.rstrip('/')}/{member.name}", self.storage_options).leftovers()
         for member in reversed(going):
             self.place.remove_files(in_order_of_removal(member.files))
 
     def _check_newest(self) -> None:
         """The newest complete one can be opened. Raises FormatError; nothing was removed then."""
         newest = next(member for member in self.members if self.shown[member.name].is_complete and member.is_numbered)
-        saved = self._saved(newest)
-        source = part_of(saved.run, saved.root, saved.files)
         try:
-            reader_for(source, None).read_manifest(source, ReadOptions())
+            read(newest.saved(self.source))
         except UnsupportedError:
             return  # a layout that is not read; its trainer's marker is there
         except FormatError as error:
@@ -231,7 +216,7 @@ class _Run:
 
 
 def _check_run(url: str, members: Sequence[Member]) -> None:
-    if any(member.name == ITSELF or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
+    if any(member.is_run or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
         raise UsageError(f"{url} is itself one checkpoint; name the folder of the run that holds it")
     parents = sorted({parent_of(member.name) for member in members if member.is_numbered})
     if len(parents) > 1:
@@ -279,8 +264,3 @@ def _locked(folder: Path) -> Iterator[None]:
         raise DestinationExistsError(f"a run is writing to {folder} (it holds {path}); wait for it to end") from error
     finally:
         os.close(descriptor)
-
-
-def _check_idle(url: str, storage_options: StorageOptions) -> None:
-    """Raises DestinationExistsError if a conversion is writing there."""
-    open_place(url, storage_options).leftovers()

@@ -18,8 +18,8 @@ from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.errors import CkptError, FormatError, UnsupportedError
-from ckpt_tools.formats.base import Reader, Writer
-from ckpt_tools.formats.registry import readers
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import built_in
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
@@ -55,10 +55,9 @@ _MANY = settings(
 
 
 class FormatTests:
-    """Inherit it, and give the format's ``reader`` and ``writer``."""
+    """Inherit it, and give the ``format``, which can be read and written."""
 
-    reader: ClassVar[Reader]
-    writer: ClassVar[Writer]
+    format: ClassVar[Format]
     unsupported_dtypes: ClassVar[tuple[DType, ...]] = ()
     """Those that the format refuses with UnsupportedError."""
     keeps_state: ClassVar[bool] = True
@@ -110,8 +109,8 @@ class FormatTests:
         check()
 
     def test_it_says_its_name(self) -> None:
-        assert self.reader.name and self.writer.name
-        assert self._read(self._written(self._small()))[1].format == self.writer.name
+        assert self.format.name and self.format.about
+        assert self._read(self._written(self._small()))[1].format == self.format.name
 
     @pytest.mark.parametrize("dtype", DType)
     def test_every_dtype_is_kept_or_refused(self, dtype: DType) -> None:
@@ -129,8 +128,8 @@ class FormatTests:
         files = self._written(_checkpoint_of(DType.FLOAT32, (1 << 20,)))
         store = _Counting(files)
         source = Source.open(store)
-        assert self.reader.detect(source)
-        self.reader.read_manifest(source, ReadOptions())
+        assert self.format.detect(source)
+        self.format.read(source, ReadOptions())
         assert store.bytes_read < 1 << 20
 
     def test_a_missing_or_short_file_is_a_format_error(self) -> None:
@@ -163,18 +162,18 @@ class FormatTests:
     def test_its_own_files_are_those_it_wrote(self) -> None:
         files = self._written(self._small())
         source, manifest = self._read({**files, "notes.md": b"mine", "folder/notes.md": b"mine"})
-        assert self.reader.own_files(source, manifest) & source.files.keys() == files.keys()
+        assert self.format.own_files(source, manifest) & source.files.keys() == files.keys()
 
     def test_it_recognises_what_it_wrote_and_no_other_does(self) -> None:
         source = Source.open(MemoryStore(self._written(self._small())))
-        others = [reader for name, reader in readers().items() if name != self.reader.name]
-        assert self.reader.detect(source)
-        assert not [reader.name for reader in others if reader.detect(source)]
+        others = [each for each in built_in() if each.name != self.format.name]
+        assert self.format.detect(source)
+        assert not [each.name for each in others if each.detect(source)]
 
     @pytest.mark.parametrize("name", FOREIGN)
     def test_it_does_not_claim_others(self, name: str) -> None:
         files = {path: bytearray(b"\0") for path in FOREIGN[name]}
-        assert self.reader.detect(Source.open(MemoryStore(files))) is (name == self.reader.name)
+        assert self.format.detect(Source.open(MemoryStore(files))) is (name == self.format.name)
 
     def _facts(self, manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, object]:
         extra = {name: value for name, value in manifest.extra.items() if name not in self.own_entries}
@@ -185,7 +184,7 @@ class FormatTests:
 
     def _written(self, checkpoint: StoredCheckpoint) -> dict[str, bytearray]:
         """The files that the writer makes, by the way of every conversion."""
-        layout = self.writer.layout(checkpoint.manifest, WriteOptions())
+        layout = self.format.layout(checkpoint.manifest, WriteOptions())
         plan = make_plan(checkpoint.manifest, layout, memory_bytes=MEMORY_BYTES, num_workers=1)
         target = MemoryStore()
         runner = ThreadRunner(1)
@@ -194,7 +193,7 @@ class FormatTests:
 
     def _read(self, files: Mapping[str, bytes | bytearray]) -> tuple[Source, Manifest]:
         source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
-        return source, self.reader.read_manifest(source, ReadOptions())
+        return source, self.format.read(source, ReadOptions())
 
     def _elements(self, files: Mapping[str, bytes | bytearray]) -> dict[StateKey, bytes]:
         return _elements(*self._read(files))

@@ -1,1 +1,1 @@
-"""What each trainer writes around a checkpoint, by name. Formats may ask it."""
+"""What each trainer writes around a checkpoint: one record a trainer, in a file of its own. Formats may ask it."""

@@ -1,39 +1,95 @@
-"""Several models in one folder of accelerate: which model has which optimizer, by the names of files.
+"""accelerate (1.15): ``Accelerator.save_state``, with the model and optimizer of the same number.
 
-``Accelerator.save_state`` (1.15, checkpointing.py ``save_accelerator_state``, utils/fsdp_utils.py) numbers models and
-optimizers in the order in which they were prepared, and pairs them by that number. With FSDP each is a DCP:
-``pytorch_model_fsdp_1`` and ``optimizer_1``. Elsewhere each is a file, and the first has no number:
-``model.safetensors`` and ``optimizer.bin``, ``model_1.safetensors`` and ``optimizer_1.bin``.
+``save_state`` (checkpointing.py ``save_accelerator_state``, utils/fsdp_utils.py) numbers models and optimizers in the
+order in which they were prepared, and pairs them by that number. With FSDP each is a DCP: ``pytorch_model_fsdp_1`` and
+``optimizer_1``, or a file of each rank. Elsewhere each is a file, and the first has no number: ``model.safetensors``
+and ``optimizer.bin``, ``model_1.safetensors`` and ``optimizer_1.bin``.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed, natural
+from ckpt_tools.core.wording import listed, natural, of_ranks
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.names import OPTIMIZERS
+from ckpt_tools.trainers.record import Returned, Trainer
+from ckpt_tools.trainers.saved import Saved
 
 MAX_CHOICES = 4
 """Paths that a message spells out."""
+
+SCHEDULER = "scheduler.bin"
+OPTIMIZER = "optimizer.bin"
 
 _MODEL = "pytorch_model_fsdp_"
 _FOLDER = re.compile(rf"{_MODEL}(\d{{1,9}})")
 _TAGGED = re.compile(r"(pytorch_model(?:_[1-9]\d{0,8})?)/[^/]*_states\.pt")
 _FILE = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)(?:_([1-9]\d{0,8}))?\.(safetensors|bin)")
+_SEVERAL_SCHEDULERS = re.compile(r"(?:scheduler|optimizer)_[1-9]\d{0,8}\.bin")
+
+_STATES = re.compile(r"random_states_(\d{1,9})\.pkl")
+_SIGN = re.compile(rf"(?:optimizer|scheduler|sampler)(?:_\d+)?\.bin|{_STATES.pattern}")
+
+PARTS = r"(?:pytorch_model_fsdp|optimizer)_\d+"
+"""Folders of the DCPs of models and optimizers, which are one checkpoint together."""
+
+TAGS = r"pytorch_model(?:_\d+)?"
+"""Tags of DeepSpeed for several models."""
+
+_OWN = (
+    r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scheduler_\d+\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
+    rf"|{_STATES.pattern}"
+)
+
+RETURNED = (_OWN, re.escape(SCHEDULER))
+"""Files that are copied into a folder that is written again."""
 
 Look = Callable[[str], Source]
 """Opens what is at a URL. Raises SourceNotFoundError."""
 
 
+def scheduler(content: Any) -> Mapping[str, Any]:
+    return {"lr_scheduler": content} if isinstance(content, dict) else {}
+
+
+def problem(saved: Saved) -> str | None:
+    """Every rank writes the state of its random generators last. ``transformers`` calls this for what it did not
+    write: its Trainer saves through accelerate, and has no such files."""
+    if not any(map(_SIGN.fullmatch, saved.files)):
+        return None
+    ranks = {int(match[1]) for path in saved.files if (match := _STATES.fullmatch(path))}
+    if not ranks:
+        return "no random_states_0.pkl, which accelerate writes last: the save did not finish"
+    missing = set(range(max(ranks) + 1)) - ranks
+    return f"the random states of {of_ranks(missing)} are missing" if missing else None
+
+
+ACCELERATE = Trainer(
+    name="accelerate",
+    reads={SCHEDULER: scheduler},
+    own=_OWN,
+    optimizer=r"optimizer(?:_\d{1,9})?\.bin",
+    rank_file=r"(?P<item>pytorch_model_fsdp|optimizer)(?:_(?P<index>\d{1,9}))?_rank(?P<rank>\d{1,9})\.bin",
+    others=r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?\.bin",
+    folders=f"{PARTS}|{TAGS}",
+    last=_STATES.pattern,
+    returned=Returned(
+        parts=PARTS,
+        files=RETURNED,
+        without_ranks="accelerate resumes without them, with generators as your script seeds them",
+    ),
+)
+
+
 def refuse_several(source: Source, tag: str | None) -> None:
-    """Raises UnsupportedError if ``source`` is a folder with several models of accelerate, and ``tag`` names none."""
+    """Raises UnsupportedError if ``source`` holds several models of accelerate, and ``tag`` chooses none."""
     _refuse_several_tags(source, tag)
     found: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for path in source.files:
@@ -50,8 +106,7 @@ def refuse_several(source: Source, tag: str | None) -> None:
 
 
 def _refuse_several_tags(source: Source, tag: str | None) -> None:
-    """With DeepSpeed each model has a tag of its own, and ``latest`` names the last of them (accelerator.py
-    ``save_state``)."""
+    """With DeepSpeed each model has its own tag, and ``latest`` names the last one (accelerator.py ``save_state``)."""
     tags = sorted({match[1] for path in source.files if (match := _TAGGED.fullmatch(path)) is not None}, key=natural)
     if tag is None and len(tags) > 1:
         options = " or ".join(option("tag", each) for each in tags[:MAX_CHOICES])
@@ -69,8 +124,8 @@ def _model_of(path: str) -> tuple[str, str, int | None]:
 
 
 def with_optimizer(url: str, source: Source, look: Look) -> tuple[Source, tuple[Note, ...]]:
-    """``source`` with the optimizer of the same number, and a note if it is missing, if ``url`` names the DCP of a
-    model, or the file of one of several models. The file of the only model of a folder stands for itself."""
+    """``source`` with the optimizer of the same number, or a note that it is missing, if ``url`` names the DCP of a
+    model or the file of one of several models. The file of the only model is read alone."""
     base, _, name = url.rstrip("/").removesuffix("/.metadata").rpartition("/")
     folder, file = _FOLDER.fullmatch(name), _FILE.fullmatch(name)
     if base and folder is not None and ".metadata" in source.files:
@@ -126,17 +181,14 @@ def note_of_missing(folders: Collection[str]) -> tuple[Note, ...]:
     return tuple(_missing(each, folder) for folder, each in optimizers.items() if each not in folders)
 
 
-def optimizer_of(files: Collection[str]) -> str | None:
-    """The file of the optimizer of the model in a folder; None if there is none."""
-    numbers = {number for path in files if (number := _model_of(path)[2]) is not None}
-    last = max(numbers, default=0)
-    names = (f"optimizer_{last}.bin",) if last else OPTIMIZERS
-    return next((name for name in names if name in files and len(files) > 1), None)
+def last_model(files: Collection[str]) -> int:
+    """The largest number of a model in a folder."""
+    return max((number for path in files if (number := _model_of(path)[2]) is not None), default=0)
 
 
 def refuse_several_of_ranks(labels: Collection[str], *, model_key: str | None, optim_key: str | None) -> None:
-    """Raises UnsupportedError if the items of files of ranks are several models, and the keys leave open which model or
-    which optimizer is meant. The first model's label is ``model``, its optimizer's is ``optimizer``."""
+    """Raises UnsupportedError if the items ``labels`` of ranks' files are several models, and the keys do not choose a
+    model and its optimizer. The labels of the first are ``model`` and ``optimizer``."""
     models = {label: match[1] for label in labels if (match := _FOLDER.fullmatch(label)) is not None}
     optimizers = {model: f"optimizer_{number}" for model, number in models.items()}
     if "model" in labels:
@@ -152,14 +204,17 @@ def refuse_several_of_ranks(labels: Collection[str], *, model_key: str | None, o
         )
 
 
-def is_optimizer(path: str) -> bool:
-    """Whether a file has the name of the optimizer of a model beside it."""
-    return path in OPTIMIZERS or re.fullmatch(r"optimizer_\d{1,9}\.bin", path) is not None
+def is_one_model(folders: Collection[str]) -> bool:
+    """Whether two DCPs are a model and its optimizer in the same folder."""
+    parents = {folder.rpartition("/")[0] for folder in folders}
+    names = {folder.rpartition("/")[2] for folder in folders}
+    numbers = [match[1] for name in names if (match := _FOLDER.fullmatch(name)) is not None]
+    is_pair = len(numbers) == 1 and names == {f"{_MODEL}{numbers[0]}", f"optimizer_{numbers[0]}"}
+    return len(parents) == 1 and len(folders) == 2 and is_pair
 
 
 def numbered_model(folders: Collection[str]) -> str:
-    """The folder of a model that is not the first of its run, if ``folders`` are those of it and its optimizer; else
-    nothing."""
+    """The folder of a model that is not the first, if ``folders`` are its own and its optimizer's; else empty."""
     found = [folder for folder in folders if (match := _FOLDER.fullmatch(folder)) is not None and int(match[1])]
     return found[0] if len(found) == 1 and len(folders) == 2 else ""
 
@@ -167,5 +222,4 @@ def numbered_model(folders: Collection[str]) -> str:
 def has_several_schedulers(files: Collection[str]) -> bool:
     """Whether ``scheduler.bin`` can be another model's: schedulers are numbered by themselves."""
     names = {path.rpartition("/")[2] for path in files}
-    others = any(re.fullmatch(r"(?:scheduler|optimizer)_[1-9]\d{0,8}\.bin", name) for name in names)
-    return others or any((_model_of(path)[2] or 0) > 0 for path in files)
+    return any(map(_SEVERAL_SCHEDULERS.fullmatch, names)) or last_model(files) > 0

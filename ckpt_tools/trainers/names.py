@@ -1,39 +1,95 @@
-"""Names of files that training tools lay beside a checkpoint, and give to nothing else."""
+"""Questions about a file's name, answered by the records of all trainers."""
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Collection, Iterable
+from functools import cache
 
-OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
-"""Of accelerate and transformers: the optimizer of a model that lies beside it (``formats.huggingface``)."""
+from ckpt_tools.trainers import accelerate, transformers
+from ckpt_tools.trainers.all import TRAINERS
+from ckpt_tools.trainers.record import Meaning
 
-OPTIMIZER_HALF = "optim/.metadata"
-"""Of NeMo Automodel: the optimizer of a model that lies in a folder beside it (``formats.halves``)."""
+_UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinished)(?:[._-]|$)")
+"""Markers that savers write first and remove last."""
 
-_UNREAD_OWN = (
-    "random_states_*.pkl",
-    "rng_state*.pth",
-    "sampler*.bin",
-    "dl_state_dict*.bin",
-    "scaler.pt",
-    *OPTIMIZERS,
-    "optimizer_[0-9]*.bin",
-    "scheduler_[0-9]*.bin",
-    "custom_checkpoint_*.pkl",
-    "training_args.bin",
-)
+_OF_RANKS = re.compile(r".*_rank_\d.*\.pt|.*_rank\d.*\.bin")
+"""Each rank's part of something."""
 
-TRAINERS_OWN = (*_UNREAD_OWN, "scheduler.bin", "scheduler.pt", "meta.pt")
-"""Files with names that accelerate, transformers and Lightning give to nothing else."""
+_RANK_FILES = tuple(re.compile(trainer.rank_file) for trainer in TRAINERS if trainer.rank_file)
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_MEANINGS = {name: meaning for trainer in TRAINERS for name, meaning in trainer.reads.items()}
 
-UNREAD = (*_UNREAD_OWN, "*_rank_[0-9]*.pt", "*_rank[0-9]*.bin")
-"""Of accelerate, transformers and verl: each rank's own generators, samplers, further optimizers, arguments, and the
-parts of ranks."""
 
-READ = ("scheduler.bin", "scheduler.pt", "trainer_state.json", "meta.pt")
-"""Of accelerate, transformers and Lightning: what is read into a manifest (``reading.trainer_files``)."""
+@cache
+def pattern(*fields: str) -> re.Pattern[str]:
+    """One pattern of these fields of all trainers."""
+    parts = (str(getattr(trainer, field)) for trainer in TRAINERS for field in fields)
+    return re.compile("|".join(filter(None, parts)))
+
+
+def is_own(name: str) -> bool:
+    """Whether a trainer gives this name to a small file beside the model, and to nothing else."""
+    return meaning_of(name) is not None or pattern("own", "optimizer").fullmatch(name) is not None
+
+
+def is_unread(name: str) -> bool:
+    """Whether only the trainer reads a file of this name: its own state, or a part of a rank."""
+    return pattern("own", "optimizer").fullmatch(name) is not None or _OF_RANKS.fullmatch(name) is not None
 
 
 def is_beside(name: str) -> bool:
-    """Whether a file of this name lies beside a model and is none."""
-    return name in READ or any(fnmatchcase(name, pattern) for pattern in UNREAD)
+    """Whether a file of this name stands beside a model and is none."""
+    return meaning_of(name) is not None or is_unread(name)
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a file has the name of the optimizer of a model beside it."""
+    return pattern("optimizer").fullmatch(name) is not None
+
+
+def optimizer_of(files: Collection[str]) -> str | None:
+    """The file with the optimizer of the model in a folder; None if there is none."""
+    last = accelerate.last_model(files)
+    names = (f"optimizer_{last}.bin",) if last else (accelerate.OPTIMIZER, transformers.OPTIMIZER)
+    return next((name for name in names if name in files and len(files) > 1), None)
+
+
+def meaning_of(name: str) -> Meaning | None:
+    """What a file of this name adds to the manifest; None if it is not read."""
+    return _MEANINGS.get(name)
+
+
+def marks_unfinished(name: str) -> bool:
+    """Whether a file of this name says that a checkpoint is unfinished."""
+    return _UNFINISHED.search(name) is not None
+
+
+def rank_file(path: str) -> re.Match[str] | None:
+    """The match of a name that says its rank, as verl's and accelerate's do, with the groups ``item``, ``rank``, and
+    ``world`` or ``index``. Other files of ranks are known by what they hold."""
+    name = path.rpartition("/")[2]
+    return next((match for form in _RANK_FILES if (match := form.fullmatch(name)) is not None), None)
+
+
+def is_candidate(path: str) -> bool:
+    """Whether a file could be a rank's: one of torch's, and not one that is known to be a trainer's own."""
+    name = path.rpartition("/")[2]
+    return name.endswith(_SUFFIXES) and (rank_file(name) is not None or not is_own(name))
+
+
+def are_those_of_ranks(paths: Iterable[str]) -> bool:
+    """Whether files at the top are those of ranks, by their names: one alone could be a whole state."""
+    return sum("/" not in path and rank_file(path) is not None for path in paths) > 1
+
+
+def worlds(paths: Iterable[str]) -> set[int]:
+    """World sizes in the names."""
+    found = (world_of(match) for path in paths if (match := rank_file(path)) is not None)
+    return {world for world in found if world is not None}
+
+
+def world_of(match: re.Match[str]) -> int | None:
+    """The world size in the name of a rank's file; verl's has one."""
+    world = match.groupdict().get("world")
+    return None if world is None else int(world)

@@ -21,7 +21,7 @@ from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place, open_source
-from ckpt_tools.trainers.accelerate import is_optimizer
+from ckpt_tools.trainers.names import is_optimizer
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digests
 

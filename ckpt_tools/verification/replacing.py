@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
-from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.model_files import is_model_file
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
@@ -59,8 +59,8 @@ def _own_files(present: Present, url: str) -> frozenset[str]:
     """The names of the files of the checkpoint there, and of our own files with it."""
     source = Source(present.store, {path: size for path, size in present.files.items() if is_shown(path)})
     try:
-        reader = reader_for(source, None)
-        manifest = reader.read_manifest(source, ReadOptions())
+        reader = find_format(source)
+        manifest = read_manifest(reader, source, ReadOptions())
         own = reader.own_files(source, manifest)
         if own and manifest.trainer is not None:
             own |= manifest.trainer.sources

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckpt_tools.core import matching, transforms
-from ckpt_tools.core.applicability import COMPARING, DIFFING, OF_TWO_COPIES, Case, check
+from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
@@ -17,8 +17,9 @@ from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown, json_of
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.base import Writer
-from ckpt_tools.formats.registry import known_writer
+from ckpt_tools.formats.applicability import COMPARING, DIFFING
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import known
 from ckpt_tools.reading.checkpoint import case_of, own_keys
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.source import Source
@@ -97,7 +98,8 @@ def verify_pair(
         CkptError: one of them cannot be read.
     """
     other_source, other = _read_beside(dst, manifest, options, how.storage_options)
-    target = known_writer(other.format)
+    found = known(other.format)
+    target = found if found is not None and found.writes else None
     whole = options.state != "model" and (_has_more(other) or _keeps_names(manifest, other, target, options))
     holds_masters = target is None or target.holds_masters
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
@@ -114,7 +116,7 @@ def _has_more(manifest: Manifest) -> bool:
     return bool(manifest.groups or manifest.of_kind(Kind.STATE, Kind.EXTRA))
 
 
-def _keeps_names(manifest: Manifest, other: Manifest, target: Writer | None, options: ConvertOptions) -> bool:
+def _keeps_names(manifest: Manifest, other: Manifest, target: Format | None, options: ConvertOptions) -> bool:
     """True if the names of a model without other state are the source's own, wrappers' prefixes included: a format of
     whole states holds them so, unless ``state="model"`` wrote it."""
     if _has_more(manifest) or target is None or not (target.holds_optimizer or options.state == "all"):
@@ -145,11 +147,11 @@ def _read_beside(
 
 def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
     """The options for reading the destination: the tag and the keys that are not for reading the source."""
-    case = case_of(manifest, "", keeps_both=False, whole=False)
+    taken = case_of(manifest, "", keeps_both=False, whole=False).reads
     return ReadOptions(
-        tag=None if case.reads_tag else options.tag,
-        model_key=None if case.reads_keys else options.model_key,
-        optim_key=None if case.reads_keys else options.optim_key,
+        tag=None if "tag" in taken else options.tag,
+        model_key=None if "model_key" in taken else options.model_key,
+        optim_key=None if "optim_key" in taken else options.optim_key,
     )
 
 

@@ -19,7 +19,7 @@ from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, DestinationExistsError, MalformedError, SourceNotFoundError, UsageError
 from ckpt_tools.runs.files import in_order_of_removal
 from ckpt_tools.runs.rules import Best
-from tests.formats.test_completeness import MADE, laid, listed
+from tests.runs.test_completeness import MADE, laid, listed
 from tests.support.s3_server import BUCKET, S3Server
 
 

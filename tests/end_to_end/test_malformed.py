@@ -35,7 +35,7 @@ from ckpt_tools.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from tests.end_to_end.fuzzing.seeds import SEEDS, DcpFolder, saved, torch_bytes
@@ -244,7 +244,7 @@ def test_no_element_is_read_before_the_refusal(name: str) -> None:
     source = Source.open(Counting(files))
     Counting.num_bytes = 0
     with pytest.raises(FormatError):
-        reader_for(source, None).read_manifest(source, ReadOptions())
+        read_manifest(find_format(source), source, ReadOptions())
     assert Counting.num_bytes < sum(map(len, files.values())) / 8
 
 

@@ -11,49 +11,46 @@ import ckpt_tools
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import FormatError
-from ckpt_tools.formats.dcp.reader import DcpReader
-from ckpt_tools.formats.dcp.writer import DcpWriter
-from ckpt_tools.formats.gguf.files import GgufReader, GgufWriter
+from ckpt_tools.formats.dcp.format import DcpFormat
+from ckpt_tools.formats.gguf.format import GgufFormat
 from ckpt_tools.formats.gguf.header import DTYPES
 from ckpt_tools.formats.megatron.folders import TRACKER
-from ckpt_tools.formats.megatron.reader import MegatronReader
-from ckpt_tools.formats.megatron.writer import MegatronWriter
-from ckpt_tools.formats.npz.files import NpzReader, NpzWriter
-from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
-from ckpt_tools.formats.sharded.files import ShardedReader
-from ckpt_tools.formats.sharded.writer import ShardedWriter
-from ckpt_tools.formats.torch.files import TorchReader, TorchWriter
+from ckpt_tools.formats.megatron.format import MegatronFormat
+from ckpt_tools.formats.npz.format import NpzFormat
+from ckpt_tools.formats.safetensors.format import SafetensorsFormat
+from ckpt_tools.formats.sharded.format import ShardedFormat
+from ckpt_tools.formats.torch.format import TorchFormat
 from ckpt_tools.testing.formats import FormatTests
 
 
 class TestSafetensors(FormatTests):
-    reader, writer = SafetensorsReader(), SafetensorsWriter()
+    format = SafetensorsFormat()
     unsupported_dtypes = (DType.COMPLEX32, DType.COMPLEX128)
 
 
 class TestTorch(FormatTests):
-    reader, writer = TorchReader(), TorchWriter()
+    format = TorchFormat()
 
 
 class TestDcp(FormatTests):
-    reader, writer = DcpReader(), DcpWriter()
+    format = DcpFormat()
 
 
 class TestGguf(FormatTests):
-    reader, writer = GgufReader(), GgufWriter()
+    format = GgufFormat()
     unsupported_dtypes = tuple(dtype for dtype in DType if dtype not in DTYPES.values())
     keeps_state, keeps_user_tensors, keeps_ties = False, False, False
     own_entries = ("gguf",)
 
 
 class TestNpz(FormatTests):
-    reader, writer = NpzReader(), NpzWriter()
+    format = NpzFormat()
     unsupported_dtypes = (DType.BFLOAT16, DType.COMPLEX32, *(dtype for dtype in DType if "float8" in dtype.value))
     keeps_state, keeps_user_tensors, keeps_ties = False, False, False
 
 
 class TestMegatron(FormatTests):
-    reader, writer = MegatronReader(), MegatronWriter()
+    format = MegatronFormat()
     optional_files = (TRACKER,)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,7 +67,7 @@ class TestMegatron(FormatTests):
 
 
 class TestSharded(FormatTests):
-    reader, writer = ShardedReader(), ShardedWriter()
+    format = ShardedFormat()
 
     def test_a_missing_or_short_file_is_a_format_error(self) -> None:
         """Without the optimizer's files and the small ones it is another whole checkpoint, as verl can be told to save

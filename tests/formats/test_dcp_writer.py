@@ -32,7 +32,7 @@ from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import LossError, UnsupportedError
 from ckpt_tools.formats.dcp.chunks import row_chunks
-from ckpt_tools.formats.dcp.writer import DcpWriter
+from ckpt_tools.formats.dcp.format import DcpFormat
 from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of, leaves
 from ckpt_tools.serialization.pickle.dump import Pairs, dumps
 from fixtures.store import Fixture
@@ -289,7 +289,7 @@ def test_a_thousand_ranks_are_planned_in_little_memory() -> None:
     """100,000 chunks: what is kept is the index and a few files' segments, not every segment."""
     tensors = {StateKey(f"layers.{n}.weight"): stored((4096, 2048), Kind.PARAMETER) for n in range(100)}
     tracemalloc.start()
-    layout = DcpWriter().layout(Manifest("deepspeed", tensors), WriteOptions(world_size=1024))
+    layout = DcpFormat().layout(Manifest("deepspeed", tensors), WriteOptions(world_size=1024))
     made = sum(len(file.load().segments) for file in layout.files)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -301,9 +301,9 @@ def test_a_thousand_ranks_are_planned_in_little_memory() -> None:
 
 def test_ranks_without_an_element_have_a_file() -> None:
     tensors = {StateKey("w"): stored((5, 3), Kind.PARAMETER)}
-    layout = DcpWriter().layout(Manifest("x", tensors), WriteOptions(world_size=4))
+    layout = DcpFormat().layout(Manifest("x", tensors), WriteOptions(world_size=4))
     assert [file.path for file in layout.files] == [*(f"__{rank}_0.distcp" for rank in range(4)), ".metadata"]
-    layout = DcpWriter().layout(Manifest("x", tensors, world_size=8), WriteOptions(world_size=8))
+    layout = DcpFormat().layout(Manifest("x", tensors, world_size=8), WriteOptions(world_size=8))
     assert [file.path for file in layout.files] == [*(f"__{rank}_0.distcp" for rank in range(8)), ".metadata"]
 
 

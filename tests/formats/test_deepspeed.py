@@ -12,7 +12,7 @@ import pytest
 import fixtures
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
+from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures import launch, recipe, zero
@@ -34,7 +34,7 @@ WANTED = [f for f in fixtures.CORE if f.kind.startswith("zero")] + OTHER_OPTIMIZ
 
 
 def read(folder: Path, tag: str | None = None) -> Manifest:
-    return DeepSpeedReader().read_manifest(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
+    return DeepSpeedFormat().read(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda f: f"{f.kind}-{f.case}-{f.world_size}")
@@ -116,6 +116,6 @@ def test_a_tag_folder_and_a_folder_around_them_are_read_as_well(saved: Path, tmp
 
 def test_universal_folders_are_of_another_format(checkpoint: Callable[[str, str, int], Fixture]) -> None:
     universal = checkpoint("universal-zero2-bf16", "awkward", 2).checkpoint
-    assert not DeepSpeedReader().detect(Source.open(LocalStore(universal)))
+    assert not DeepSpeedFormat().detect(Source.open(LocalStore(universal)))
     native = checkpoint("zero2-bf16", "awkward", 2).checkpoint
-    assert DeepSpeedReader().detect(Source.open(LocalStore(native)))
+    assert DeepSpeedFormat().detect(Source.open(LocalStore(native)))

@@ -84,10 +84,10 @@ def numbers(start: int, count: int) -> list[float]:
 def momentum_of(files: dict[str, Any], name: str) -> list[float]:
     source = zero_files.store_of(files)
     from ckpt_tools.core.options import ReadOptions
-    from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
+    from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
     from ckpt_tools.stores.source import Source
 
-    manifest = DeepSpeedReader().read_manifest(Source.open(source), ReadOptions())
+    manifest = DeepSpeedFormat().read(Source.open(source), ReadOptions())
     return elements(source, manifest.tensors[StateKey(name, "momentum_buffer")]).flatten().tolist()
 
 

@@ -28,7 +28,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.deepspeed.common.partition import original_order
-from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
+from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
@@ -44,7 +44,7 @@ def read(files: Files, tag: str | None = None) -> Manifest:
 
 
 def read_store(store: MemoryStore, tag: str | None = None) -> Manifest:
-    return DeepSpeedReader().read_manifest(Source.open(store), ReadOptions(tag=tag))
+    return DeepSpeedFormat().read(Source.open(store), ReadOptions(tag=tag))
 
 
 def value(store: MemoryStore, manifest: Manifest, entry: TensorEntry) -> np.ndarray:
@@ -320,7 +320,7 @@ def test_a_tag_chosen_where_latest_is_missing() -> None:
 
 def test_detection_never_fails() -> None:
     for names in ((), ("latest",), ("a/b/c.pt",), (optim(0),), ("mp_rank_00_model_states.pt",)):
-        found = DeepSpeedReader().detect(Source.open(MemoryStore({name: bytearray() for name in names})))
+        found = DeepSpeedFormat().detect(Source.open(MemoryStore({name: bytearray() for name in names})))
         assert found == any(name.endswith("_states.pt") for name in names)
 
 

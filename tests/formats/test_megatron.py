@@ -23,7 +23,7 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Source
 from ckpt_tools.formats.megatron import flattened
 from ckpt_tools.formats.megatron.common_state import CommonState
 from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
-from ckpt_tools.formats.megatron.names import is_expert, num_dims, state_of
+from ckpt_tools.formats.megatron.tensor_names import is_expert, num_dims, state_of
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import corpus, launch
 from fixtures import megatron as mg

@@ -19,7 +19,7 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, MemoryBudgetError, UnsupportedError, UsageError
 from ckpt_tools.formats.orbax.arrays import CHUNKS_AT_ONCE, LIBRARY_BYTES, MIN_CACHE_BYTES
-from ckpt_tools.formats.orbax.reader import OrbaxReader
+from ckpt_tools.formats.orbax.format import OrbaxFormat
 from ckpt_tools.formats.orbax.roles import find_roles
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.memory import MemoryStore
@@ -129,9 +129,9 @@ def test_a_store_that_is_not_local_is_refused() -> None:
     root = make("orbax").source
     files = {str(path.relative_to(root)): bytearray(path.read_bytes()) for path in root.rglob("*") if path.is_file()}
     source = Source.open(MemoryStore(files))
-    assert OrbaxReader().detect(source)
+    assert OrbaxFormat().detect(source)
     with pytest.raises(UnsupportedError, match="download it first"):
-        OrbaxReader().read_manifest(source, ReadOptions())
+        OrbaxFormat().read(source, ReadOptions())
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_what_lies_beside_is_read_or_noted(tmp_path: Path) -> None:
     source, manifest = read_checkpoint(root, ReadOptions())
     assert manifest.extra["loop"] == {"epoch": 2}
     assert "params/notes.txt" in [note.what for note in manifest.notes]
-    reader = OrbaxReader()
+    reader = OrbaxFormat()
     assert source.files.keys() - reader.own_files(source, manifest) - manifest.files == {"params/notes.txt"}
 
 

@@ -13,7 +13,7 @@ from ckpt_tools.core.layout import Literal
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.safetensors.files import SafetensorsReader, SafetensorsWriter
+from ckpt_tools.formats.safetensors.format import SafetensorsFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 
@@ -29,7 +29,7 @@ def info(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) 
 
 def read(files: dict[str, bytes]) -> Manifest:
     store = MemoryStore({name: bytearray(data) for name, data in files.items()})
-    return SafetensorsReader().read_manifest(Source.open(store), ReadOptions())
+    return SafetensorsFormat().read(Source.open(store), ReadOptions())
 
 
 def read_one(data: bytes) -> Manifest:
@@ -121,7 +121,7 @@ def test_shards_without_an_index_are_one_model_if_complete() -> None:
 
 def test_header_is_exactly_this() -> None:
     manifest = read_one(packed({"a": info()}, bytes(8)))
-    (file,) = SafetensorsWriter().layout(manifest, WriteOptions()).files
+    (file,) = SafetensorsFormat().layout(manifest, WriteOptions()).files
     header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}   '
     assert file.path == "model.safetensors"
     assert file.segments[0] == Literal(struct.pack("<Q", 88) + header)
@@ -130,13 +130,13 @@ def test_header_is_exactly_this() -> None:
 
 def test_wide_elements_come_first_so_that_all_are_aligned() -> None:
     entries = {"bytes": info("U8", [3], [0, 3]), "words": info("I64", [1], [3, 11])}
-    (file,) = SafetensorsWriter().layout(read_one(packed(entries, bytes(11))), WriteOptions()).files
+    (file,) = SafetensorsFormat().layout(read_one(packed(entries, bytes(11))), WriteOptions()).files
     assert [segment.key.fqn for segment in file.segments[1:]] == ["words", "bytes"]  # type: ignore[union-attr]
 
 
 def test_shards_have_an_index_published_last() -> None:
     entries = {name: info(offsets=[8 * n, 8 * n + 8]) for n, name in enumerate("abc")}
-    layout = SafetensorsWriter().layout(read_one(packed(entries, bytes(24))), WriteOptions(max_shard_bytes=16))
+    layout = SafetensorsFormat().layout(read_one(packed(entries, bytes(24))), WriteOptions(max_shard_bytes=16))
     assert [file.path for file in layout.files] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -157,7 +157,7 @@ def test_shards_have_an_index_published_last() -> None:
 def test_a_tie_is_stored_once_and_found_again() -> None:
     manifest = read_one(packed({"__metadata__": {"head": "a"}, "a": info()}, bytes(8)))
     assert manifest.aliases == {"head": "a"}
-    (file,) = SafetensorsWriter().layout(manifest, WriteOptions()).files
+    (file,) = SafetensorsFormat().layout(manifest, WriteOptions()).files
     assert b'"head":"a"' in file.segments[0].data  # type: ignore[union-attr]
 
 
@@ -169,4 +169,4 @@ def test_a_type_that_has_no_name_here() -> None:
     manifest = read_one(packed({"a": info("C64", [1], [0, 8])}, bytes(8)))
     wide = {StateKey("a"): replace(manifest.tensors[StateKey("a")], dtype=DType.COMPLEX128)}
     with pytest.raises(UnsupportedError, match="complex128"):
-        SafetensorsWriter().layout(Manifest("x", wide), WriteOptions())
+        SafetensorsFormat().layout(Manifest("x", wide), WriteOptions())

@@ -1,4 +1,4 @@
-"""The names by which the registry knows that a reader need not be imported."""
+"""The names of files by which the index knows that a format need not be imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from ckpt_tools.formats import registry
+from ckpt_tools.core.format_names import BUILT_IN
+from ckpt_tools.formats.index import built_in, has_sign
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 
@@ -27,18 +28,28 @@ NAMES = (
 RANKS = ("model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_0_rank{}.bin")
 """Names that say of which rank a file is; one alone could be a whole state."""
 
+FORMATS = {each.name: each for each in built_in()}
+DETECTED = [name for name, entry in BUILT_IN.items() if entry.signs]
+
 SOURCES = [Source.open(MemoryStore({folder + name: bytearray()})) for folder, name in product(FOLDERS, NAMES)]
 SOURCES += [Source.open(MemoryStore({name.format(rank): bytearray() for rank in range(2)})) for name in RANKS]
 
 
-@pytest.mark.parametrize("name", registry.readers())
-def test_a_reader_is_asked_about_every_source_that_it_would_claim(name: str) -> None:
-    claimed = [source for source in SOURCES if registry.readers()[name].detect(source)]
+@pytest.mark.parametrize("name", DETECTED)
+def test_a_format_is_asked_about_every_source_that_it_would_claim(name: str) -> None:
+    claimed = [source for source in SOURCES if FORMATS[name].detect(source)]
     assert len(claimed) >= 2
-    assert all(registry._has_sign(source, name) for source in claimed)
+    assert all(has_sign(source, name) for source in claimed)
 
 
-@pytest.mark.parametrize("name", registry.readers())
-def test_a_reader_is_not_asked_about_other_formats(name: str) -> None:
+@pytest.mark.parametrize("name", DETECTED)
+def test_a_format_is_not_asked_about_other_formats(name: str) -> None:
     config = Source.open(MemoryStore({"config.json": bytearray()}))
-    assert not registry._has_sign(config, name)
+    assert not has_sign(config, name)
+
+
+def test_the_index_and_the_formats_agree() -> None:
+    assert list(FORMATS) == list(BUILT_IN)
+    assert all(each.reads or each.writes for each in FORMATS.values())
+    named = {name for name, entry in BUILT_IN.items() if entry.suffixes}
+    assert named <= {each.name for each in FORMATS.values() if each.writes}

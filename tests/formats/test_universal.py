@@ -15,8 +15,7 @@ import fixtures
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.deepspeed.universal.reader import UniversalReader
-from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
+from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, UniversalFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures.store import Fixture
@@ -30,7 +29,7 @@ TAG = "global_step4"
 
 
 def read(folder: Path, tag: str | None = None) -> Manifest:
-    return UniversalReader().read_manifest(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
+    return UniversalFormat().read(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda f: f"{f.kind}-{f.case}-{f.world_size}")
@@ -70,7 +69,7 @@ def truth_of(checkpoint: Checkpoint, kind: str) -> Truth:
 def detects(folder: Path) -> tuple[bool, bool]:
     """Whether it looks universal, and whether it looks native."""
     source = Source.open(LocalStore(folder))
-    return UniversalReader().detect(source), DeepSpeedReader().detect(source)
+    return UniversalFormat().detect(source), DeepSpeedFormat().detect(source)
 
 
 @pytest.mark.parametrize("kind", [STAGE1, STAGE3])

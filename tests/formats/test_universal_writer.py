@@ -22,10 +22,8 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.transforms import cast
 from ckpt_tools.core.values import to_json
 from ckpt_tools.errors import UnsafeError, UnsupportedError, UsageError
-from ckpt_tools.formats.dcp.reader import DcpReader
-from ckpt_tools.formats.deepspeed.universal.reader import UniversalReader
-from ckpt_tools.formats.deepspeed.universal.writer import UniversalWriter
-from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
+from ckpt_tools.formats.dcp.format import DcpFormat
+from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, UniversalFormat
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
@@ -41,16 +39,16 @@ from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
 Checkpoint = Callable[[str, str, int], Fixture]
 
-READERS = {"fsdp2": DcpReader(), "zero": DeepSpeedReader(), "universal": UniversalReader()}
+READERS = {"fsdp2": DcpFormat(), "zero": DeepSpeedFormat(), "universal": UniversalFormat()}
 
 
 def read(kind: str, folder: Path) -> Manifest:
     reader = next(reader for prefix, reader in READERS.items() if kind.startswith(prefix))
-    return reader.read_manifest(Source.open(LocalStore(folder)), ReadOptions())
+    return reader.read(Source.open(LocalStore(folder)), ReadOptions())
 
 
 def write(manifest: Manifest, source: Path, out: Path, options: WriteOptions | None = None) -> Layout:
-    layout = UniversalWriter().layout(manifest, options or WriteOptions())
+    layout = UniversalFormat().layout(manifest, options or WriteOptions())
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=1)
     out.mkdir()
     store = Overlay(LocalStore(source), manifest.literals)
@@ -186,7 +184,7 @@ def test_weights_alone_start_a_run_in_stages_1_and_2(checkpoint: Checkpoint, tmp
     assert_same_bits({fqn: truth.tensors[fqn, WEIGHT] for fqn in resumed.slot(MASTER)}, resumed.slot(MASTER))
     assert [group["options"]["weight_decay"] for group in resumed.facts["groups"]] == [0.1, 0.0, 0.01]
     assert any("fails without exp_avg" in note.why for note in layout.notes)
-    assert UniversalReader().read_manifest(Source.open(LocalStore(tmp_path / "out")), ReadOptions()).groups == ()
+    assert UniversalFormat().read(Source.open(LocalStore(tmp_path / "out")), ReadOptions()).groups == ()
 
 
 # Judged by our own reader
@@ -294,7 +292,7 @@ def whys(layout: Layout) -> dict[str, tuple[Outcome, str]]:
 
 def test_the_folder_is_published_by_its_last_file(made: Made) -> None:
     made.adam("layer.weight")
-    layout = UniversalWriter().layout(made.manifest(step=7), WriteOptions())
+    layout = UniversalFormat().layout(made.manifest(step=7), WriteOptions())
     assert [file.path for file in layout.files] == [
         "global_step7/zero/layer.weight/fp32.pt",
         "global_step7/zero/layer.weight/exp_avg.pt",
@@ -482,7 +480,7 @@ def test_a_loss_scaler_that_does_not_fit_is_left_to_the_job(
 
 
 def noted(made: Made, manifest: Manifest) -> dict[str, tuple[Outcome, str]]:
-    return whys(UniversalWriter().layout(manifest, WriteOptions()))
+    return whys(UniversalFormat().layout(manifest, WriteOptions()))
 
 
 def test_notes_say_which_stage_and_which_target(made: Made) -> None:
@@ -515,7 +513,7 @@ def test_a_tag_is_the_name_of_a_folder(tag: str, made: Made) -> None:
     made.adam("w")
     if tag:
         with pytest.raises(UsageError, match="not a valid name for the folder"):
-            UniversalWriter().layout(made.manifest(), WriteOptions(tag=tag))
+            UniversalFormat().layout(made.manifest(), WriteOptions(tag=tag))
     out, _ = made.written(made.manifest(), WriteOptions(tag="best"))
     assert (out / "latest_universal").read_text() == "best"
     assert (out / "best/zero/w/fp32.pt").is_file()
@@ -524,11 +522,11 @@ def test_a_tag_is_the_name_of_a_folder(tag: str, made: Made) -> None:
 def test_names_do_not_lead_out(made: Made) -> None:
     made.adam("../../w")
     with pytest.raises(UnsafeError):
-        UniversalWriter().layout(made.manifest(), WriteOptions())
+        UniversalFormat().layout(made.manifest(), WriteOptions())
 
 
 def test_a_slot_with_the_name_of_the_master_is_refused(made: Made) -> None:
     made.adam("w")
     made.add("w", "fp32", np.ones((3, 2), np.float32))
     with pytest.raises(UnsupportedError, match="the name of another file"):
-        UniversalWriter().layout(made.manifest(), WriteOptions())
+        UniversalFormat().layout(made.manifest(), WriteOptions())

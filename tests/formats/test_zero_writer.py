@@ -27,8 +27,7 @@ from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.transforms import cast
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
-from ckpt_tools.formats.deepspeed.zero_reader.reader import DeepSpeedReader
-from ckpt_tools.formats.deepspeed.zero_writer.writer import ZeroWriter
+from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, ZeroFormat
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
@@ -111,7 +110,7 @@ PARAMS = ("a.weight", "a.bias")
 
 
 def layout_of(manifest: Manifest, stage: int, world_size: int = 2, tag: str | None = None) -> Layout:
-    return ZeroWriter(stage).layout(manifest, WriteOptions(world_size=world_size, tag=tag))
+    return ZeroFormat(stage).layout(manifest, WriteOptions(world_size=world_size, tag=tag))
 
 
 def write(made: Checkpoint, manifest: Manifest, layout: Layout) -> MemoryStore:
@@ -628,7 +627,7 @@ def test_our_own_reader_finds_every_element(
     manifest = replace(manifest, extra=extra, world_size=world_size)
     layout = layout_of(manifest, stage, world_size)
     store = write(made, manifest, layout)
-    found = DeepSpeedReader().read_manifest(Source.open(store), ReadOptions())
+    found = DeepSpeedFormat().read(Source.open(store), ReadOptions())
     assert elements(store, found) == elements(made.store, manifest)
     assert {key: entry.kind for key, entry in found.tensors.items()} == {
         key: entry.kind for key, entry in manifest.tensors.items()

@@ -20,8 +20,8 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.transforms import cast
-from ckpt_tools.formats.deepspeed.zero_writer.writer import ZeroWriter
-from ckpt_tools.formats.registry import reader_for
+from ckpt_tools.formats.deepspeed.format import ZeroFormat
+from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
@@ -45,8 +45,8 @@ def convert(
 ) -> tuple[Note, ...]:
     """Write ``source`` for ``world_size`` ranks; the writer's notes."""
     opened = Source.open(LocalStore(source))
-    manifest = change(reader_for(opened, None).read_manifest(opened, ReadOptions()))
-    layout = ZeroWriter(stage).layout(manifest, WriteOptions(world_size=world_size))
+    manifest = change(read_manifest(find_format(opened), opened, ReadOptions()))
+    layout = ZeroFormat(stage).layout(manifest, WriteOptions(world_size=world_size))
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=2)
     target.mkdir(parents=True)
     store = Overlay(opened.store, manifest.literals)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.core.applicability import SHARDED, WEIGHTS_ALONE
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.index import written_format
 from ckpt_tools.verification.difference import Aspect
 from fixtures.corpus import layouts, make
 
@@ -64,14 +64,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_what_was_converted_verifies(name: str, target: WrittenFormat, tmp_path: Path) -> None:
-    whole: Any = {"state": "all"} if target in SHARDED else {}
+    whole: Any = {"state": "all"} if "max_shard_size" in written_format(target).writing_options else {}
     source, out = make(name).source, tmp_path / "out"
     try:
         report = ckpt_tools.convert(source, out, to=target, **whole)
     except CkptError as error:
         check_refusal(error, tmp_path, lambda: ckpt_tools.plan(source, out, to=target, **whole))
         return
-    compared: Any = {"state": "model"} if target in WEIGHTS_ALONE else whole
+    compared: Any = {"state": "model"} if written_format(target).is_weights_alone else whole
     found = ckpt_tools.verify(source, out, **compared)
     outcomes = {note.outcome for note in report.plan.notes}
     for difference in found.differences:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt_tools.core.applicability import RANKED
+from ckpt_tools.formats.index import written_format
 
 
 def for_ranks(to: str, world_size: int) -> dict[str, int]:
     """``world_size`` where the format is written for ranks; others refuse it."""
-    return {"world_size": world_size} if to in RANKED else {}
+    return {"world_size": world_size} if "world_size" in written_format(to).writing_options else {}

@@ -32,7 +32,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.registry import writers
+from ckpt_tools.formats.index import written_format
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.torch_zip import locate_item
 from ckpt_tools.stores.local import place as local_place
@@ -132,7 +132,7 @@ def test_digests_are_the_same_in_every_format_and_world_size(source: str, checkp
     wanted = digests_in(opened(made)[0].store, opened(made)[1])
     num_same = 0
     for number, to in enumerate(FORMATS):
-        copies = {} if writers()[to].holds_masters else {"weights": "model"}
+        copies = {} if written_format(to).holds_masters else {"weights": "model"}
         ckpt_tools.convert(made, tmp_path / to, to=to, state="all", **copies, **for_ranks(to, 1 + number % 4))
         found = ckpt_tools.checksum(tmp_path / to).digests
         same = {key for key in found if key in wanted and wanted[key].dtype is found[key].dtype}

@@ -7,27 +7,12 @@ transformers' Trainer, which saves through it: their trees, ``{"model": ...}`` a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable
 
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import IncompleteError, SeveralCheckpointsError
-
-METADATA = ".metadata"
-
-_ALONE = re.compile(r"__(\d{1,9})\.metadata")
-_DATA = re.compile(r"__\d+_\d+\.distcp")
-_MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
-_OPTIM = re.compile(r"optimizer_(\d+)")
-
-
-def is_metadata(path: str) -> bool:
-    return path.rpartition("/")[2] == METADATA
-
-
-def is_of_one_rank(path: str) -> bool:
-    """Whether it is a rank's own ``__<rank>.metadata``, as ``dcp.save(use_collectives=False)`` leaves."""
-    return _ALONE.fullmatch(path.rpartition("/")[2]) is not None
+from ckpt_tools.formats.dcp.names import ALONE, DATA, METADATA, is_metadata, is_of_dcp, is_of_one_rank
+from ckpt_tools.trainers.accelerate import is_one_model
 
 
 def own_files(paths: Iterable[str], parts: Iterable[str] = ()) -> frozenset[str]:
@@ -42,11 +27,6 @@ def own_files(paths: Iterable[str], parts: Iterable[str] = ()) -> frozenset[str]
 def _is_own(path: str, folders: set[str]) -> bool:
     folder, separator, name = path.rpartition("/")
     return f"{folder}{separator}" in folders and is_of_dcp(name)
-
-
-def is_of_dcp(name: str) -> bool:
-    """Whether torch names the files of a DCP so."""
-    return name == METADATA or _ALONE.fullmatch(name) is not None or _DATA.fullmatch(name) is not None
 
 
 def metadata_files(paths: Iterable[str]) -> list[str]:
@@ -65,7 +45,7 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
     if not found:
         return _of_all_ranks(alone)
     folders = [path.rpartition("/")[0] for path in found]
-    if len(found) == 1 or _is_one_of_accelerates(folders):
+    if len(found) == 1 or is_one_model(folders):
         for folder in folders:
             _refuse_both(alone, folder)
         _refuse_undescribed(paths, {*folders, *(path.rpartition("/")[0] for path in alone)})
@@ -87,7 +67,7 @@ def _refuse_undescribed(paths: Iterable[str], described: Container[str]) -> None
     """Raises IncompleteError for the data of a DCP in a folder without ``.metadata``: a half of what was saved, or
     another checkpoint whose save did not finish."""
     names = (path.rpartition("/") for path in paths)
-    found = next((folder for folder, _, name in names if _DATA.fullmatch(name) and folder not in described), None)
+    found = next((folder for folder, _, name in names if DATA.fullmatch(name) and folder not in described), None)
     if found is not None:
         raise IncompleteError(
             f"{METADATA} of this folder is missing, without which nothing says what its other files hold; if it is "
@@ -101,7 +81,7 @@ def _of_all_ranks(alone: list[str]) -> list[str]:
     folders = sorted({path.rpartition("/")[0] for path in alone})
     if len(folders) > 1:
         raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(folders)}); name the folder of one")
-    by_rank = {int(match[1]): path for path in alone if (match := _ALONE.fullmatch(path.rpartition("/")[2]))}
+    by_rank = {int(match[1]): path for path in alone if (match := ALONE.fullmatch(path.rpartition("/")[2]))}
     missing = [rank for rank in range(max(by_rank) + 1) if rank not in by_rank]
     if missing:
         raise IncompleteError(
@@ -110,12 +90,3 @@ def _of_all_ranks(alone: list[str]) -> list[str]:
             path=by_rank[max(by_rank)],
         )
     return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-def _is_one_of_accelerates(folders: list[str]) -> bool:
-    """One model and its one optimizer in the same folder."""
-    parents = {folder.rpartition("/")[0] for folder in folders}
-    names = [folder.rpartition("/")[2] for folder in folders]
-    models = [match[1] for name in names if (match := _MODEL.fullmatch(name))]
-    optims = [match[1] for name in names if (match := _OPTIM.fullmatch(name))]
-    return len(parents) == 1 and len(names) == 2 and len(models) == 1 and optims == models

@@ -17,7 +17,7 @@ from ckpt_tools.core.notes import not_part
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.index import Index
-from ckpt_tools.formats.foreign import MEGATRON_CONFIG, megatron_folders
+from ckpt_tools.formats.megatron.names import CONFIG_FILE, torch_dist_folders
 from ckpt_tools.stores.source import Source
 
 _SHARDED_OBJECT = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
@@ -33,7 +33,7 @@ _ADVICE = (
 
 def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> None:
     """Raises UnsupportedError where the folders of ``metadata`` are Megatron-Core's."""
-    known = [f"{prefix}.metadata" for prefix in megatron_folders(source)]
+    known = [f"{prefix}.metadata" for prefix in torch_dist_folders(source)]
     sign = next((path for path in metadata if path in known), None)
     if sign is not None:
         raise UnsupportedError(f"{_ADVICE}read it with {option('from_', 'megatron')}", path=sign)
@@ -42,7 +42,7 @@ def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> No
     name = next((name for name in index.objects if _SHARDED_OBJECT.fullmatch(name)), None)
     if name is not None or index.mcore_data is not None:
         raise UnsupportedError(
-            f"{_ADVICE}{MEGATRON_CONFIG}, which it writes last, is missing: the checkpoint was not finished; take an "
+            f"{_ADVICE}{CONFIG_FILE}, which it writes last, is missing: the checkpoint was not finished; take an "
             "earlier one",
             path=next(iter(metadata)),
             key=name,
@@ -87,7 +87,7 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
     found = [path for path in source.files if _WEIGHTS.fullmatch(path) and path not in known]
     others = [path for path in found if not path.startswith(_below(folders))]
     if others:
-        from ckpt_tools.core.run_folders import files_of_others
+        from ckpt_tools.trainers.run_folders import files_of_others
 
         elsewhere = files_of_others(source.files, known)
         others = [path for path in others if path not in elsewhere]

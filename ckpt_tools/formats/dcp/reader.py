@@ -7,7 +7,7 @@ kilobyte each, and are read and interpreted here, since they are the checkpoint'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import MalformedError, errors_name
-from ckpt_tools.formats.dcp.folders import is_metadata, is_of_dcp, is_of_one_rank, metadata_files, own_files
+from ckpt_tools.formats.dcp.folders import metadata_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
+from ckpt_tools.formats.dcp.names import is_of_dcp, is_of_one_rank
 from ckpt_tools.formats.dcp.rank_indexes import merged
-from ckpt_tools.formats.foreign import megatron_folders
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place, with_references
 from ckpt_tools.formats.state_dict.parse import TensorLeaf, manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
@@ -31,57 +31,43 @@ from ckpt_tools.trainers.accelerate import note_of_missing
 from ckpt_tools.trainers.folders import trainer_folder
 
 
-@dataclass(frozen=True, slots=True)
-class DcpReader:
-    """Reads the folder that holds ``.metadata``, or one with such a folder below it, or with accelerate's two."""
-
-    name: str = "dcp"
-
-    def detect(self, source: Source) -> bool:
-        found = any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
-        return found and not megatron_folders(source)
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        paths = metadata_files(source.files)
-        indexes = {path: read_index(source, path) for path in paths}
-        index, of_ranks = merged(source, indexes) if is_of_one_rank(paths[0]) else (_joined(indexes), ())
-        refuse_megatron(source, paths, index)
-        ties = ties_among(index.tensors)
-        tensors = {fqn: each for fqn, each in index.tensors.items() if fqn not in ties}
-        literals: dict[str, bytes] = {}
-        found = FoundLeaves(tensors=tensors, unread=dict(index.unread), ties=ties)
-        for fqn, path in index.paths.items():
-            if fqn in index.objects:
-                _add_object(found, source, index, fqn, literals)
-            else:
-                found.put(fqn, path, paths[0])
-        with errors_name(paths[0]):
-            manifest = manifest_of(
-                found.leaves(),
-                format_name="dcp",
-                model_key=options.model_key,
-                optim_key=options.optim_key,
-                param_order=options.param_order,
-                world_size=len(paths) if is_of_one_rank(paths[0]) else index.num_ranks,
-                ties=found.ties,
-                include=options.include,
-                exclude=options.exclude,
-            )
-        tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
-        trainer = trainer_folder(source.files, paths, tops, is_of_dcp)
-        used = {file: data for file, data in literals.items() if file in manifest.files}
-        manifest = replace(
-            manifest,
-            trainer=trainer,
-            notes=(*manifest.notes, *of_ranks, *note_of_missing([path.rpartition("/")[0] for path in paths])),
-            literals={**manifest.literals, **used},
-            archives=index.archives,
+def read(source: Source, options: ReadOptions) -> Manifest:
+    paths = metadata_files(source.files)
+    indexes = {path: read_index(source, path) for path in paths}
+    index, of_ranks = merged(source, indexes) if is_of_one_rank(paths[0]) else (_joined(indexes), ())
+    refuse_megatron(source, paths, index)
+    ties = ties_among(index.tensors)
+    tensors = {fqn: each for fqn, each in index.tensors.items() if fqn not in ties}
+    literals: dict[str, bytes] = {}
+    found = FoundLeaves(tensors=tensors, unread=dict(index.unread), ties=ties)
+    for fqn, path in index.paths.items():
+        if fqn in index.objects:
+            _add_object(found, source, index, fqn, literals)
+        else:
+            found.put(fqn, path, paths[0])
+    with errors_name(paths[0]):
+        manifest = manifest_of(
+            found.leaves(),
+            format_name="dcp",
+            model_key=options.model_key,
+            optim_key=options.optim_key,
+            param_order=options.param_order,
+            world_size=len(paths) if is_of_one_rank(paths[0]) else index.num_ranks,
+            ties=found.ties,
+            include=options.include,
+            exclude=options.exclude,
         )
-        return with_other_half(manifest, source, paths)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        found = own_files(source.files, () if manifest.trainer is None else manifest.trainer.parts)
-        return found | (manifest.files & source.files.keys()) if found else found
+    tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
+    trainer = trainer_folder(source.files, paths, tops, is_of_dcp)
+    used = {file: data for file, data in literals.items() if file in manifest.files}
+    manifest = replace(
+        manifest,
+        trainer=trainer,
+        notes=(*manifest.notes, *of_ranks, *note_of_missing([path.rpartition("/")[0] for path in paths])),
+        literals={**manifest.literals, **used},
+        archives=index.archives,
+    )
+    return with_other_half(manifest, source, paths)
 
 
 def _joined(indexes: Mapping[str, Index]) -> Index:

@@ -1,31 +1,71 @@
-"""Writes a DCP, or the folder of the trainer that the manifest was read from."""
+"""Writes a DCP, or the folder of the trainer that the manifest was read from, for N ranks.
+
+A trainer's entries go into the DCPs that they came from, and the small files beside them are copied as they are. Files
+that belong to ranks are copied if there are as many ranks as before; else they are left out, and the note says how the
+trainer resumes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
-from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.copied_files import copy_of, entry_of, key_of
+from ckpt_tools.core.layout import FileSpec, Layout
+from ckpt_tools.core.manifest import Manifest, StateTree
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.trainer_folder import BesideFile, TrainerFolder
+from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.wording import count
 from ckpt_tools.formats.dcp.files import dcp_files
-from ckpt_tools.formats.state_dict.build import chosen_tree
+from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
 from ckpt_tools.formats.state_dict.read_back import entries_of_own_tree, entries_read_back
 
 
-@dataclass(frozen=True, slots=True)
-class DcpWriter:
-    """Writes the whole training state, fp32 weights standing for themselves."""
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    tree = chosen_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
+    if manifest.trainer is not None:
+        return _trainer_layout(manifest, manifest.trainer, tree, options.world_size)
+    is_own = manifest.format == "dcp" and tree is manifest.tree
+    entries, notes = entries_of_own_tree(manifest, tree) if is_own else (entries_read_back(manifest, tree), ())
+    return Layout(dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes))
 
-    name: str = "dcp"
-    holds_optimizer: bool = True
-    holds_masters: bool = False
 
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        tree = chosen_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
-        if manifest.trainer is not None:
-            from ckpt_tools.formats.dcp.trainer_writer import trainer_layout
+def _trainer_layout(manifest: Manifest, trainer: TrainerFolder, tree: StateTree, world_size: int) -> Layout:
+    """The files of the folder; the ``.metadata`` of the first part is the last one."""
+    entries = entries_of(_without(manifest, trainer.entries), tree)
+    kept, left = trainer.files_for(world_size)
+    files: list[FileSpec] = [copy_of(name, file) for name, file in kept.items()]
+    for part in [*trainer.parts][::-1]:
+        files += dcp_files(manifest, _part(entries, trainer, part), world_size, part)
+    copied = {key_of(name): entry_of(file) for name, file in kept.items()}
+    return Layout(files, (*entries.notes, *_left_out(trainer, left, world_size)), copied)
 
-            return trainer_layout(manifest, manifest.trainer, tree, options.world_size)
-        is_own = manifest.format == self.name and tree is manifest.tree
-        entries, notes = entries_of_own_tree(manifest, tree) if is_own else (entries_read_back(manifest, tree), ())
-        return Layout(dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes))
+
+def _without(manifest: Manifest, names: Collection[str]) -> Manifest:
+    """``manifest`` without these entries, which are in files that are copied, and their tensors."""
+    extra = {name: value for name, value in manifest.extra.items() if name not in names}
+    gone = {ref.key for name in names for ref in references(manifest.extra.get(name))}
+    tensors = {key: entry for key, entry in manifest.tensors.items() if key not in gone}
+    return replace(manifest, extra=extra, tensors=tensors)
+
+
+def _part(entries: Entries, trainer: TrainerFolder, part: str) -> Entries:
+    """The entries that lie in the folder ``part``."""
+    paths = {name: path for name, path in entries.paths.items() if trainer.part_of(str(path[0])) == part}
+    return Entries(
+        paths,
+        {name: key for name, key in entries.tensors.items() if name in paths},
+        {alias: owner for alias, owner in entries.aliases.items() if alias in paths},
+        {name: value for name, value in entries.objects.items() if name in paths},
+        (),
+    )
+
+
+def _left_out(trainer: TrainerFolder, left: Mapping[str, BesideFile], world_size: int) -> list[Note]:
+    if not left:
+        return []
+    ranks = len({file.rank for file in trainer.files.values() if file.rank is not None})
+    why = f"each is of one rank of {ranks}, and this is for {count(world_size, 'rank')}; {trainer.without_ranks}"
+    return [Note(Outcome.DROPPED, name, why, num_bytes=file.num_bytes) for name, file in sorted(left.items())]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
@@ -56,34 +55,23 @@ _OF_SPLITS = (_PART, _PARTS, "split.tensors.count")
 _TYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class GgufReader:
-    """Reads one file, or a folder of one file or of all parts of one."""
-
-    name: str = "gguf"
-
-    def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files)
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        headers = _in_order({path: read_header(source, path) for path in _files(source)})
-        tensors = _tensors(headers)
-        chosen = {name: info for name, info in tensors.items() if info.dtype is not None or _is_wanted(name, options)}
-        entries = {StateKey(name): _entry(name, info) for name, info in chosen.items()}
-        left = [info for name, info in tensors.items() if name not in chosen]
-        values = {name: value for name, value in headers[0].values.items() if name not in _OF_SPLITS}
-        names = tensors.keys() - chosen.keys()
-        return Manifest(self.name, entries, extra={ENTRY: values}, notes=_left_out(left), left_out=frozenset(names))
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return frozenset(_files(source))
+def read(source: Source, options: ReadOptions) -> Manifest:
+    headers = _in_order({path: read_header(source, path) for path in files_of(source)})
+    tensors = _tensors(headers)
+    chosen = {name: info for name, info in tensors.items() if info.dtype is not None or _is_wanted(name, options)}
+    entries = {StateKey(name): _entry(name, info) for name, info in chosen.items()}
+    left = [info for name, info in tensors.items() if name not in chosen]
+    values = {name: value for name, value in headers[0].values.items() if name not in _OF_SPLITS}
+    names = tensors.keys() - chosen.keys()
+    return Manifest("gguf", entries, extra={ENTRY: values}, notes=_left_out(left), left_out=frozenset(names))
 
 
 def _is_ours(path: str) -> bool:
     return "/" not in path and path.endswith(SUFFIX)
 
 
-def _files(source: Source) -> list[str]:
+def files_of(source: Source) -> list[str]:
+    """The parts of the model."""
     return [path for path in source.files if _is_ours(path)] or list(source.files)
 
 
@@ -143,27 +131,17 @@ def _left_out(left: list[TensorInfo]) -> tuple[Note, ...]:
     return (Note(Outcome.DROPPED, what, "not selected", len(left), size, asked=True),) if left else ()
 
 
-@dataclass(frozen=True, slots=True)
-class GgufWriter:
-    """Writes weights into one file, in version 3, with the key-values of the GGUF that they came from."""
-
-    name: str = "gguf"
-    holds_optimizer: bool = False
-    holds_masters: bool = False
-    kept_entries: tuple[str, ...] = (ENTRY,)
-    asks_model_type: bool = True
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        names, notes = weights_by_name(manifest, "GGUF")
-        values, more = _written_values(manifest, options.model_type)
-        entries = {name: manifest.tensors[key] for name, key in names.items()}
-        alignment = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))[1]
-        segments: list[Segment] = list(_head(entries, values, alignment))
-        for name, entry in entries.items():
-            segments.append(Payload(names[name], Box.whole(entry.shape), entry.shape, entry.dtype))
-            segments += _padding(entry.num_bytes, alignment)
-        path = options.file_name or f"model{SUFFIX}"
-        return Layout((FileLayout(path, tuple(merged(each for each in segments if each.num_bytes))),), (*notes, *more))
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    names, notes = weights_by_name(manifest, "GGUF")
+    values, more = _written_values(manifest, options.model_type)
+    entries = {name: manifest.tensors[key] for name, key in names.items()}
+    alignment = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))[1]
+    segments: list[Segment] = list(_head(entries, values, alignment))
+    for name, entry in entries.items():
+        segments.append(Payload(names[name], Box.whole(entry.shape), entry.shape, entry.dtype))
+        segments += _padding(entry.num_bytes, alignment)
+    path = options.file_name or f"model{SUFFIX}"
+    return Layout((FileLayout(path, tuple(merged(each for each in segments if each.num_bytes))),), (*notes, *more))
 
 
 def _written_values(manifest: Manifest, model_type: str | None) -> tuple[dict[str, Value], tuple[Note, ...]]:

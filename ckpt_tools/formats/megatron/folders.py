@@ -7,7 +7,6 @@ A run's folder has ``latest_checkpointed_iteration.txt`` and ``iter_0000010/``; 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -20,25 +19,23 @@ from ckpt_tools.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
-from ckpt_tools.formats.foreign import (
-    MEGATRON_COMMON,
-    MEGATRON_CONFIG,
-    is_megatron_legacy,
-    megatron_backend,
-    megatron_folders,
+from ckpt_tools.formats.dcp.names import METADATA
+from ckpt_tools.formats.megatron.names import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    DATA,
+    ITERATION,
+    TRACKER,
+    backend_of,
+    is_legacy,
+    torch_dist_folders,
 )
 from ckpt_tools.stores.source import Source
-
-METADATA = ".metadata"
-TRACKER = "latest_checkpointed_iteration.txt"
 
 BACKEND = "torch_dist"
 
 MAX_TRACKER_BYTES = 64
 """A number, or ``release``."""
-
-_ITERATION = re.compile(r"(?:.*/)?iter_(\d{1,18})/?")
-_DATA = re.compile(r"[^/]+\.distcp")
 
 _CONVERT = "save it with --ckpt-format torch_dist"
 
@@ -57,14 +54,14 @@ class Folder:
     @property
     def common(self) -> str | None:
         """The file of the common state; since megatron-core 0.19 it is an item of the checkpoint instead."""
-        path = f"{self.prefix}{MEGATRON_COMMON}"
+        path = f"{self.prefix}{COMMON_FILE}"
         return path if path in self.source.files else None
 
     @property
     def iteration(self) -> int | None:
         """What the folder's name says."""
         name = self.prefix or f"{self.source.store.url.rstrip('/')}/"
-        found = _ITERATION.fullmatch(name)
+        found = ITERATION.fullmatch(name)
         return int(found[1]) if found is not None else None
 
     @property
@@ -75,18 +72,18 @@ class Folder:
 
     def _is_own(self, path: str) -> bool:
         name = path[len(self.prefix) :]
-        return name in (METADATA, MEGATRON_COMMON, MEGATRON_CONFIG) or _DATA.fullmatch(name) is not None
+        return name in (METADATA, COMMON_FILE, CONFIG_FILE) or DATA.fullmatch(name) is not None
 
     def check(self) -> None:
         """Raises UnsupportedError for another backend, IncompleteError for a checkpoint that was not finished."""
-        path = f"{self.prefix}{MEGATRON_CONFIG}"
+        path = f"{self.prefix}{CONFIG_FILE}"
         if path not in self.source.files:
             raise IncompleteError(
                 "this file is missing, which megatron-core writes last: the checkpoint was not finished; take an "
                 "earlier one",
                 path=path,
             )
-        backend = megatron_backend(self.source, path)
+        backend = backend_of(self.source, path)
         if backend is None:
             raise MalformedError("it does not say in which form the tensors are stored (sharded_backend)", path=path)
         if backend != BACKEND:
@@ -116,7 +113,7 @@ def find_folder(source: Source) -> Folder:
         SourceNotFoundError: there is none. UnsupportedError: there are several, or it is of a form that is not read.
         IncompleteError: it was not finished, or the tracker names one that is not there.
     """
-    found = megatron_folders(source)
+    found = torch_dist_folders(source)
     chosen = _tracked(source, found) if TRACKER in source.files else None
     if chosen is None:
         _refuse_legacy(source)
@@ -150,7 +147,7 @@ def _only(source: Source, found: list[str]) -> str:
 
 
 def _refuse_legacy(source: Source, prefix: str = "") -> None:
-    legacy = next((path for path in source.files if path.startswith(prefix) and is_megatron_legacy(path)), None)
+    legacy = next((path for path in source.files if path.startswith(prefix) and is_legacy(path)), None)
     if legacy is not None:
         raise UnsupportedError(
             "it is of Megatron-LM's legacy format (--ckpt-format torch), one file for each tensor and pipeline "

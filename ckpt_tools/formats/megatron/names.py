@@ -1,60 +1,60 @@
-"""What the names of a ``torch_dist`` mean. Pure.
-
-The slots of an optimizer stand in front of the name: ``optimizer.state.exp_avg.<name>``, with ``chained_1.`` before it
-where experts have an optimizer of their own (megatron-core 0.16.1, optimizer/optimizer.py, distrib_optimizer.py).
-"""
+"""Names of Megatron-Core's files, and the folders that they tell."""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
 
-from ckpt_tools.core.manifest import MASTER
+from ckpt_tools.errors import CkptError
+from ckpt_tools.stores.source import Source
 
-COMMON_ITEM = "common_state/shard_0_1"
-"""Where megatron-core from 0.19 on keeps what older ones write to ``common.pt``."""
+COMMON_FILE = "common.pt"
+CONFIG_FILE = "metadata.json"
+"""What dist_checkpointing writes beside the index, and what it writes last."""
 
-OWN_ITEM = "ckpt_tools/shard_0_1"
-"""Where ckpt-tools keeps what a ``torch_dist`` has no place for, in the form of a sharded object of one piece."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Beside the ``iter_`` folders of a run: the number of the last one that is finished, or ``release``."""
 
-MASTERS = ("param", "fp32_param")
-"""What optimizers call their fp32 copy of a parameter: the distributed one, and the one that is not (and both of them
-up to 0.14)."""
+DATA = re.compile(r"[^/]+\.distcp")
+ITERATION = re.compile(r"(?:.*/)?iter_(\d{1,18})/?")
 
-_STATE = re.compile(r"(?:chained_(\d{1,9})\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
-_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
-_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+FILES = r"metadata\.json|common\.pt|model_optim_rng\.pt|distrib_optim\.pt"
+"""A pattern of the names of files in a checkpoint, beside those of a DCP."""
 
+MAX_CONFIG_BYTES = 1 << 20
+"""It names a backend and two versions."""
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Optimizer state of the parameter ``name``; ``chain`` is the number of its optimizer, where the key says it."""
-
-    name: str
-    slot: str
-    chain: int | None
+_LEGACY = re.compile(r"(?:.*/)?(?:model_optim_rng|model_rng|distrib_optim)\.pt")
 
 
-def state_of(key: str) -> State | None:
-    """What ``key`` is, if it is optimizer state of a parameter."""
-    found = _STATE.fullmatch(key)
-    if found is None:
+def torch_dist_folders(source: Source) -> list[str]:
+    """The folders, as prefixes of paths, in which dist_checkpointing of Megatron-Core keeps a checkpoint."""
+    inside: dict[str, set[str]] = {}
+    for path in source.files:
+        folder, slash, name = path.rpartition("/")
+        if name in (".metadata", COMMON_FILE, CONFIG_FILE):
+            inside.setdefault(folder + slash, set()).add(name)
+    return [prefix for prefix, names in inside.items() if _is_torch_dist(source, prefix, names)]
+
+
+def _is_torch_dist(source: Source, prefix: str, names: set[str]) -> bool:
+    if {".metadata", COMMON_FILE} <= names:
+        return True
+    return len(names) > 1 and backend_of(source, f"{prefix}{CONFIG_FILE}") is not None
+
+
+def backend_of(source: Source, path: str) -> str | None:
+    """The form of the tensors by the ``metadata.json`` at ``path``; None if it is another file."""
+    if path not in source.files or source.size(path) > MAX_CONFIG_BYTES:
         return None
-    slot = MASTER if found[2] in MASTERS else found[2]
-    return State(found[3], slot, int(found[1]) if found[1] is not None else None)
+    try:
+        found = json.loads(source.read_all(path, limit_bytes=MAX_CONFIG_BYTES))
+    except (CkptError, ValueError, RecursionError):
+        return None
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    return backend if isinstance(backend, str) else None
 
 
-def is_of_buckets(key: str) -> bool:
-    """Whether ``key`` is state that lies in the distributed optimizer's own buffers: of ``dp_reshardable`` each is a
-    tensor, of ``dp_zero_gather_scatter`` all are one object."""
-    return _BUCKETS.fullmatch(key) is not None
-
-
-def is_expert(name: str) -> bool:
-    """Whether it is a parameter of an expert, which expert parallelism distributes. Shared experts are not."""
-    return ".experts." in f".{name}"
-
-
-def num_dims(name: str, stored: int) -> int:
-    """Dims of the parameter itself; ``stored`` counts the layers and experts that are stacked in front as well."""
-    return stored - (_STACKED_LAYERS.search(name) is not None) - (".experts.experts." in f".{name}")
+def is_legacy(path: str) -> bool:
+    """Whether Megatron-LM's format before dist_checkpointing gives this name to a file."""
+    return _LEGACY.fullmatch(path) is not None

@@ -18,7 +18,6 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import literal_file
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
 from ckpt_tools.core.value_refs import extracted
 from ckpt_tools.core.values import StoredTensor, Value, are_naturals
@@ -26,12 +25,12 @@ from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.dcp.index import Index, read_index
 from ckpt_tools.formats.dcp.reader import read_object, ties_among
-from ckpt_tools.formats.foreign import is_megatron_legacy, megatron_folders, refuse_weights
+from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.megatron import flattened
 from ckpt_tools.formats.megatron.common_state import CommonState
 from ckpt_tools.formats.megatron.folders import Folder, find_folder
 from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
-from ckpt_tools.formats.megatron.names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
+from ckpt_tools.formats.megatron.tensor_names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
 from ckpt_tools.stores.source import Source
@@ -41,22 +40,14 @@ _RESHARDABLE = "save it with --dist-ckpt-optim-fully-reshardable"
 Inner = dict[StateKey, TensorLeaf]
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronReader:
-    """Reads an ``iter_`` folder, the folder of the run that it lies in, or the folder of a NeMo 2 checkpoint."""
+def read(source: Source) -> Manifest:
+    return _Contents.of(find_folder(source)).manifest()
 
-    name: str = "megatron"
 
-    def detect(self, source: Source) -> bool:
-        return bool(megatron_folders(source)) or any(map(is_megatron_legacy, source.files))
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        return _Contents.of(find_folder(source)).manifest()
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        folder = find_folder(source)
-        is_here = not folder.prefix or (folder.prefix.count("/") == 1 and len(folder.files) > len(_inside(folder)))
-        return folder.files if is_here else frozenset()
+def own_files(source: Source) -> frozenset[str]:
+    folder = find_folder(source)
+    is_here = not folder.prefix or (folder.prefix.count("/") == 1 and len(folder.files) > len(_inside(folder)))
+    return folder.files if is_here else frozenset()
 
 
 def _inside(folder: Folder) -> set[str]:

@@ -28,11 +28,12 @@ from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.files import RankFiles, metadata_of, place
 from ckpt_tools.formats.dcp.items import Items
-from ckpt_tools.formats.foreign import MEGATRON_COMMON, MEGATRON_CONFIG
+from ckpt_tools.formats.dcp.names import METADATA
 from ckpt_tools.formats.megatron.common_state import CONTENT, FULLY_RESHARDABLE, SHARDING, inner_tree, with_groups
-from ckpt_tools.formats.megatron.folders import BACKEND, METADATA, TRACKER
+from ckpt_tools.formats.megatron.folders import BACKEND
 from ckpt_tools.formats.megatron.loadable import is_loadable, loadable
-from ckpt_tools.formats.megatron.names import MASTERS, OWN_ITEM, is_expert
+from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE, TRACKER
+from ckpt_tools.formats.megatron.tensor_names import MASTERS, OWN_ITEM, is_expert
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.serialization.pickle.dump import dumps
@@ -55,31 +56,23 @@ _DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_paral
 _REFUSED_CLASS = "it is of a class that Megatron's loader refuses"
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronWriter:
-    """Writes the whole training state, as the distributed optimizer keeps it if it is fully reshardable."""
-
-    name: str = "megatron"
-    holds_optimizer: bool = True
-    holds_masters: bool = True
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        state = _State(manifest)
-        entries = state.entries()
-        placed = place(state.readable, entries, options.world_size)
-        placed = replace(placed, owners=state.owners)
-        index = metadata_of(entries, placed)
-        index.planner_data = None
-        folder = f"iter_{state.iteration:07d}/"
-        common = Items(manifest.tensors).object(state.common())
-        files: tuple[FileSpec, ...] = (
-            *RankFiles(placed, folder).files(),
-            FileLayout(f"{folder}{METADATA}", (Literal(dumps(index)),)),
-            FileLayout(f"{folder}{MEGATRON_COMMON}", tuple(common.at(0))),
-            FileLayout(f"{folder}{MEGATRON_CONFIG}", (Literal(json.dumps(CONFIG).encode()),)),
-            FileLayout(TRACKER, (Literal(str(state.iteration).encode()),)),
-        )
-        return Layout(files, tuple(state.notes))
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    state = _State(manifest)
+    entries = state.entries()
+    placed = place(state.readable, entries, options.world_size)
+    placed = replace(placed, owners=state.owners)
+    index = metadata_of(entries, placed)
+    index.planner_data = None
+    folder = f"iter_{state.iteration:07d}/"
+    common = Items(manifest.tensors).object(state.common())
+    files: tuple[FileSpec, ...] = (
+        *RankFiles(placed, folder).files(),
+        FileLayout(f"{folder}{METADATA}", (Literal(dumps(index)),)),
+        FileLayout(f"{folder}{COMMON_FILE}", tuple(common.at(0))),
+        FileLayout(f"{folder}{CONFIG_FILE}", (Literal(json.dumps(CONFIG).encode()),)),
+        FileLayout(TRACKER, (Literal(str(state.iteration).encode()),)),
+    )
+    return Layout(files, tuple(state.notes))
 
 
 @dataclass

@@ -5,7 +5,6 @@ Members have to be stored: a range of a deflated one is found only by inflating 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Final
 
@@ -13,7 +12,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
@@ -44,38 +43,27 @@ COMPRESSED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NpzReader:
-    """Reads one file, or a folder of one."""
+def read(source: Source) -> Manifest:
+    path = file_of(source)
 
-    name: str = "npz"
+    def read(start: int, stop: int) -> bytes:
+        return source.read(path, start, stop)
 
-    def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files)
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        path = _file(source)
-
-        def read(start: int, stop: int) -> bytes:
-            return source.read(path, start, stop)
-
-        directory = read_directory(read, source.size(path), path, tail_bytes=TAIL_BYTES, compressed=COMPRESSED)
-        if directory is None or not directory.records:
-            raise MalformedError("it is not a zip archive of arrays, or it is cut", path=path)
-        arrays, texts = _arrays(directory, read)
-        voids = [name for name, (header, _) in arrays.items() if header.is_void]
-        tensors = {StateKey(name): _entry(header, at) for name, (header, at) in arrays.items()}
-        return Manifest(self.name, tensors, notes=(*_as_bfloat16(voids), *texts))
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return frozenset([_file(source)])
+    directory = read_directory(read, source.size(path), path, tail_bytes=TAIL_BYTES, compressed=COMPRESSED)
+    if directory is None or not directory.records:
+        raise MalformedError("it is not a zip archive of arrays, or it is cut", path=path)
+    arrays, texts = _arrays(directory, read)
+    voids = [name for name, (header, _) in arrays.items() if header.is_void]
+    tensors = {StateKey(name): _entry(header, at) for name, (header, at) in arrays.items()}
+    return Manifest("npz", tensors, notes=(*_as_bfloat16(voids), *texts))
 
 
 def _is_ours(path: str) -> bool:
     return "/" not in path and path.endswith(SUFFIX)
 
 
-def _file(source: Source) -> str:
+def file_of(source: Source) -> str:
+    """The one file that is read. Raises SeveralCheckpointsError."""
     files = [path for path in source.files if _is_ours(path)] or list(source.files)
     if len(files) > 1:
         raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); name the one you mean")
@@ -124,20 +112,12 @@ def _as_bfloat16(names: list[str]) -> tuple[Note, ...]:
     return (Note(Outcome.DEFAULTED, f"dtype of {what}", why, len(names)),) if names else ()
 
 
-@dataclass(frozen=True, slots=True)
-class NpzWriter:
-    """Writes weights as ``numpy.savez`` does."""
-
-    name: str = "npz"
-    holds_optimizer: bool = False
-    holds_masters: bool = False
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        names, notes = weights_by_name(manifest, "numpy")
-        archive = ArchiveWriter("", base=0)
-        for name, key in names.items():
-            entry = manifest.tensors[key]
-            header = Literal(npy_header(entry.shape, entry.dtype, name))
-            payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
-            archive.add(name + MEMBER_SUFFIX, [header, payload] if payload.num_bytes else [header])
-        return Layout((FileLayout(options.file_name or f"model{SUFFIX}", tuple(archive.finish())),), notes)
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    names, notes = weights_by_name(manifest, "numpy")
+    archive = ArchiveWriter("", base=0)
+    for name, key in names.items():
+        entry = manifest.tensors[key]
+        header = Literal(npy_header(entry.shape, entry.dtype, name))
+        payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
+        archive.add(name + MEMBER_SUFFIX, [header, payload] if payload.num_bytes else [header])
+    return Layout((FileLayout(options.file_name or f"model{SUFFIX}", tuple(archive.finish())),), notes)

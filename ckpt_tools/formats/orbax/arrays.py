@@ -19,7 +19,8 @@ from ckpt_tools.core.boxes import Shape, from_flat
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.values import are_naturals
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
-from ckpt_tools.formats.orbax.metadata import MANIFEST, Tree
+from ckpt_tools.formats.orbax.metadata import Tree
+from ckpt_tools.formats.orbax.names import MANIFEST
 from ckpt_tools.stores.source import ServiceFile, Store, StoreWrapper
 
 FILE_PREFIX = "array:"

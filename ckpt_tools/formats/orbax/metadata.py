@@ -1,6 +1,6 @@
 """The JSON files of an Orbax checkpoint: which arrays there are, under which names, and whether it is finished.
 
-Facts from orbax-checkpoint 0.12.8 and files it wrote. ``_METADATA`` lies beside the arrays of one item and lists every
+``_METADATA`` lies beside the arrays of one item and lists every
 leaf of the tree with its path and the kind of value; ``_CHECKPOINT_METADATA`` lies at the top and gets its
 ``commit_timestamp_nsecs`` last. A folder under construction is named ``NAME.orbax-checkpoint-tmp...``. On object
 stores, and in newer versions everywhere, ``commit_success.txt`` is written last into the checkpoint, and by most
@@ -16,15 +16,9 @@ from typing import Any
 from ckpt_tools.core.manifest import TreePath, dotted
 from ckpt_tools.core.values import brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, STRINGS, TREE, UNFINISHED
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
-
-TREE = "_METADATA"
-CHECKPOINT = "_CHECKPOINT_METADATA"
-MANIFEST = "manifest.ocdbt"
-COMMITTED = "commit_success.txt"
-STRINGS = "_strings.json"
-UNFINISHED = ".orbax-checkpoint-tmp"
 
 MAX_JSON_BYTES = 256 << 20
 """A leaf takes about 300 bytes."""

@@ -14,60 +14,36 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, Tenso
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.run_folders import files_of_others
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, IncompleteError, SeveralCheckpointsError, UnsupportedError, UsageError
 from ckpt_tools.formats.orbax.arrays import FILE_PREFIX, Array, ArrayStore, Drivers, decoding_bytes
-from ckpt_tools.formats.orbax.metadata import (
-    CHECKPOINT,
-    COMMITTED,
-    MANIFEST,
-    MAX_JSON_BYTES,
-    STRINGS,
-    TREE,
-    Tree,
-    read_strings,
-    read_tree,
-    refuse_unfinished,
-)
+from ckpt_tools.formats.orbax.metadata import MAX_JSON_BYTES, Tree, read_strings, read_tree, refuse_unfinished
+from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, FOLDERS, HOUSEKEEPING, JSON_FILES, MANIFEST, TREE
 from ckpt_tools.formats.orbax.roles import Roles, find_roles
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
-
-_HOUSEKEEPING = (TREE, CHECKPOINT, COMMITTED, MANIFEST, STRINGS, "_sharding", "checkpoint_metadata.json")
-_FOLDERS = ("d", "array_metadatas")
-"""Of an item: the data files of OCDBT, and the shapes of chunks, which the arrays themselves state."""
-
-_JSON_FILES = ("metadata", "metrics")
-"""What a JSON item and the metrics of a CheckpointManager are called in their folders."""
+from ckpt_tools.trainers.run_folders import files_of_others
 
 MAX_SCALAR_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class OrbaxReader:
-    """Reads a local folder; the arrays come through tensorstore."""
+def read(source: Source, options: ReadOptions) -> Manifest:
+    return _Reading.of(source).manifest(options)
 
-    name: str = "orbax"
 
-    def detect(self, source: Source) -> bool:
-        return any(path.rpartition("/")[2] in (TREE, CHECKPOINT, MANIFEST) for path in source.files)
+def served(source: Source, manifest: Manifest) -> Source:
+    """``source`` with a file for each array."""
+    reading = _Reading.of(source)
+    arrays = {name: array for name, array in reading.files.items() if name in manifest.files}
+    version_file = next((path for path in source.files if path.rpartition("/")[2] in (MANIFEST, TREE)), TREE)
+    store = ArrayStore(source.store, arrays, version_file)
+    return replace(source, store=store, files={**source.files, **store.sizes})
 
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        return _Reading.of(source).manifest(options)
 
-    def served(self, source: Source, manifest: Manifest) -> Source:
-        """``source`` with a file for each array."""
-        reading = _Reading.of(source)
-        arrays = {name: array for name, array in reading.files.items() if name in manifest.files}
-        version_file = next((path for path in source.files if path.rpartition("/")[2] in (MANIFEST, TREE)), TREE)
-        store = ArrayStore(source.store, arrays, version_file)
-        return replace(source, store=store, files={**source.files, **store.sizes})
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return frozenset(path for path in source.files if _is_own(path, _folders(source)))
+def own_files(source: Source) -> frozenset[str]:
+    return frozenset(path for path in source.files if _is_own(path, _folders(source)))
 
 
 def _folders(source: Source) -> list[str]:
@@ -100,11 +76,11 @@ def _is_own(path: str, folders: list[str]) -> bool:
         return True
     folder = next((each for each in folders if not each or path.startswith(f"{each}/")), None)
     if folder is None:
-        return path.rpartition("/")[2] in (*_JSON_FILES, COMMITTED) and path.count("/") == 1
+        return path.rpartition("/")[2] in (*JSON_FILES, COMMITTED) and path.count("/") == 1
     first, _, rest = path.removeprefix(f"{folder}/" if folder else "").partition("/")
     if not rest:
-        return first in _HOUSEKEEPING
-    return first in _FOLDERS or first.startswith("ocdbt.process_") or "/" not in rest
+        return first in HOUSEKEEPING
+    return first in FOLDERS or first.startswith("ocdbt.process_") or "/" not in rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +202,7 @@ def _beside(source: Source, folders: list[str]) -> tuple[dict[str, Any], tuple[N
     elsewhere = files_of_others(source.files, [f"{folder}/{TREE}" if folder else TREE for folder in folders])
     for path in (each for each in source.files if each not in elsewhere):
         folder, _, name = path.rpartition("/")
-        if folder and folder not in folders and "/" not in folder and name in _JSON_FILES and "" not in folders:
+        if folder and folder not in folders and "/" not in folder and name in JSON_FILES and "" not in folders:
             try:
                 found[folder] = parse_json(source.read_all(path, limit_bytes=MAX_JSON_BYTES), path)
             except FormatError as error:

@@ -11,7 +11,6 @@ Tied weights are stored once; as ``safetensors.torch.save_model`` does, the meta
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,14 @@ from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
-from ckpt_tools.formats.safetensors.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
+from ckpt_tools.formats.safetensors.hf_index import (
+    are_shards,
+    check_promises,
+    index_layout,
+    index_of,
+    read_weight_map,
+    shards,
+)
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
     Piece,
@@ -40,7 +46,6 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
 )
 from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import is_managed
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import FileLayout, Layout
@@ -49,12 +54,10 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
 
-INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
 
 STATE_KEY = "ckpt_tools.state"
 """Our entry of the metadata where a file holds a whole training state: what ``state_dict.packed`` makes of it."""
-
-_SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,52 +68,39 @@ class _Header:
     metadata: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsReader:
-    """Reads a single file, or a folder with an index or a complete set of shards, whole tensors or pieces in each."""
+def read(source: Source, options: ReadOptions) -> Manifest:
+    headers = {path: read_header(source, path) for path in _files(source)}
+    leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
+    ties = _ties(headers.values(), leaves)
+    state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
+    if state is not None:
+        from ckpt_tools.formats.state_dict.packed import unpacked
 
-    name: str = "safetensors"
-
-    def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files) and not is_managed(source)
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        headers = {path: read_header(source, path) for path in _files(source)}
-        leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
-        ties = _ties(headers.values(), leaves)
-        state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
-        if state is not None:
-            from ckpt_tools.formats.state_dict.packed import unpacked
-
-            return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
-        notes = (_note_of_pieces(headers),) if _are_pieces(headers) else ()
-        del headers
-        # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
-        tensors = {StateKey(name): _entry(leaves.pop(name)) for name in list(leaves)}
-        return Manifest("safetensors", tensors, aliases=ties, notes=notes)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return frozenset([*_files(source), *_index(source)])
+        return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
+    notes = (_note_of_pieces(headers),) if _are_pieces(headers) else ()
+    del headers
+    # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
+    tensors = {StateKey(name): _entry(leaves.pop(name)) for name in list(leaves)}
+    return Manifest("safetensors", tensors, aliases=ties, notes=notes)
 
 
-def _is_ours(path: str) -> bool:
-    return "/" not in path and path.endswith((".safetensors", INDEX_SUFFIX))
+def own_files(source: Source) -> frozenset[str]:
+    return frozenset(filter(None, [*_files(source), index_of(source.files, INDEX_NAME)]))
+
+
+def is_own(path: str) -> bool:
+    return "/" not in path and path.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _files(source: Source) -> list[str]:
     """The files that make up the model, in order."""
-    for index in _index(source):
+    index = index_of(source.files, INDEX_NAME)
+    if index is not None:
         return _indexed_files(source, index)
-    files = [path for path in source.files if _is_ours(path)]
+    files = [path for path in source.files if is_own(path)]
     if len(files) > 1:
         _check_shards(files)
     return files
-
-
-def _index(source: Source) -> list[str]:
-    """The one index, if there is any."""
-    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
-    return [choose_index(indexes, f"model{INDEX_SUFFIX}")] if indexes else []
 
 
 def _indexed_files(source: Source, index: str) -> list[str]:
@@ -125,17 +115,10 @@ def _check_shards(files: list[str]) -> None:
     """A folder without an index is one model only if its files number themselves completely."""
     if all(map(is_shard_name, files)):
         check_numbers(files)
-        return
-    numbers = [_SHARD_NAME.fullmatch(file) for file in files]
-    if not all(numbers):
+    elif not are_shards(files, ".safetensors"):
         raise SeveralCheckpointsError(
             f"there are several models here ({listed(files)}); name the file of the one you mean"
         )
-    present = {(int(match[1]), int(match[2])) for match in numbers if match}
-    totals = {total for _, total in present}
-    expected = {(number, total) for total in totals for number in range(1, total + 1)}
-    if len(totals) > 1 or present != expected:
-        raise IncompleteError(f"some of the shards {files[0]} ... {files[-1]} are missing")
 
 
 def read_header(source: Source, path: str) -> _Header:
@@ -260,45 +243,23 @@ def _ties(headers: Iterable[_Header], tensors: Mapping[str, TensorLeaf]) -> dict
     }
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsWriter:
-    """Writes a model in one file, or in shards with their index.
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
+    from ckpt_tools.formats.state_dict.packed import TREE, packed
 
-    Where there is more than a model, moments are tensors ``optim.state.<fqn>.<slot>`` beside the weights, and the
-    first file's metadata hold the rest: groups, scheduler, counts, as a pickle of inert values.
-    """
-
-    name: str = "safetensors"
-    holds_optimizer: bool = False
-    holds_masters: bool = False
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.core.layout import Layout
-        from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
-        from ckpt_tools.formats.state_dict.packed import TREE, packed
-
-        entries = entries_of(manifest, TREE)
-        whole = None if is_model_only(manifest) else packed(manifest, entries)
-        state = {STATE_KEY: whole.text} if whole else {}
-        tensors = {**entries.tensors, **(whole.tensors if whole else {})}
-        contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
-        parts = cut({name: entry for name, (_, entry) in contents.items()}, options.max_shard_bytes)
-        if len(parts) > 1 and options.file_name is not None:
-            raise UnsupportedError(
-                f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
-            )
-        names = [options.file_name or "model.safetensors"] if len(parts) == 1 else _shard_names(len(parts))
-        files = [
-            _file_layout(name, {n: contents[n] for n in part}, entries.aliases, state if name == names[0] else {})
-            for name, part in zip(names, parts, strict=True)
-        ]
-        listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
-        index = [index_layout(f"model{INDEX_SUFFIX}", listed, {})] if len(parts) > 1 else []
-        return Layout((*files, *index), entries.notes)
-
-
-def _shard_names(count: int) -> list[str]:
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    entries = entries_of(manifest, TREE)
+    whole = None if is_model_only(manifest) else packed(manifest, entries)
+    state = {STATE_KEY: whole.text} if whole else {}
+    tensors = {**entries.tensors, **(whole.tensors if whole else {})}
+    contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
+    parts = shards({name: entry for name, (_, entry) in contents.items()}, options, "model.safetensors")
+    files = [
+        _file_layout(name, {n: contents[n] for n in part}, entries.aliases, {} if number else state)
+        for number, (name, part) in enumerate(parts.items())
+    ]
+    index = [index_layout(INDEX_NAME, parts, {})] if len(parts) > 1 else []
+    return Layout((*files, *index), entries.notes)
 
 
 def _file_layout(

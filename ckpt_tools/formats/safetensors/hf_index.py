@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.strict_json import parse_json
@@ -14,16 +16,35 @@ from ckpt_tools.stores.source import Source, checked_name
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import FileLayout
     from ckpt_tools.core.manifest import TensorEntry
+    from ckpt_tools.core.options import WriteOptions
 
 MAX_INDEX_BYTES = 256 << 20
 """A million names of 200 characters; no index is larger."""
 
 
-def choose_index(indexes: list[str], preferred: str) -> str:
-    """The one index of a folder, or ``preferred`` where there are several. Raises UnsupportedError."""
-    if preferred in indexes or len(indexes) == 1:
-        return preferred if preferred in indexes else indexes[0]
+def index_of(paths: Iterable[str], preferred: str) -> str | None:
+    """The index among ``paths`` whose ending is that of ``preferred``; if there are several, ``preferred`` itself.
+
+    Raises:
+        UnsupportedError: there are several, and none is ``preferred``.
+    """
+    ending = preferred[preferred.index(".") :]
+    indexes = [path for path in paths if "/" not in path and path.endswith(ending)]
+    if preferred in indexes or len(indexes) < 2:
+        return preferred if preferred in indexes else next(iter(indexes), None)
     raise UnsupportedError(f"there are several models here ({listed(indexes)}); name the index of the one you mean")
+
+
+def are_shards(files: list[str], suffix: str) -> bool:
+    """Whether ``files`` number themselves as the shards of one model. Raises IncompleteError if one is missing."""
+    form = re.compile(rf".*-(\d{{5}})-of-(\d{{5}}){re.escape(suffix)}")
+    numbers = {(int(match[1]), int(match[2])) for file in files if (match := form.fullmatch(file))}
+    if len(numbers) != len(files):
+        return False
+    totals = {total for _, total in numbers}
+    if len(totals) > 1 or numbers != {(number, total) for total in totals for number in range(1, total + 1)}:
+        raise IncompleteError(f"some of the shards {files[0]} ... {files[-1]} are missing")
+    return True
 
 
 def read_weight_map(source: Source, index: str) -> Mapping[str, str]:
@@ -48,28 +69,36 @@ def check_promises(weight_map: Mapping[str, str], index: str, file: str, names: 
         raise IncompleteError(f"{index} says that it contains {missing[0]!r}, but it does not", path=file)
 
 
-def cut(entries: Mapping[str, TensorEntry], max_bytes: int | None) -> list[dict[str, TensorEntry]]:
-    """Consecutive tensors in files of at most ``max_bytes`` of data; a larger tensor has a file of its own."""
+def shards(entries: Mapping[str, TensorEntry], options: WriteOptions, name: str) -> dict[str, dict[str, TensorEntry]]:
+    """The tensors of each file: of ``name``, or of shards with numbers in it, of consecutive tensors.
+
+    A shard has at most ``max_shard_bytes`` of data; a larger tensor has one of its own. Raises UnsupportedError if the
+    destination is one file and several are needed.
+    """
     parts: list[dict[str, TensorEntry]] = [{}]
     filled = 0
-    for name, entry in entries.items():
-        if max_bytes is not None and parts[-1] and filled + entry.num_bytes > max_bytes:
+    for key, entry in entries.items():
+        if options.max_shard_bytes is not None and parts[-1] and filled + entry.num_bytes > options.max_shard_bytes:
             parts.append({})
             filled = 0
-        parts[-1][name] = entry
+        parts[-1][key] = entry
         filled += entry.num_bytes
-    return parts
+    if len(parts) == 1:
+        return {options.file_name or name: parts[0]}
+    if options.file_name is not None:
+        raise UnsupportedError(
+            f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
+        )
+    stem, _, suffix = name.rpartition(".")
+    return {f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}": part for number, part in enumerate(parts, 1)}
 
 
-def index_layout(
-    path: str, parts: Mapping[str, Iterable[tuple[str, TensorEntry]]], aliases: Mapping[str, str]
-) -> FileLayout:
+def index_layout(path: str, parts: Mapping[str, Mapping[str, TensorEntry]], aliases: Mapping[str, str]) -> FileLayout:
     """The index of files that hold ``parts``; a tied name lies where its owner does."""
     from ckpt_tools.core.layout import FileLayout, Literal
 
-    listed = {file: dict(part) for file, part in parts.items()}
-    total = sum(entry.num_bytes for part in listed.values() for entry in part.values())
-    weight_map = {name: file for file, part in listed.items() for name in part}
+    total = sum(entry.num_bytes for part in parts.values() for entry in part.values())
+    weight_map = {name: file for file, part in parts.items() for name in part}
     weight_map |= {alias: weight_map[owner] for alias, owner in aliases.items() if owner in weight_map}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return FileLayout(path, (Literal(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"),))

@@ -7,15 +7,9 @@ from collections.abc import Iterable
 from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.torch_zip import pickle_of
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import (
-    MANAGER,
-    are_those_of_ranks,
-    base,
-    folder_of,
-    folders,
-    is_candidate,
-    is_managed,
-)
+from ckpt_tools.trainers.names import are_those_of_ranks, is_candidate, rank_file
+from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
 
 _SIGNS = (b"DTensor\n", b"ShardedTensor\n")
 """How the classes stand in a pickle of protocol 2, which ``torch.save`` takes."""
@@ -40,8 +34,9 @@ def looks_sharded(source: Source) -> bool:
 
 def folders_of_ranks(source: Source) -> list[str]:
     """Folders that hold files of ranks, as far as names and indexes say."""
-    indexed = [folder_of(path) for path in source.files if base(path) == MANAGER]
-    return list(dict.fromkeys([*folders(source.files), *(each for each in indexed if is_managed(source, each))]))
+    indexed = [parent_of(path) for path in source.files if path.rpartition("/")[2] == INDEX]
+    named = (parent_of(path) for path in source.files if rank_file(path))
+    return list(dict.fromkeys([*named, *(each for each in indexed if is_managed(source, each))]))
 
 
 def samples(paths: Iterable[str]) -> list[str]:

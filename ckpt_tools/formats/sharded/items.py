@@ -15,21 +15,11 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
 from ckpt_tools.formats.sharded.manager import check_index
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
+from ckpt_tools.formats.sharded.templates import RANK, by_template, label, numbered
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.rank_names import (
-    ACCELERATE,
-    MANAGER,
-    RANK,
-    VERL,
-    base,
-    by_template,
-    folder_of,
-    is_candidate,
-    label,
-    numbered,
-    says_its_rank,
-    worlds,
-)
+from ckpt_tools.trainers.names import is_candidate, rank_file, worlds
+from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +60,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
         FormatError: a file is missing, is there twice, or is of another run; there are several checkpoints.
     """
     folder = _folder(source)
-    here = [path for path in source.files if folder_of(path) == folder]
+    here = [path for path in source.files if parent_of(path) == folder]
     world = check_index(source, folder, here)
     files = [path for path in here if is_candidate(path)]
     _refuse_mixed(files)
@@ -80,7 +70,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
         return _plain(folder, read)
     ranks = _ranks(parts)
     if world not in (None, len(ranks)):
-        raise MalformedError(f"the index says {world} ranks, but the files are of {len(ranks)}", path=MANAGER)
+        raise MalformedError(f"the index says {world} ranks, but the files are of {len(ranks)}", path=INDEX)
     if len(files) == 1 and len(ranks) > 1:
         (only,) = parts.values()
         raise UnsupportedError(
@@ -123,7 +113,7 @@ def _refuse_mixed(files: Iterable[str]) -> None:
 
 def _of_ranks(source: Source, files: list[str]) -> list[str]:
     """The files that are read: those that hold a part of a tensor, and those whose names say a rank."""
-    return [path for path in files if says_its_rank(path) or holds_parts(source, path)]
+    return [path for path in files if rank_file(path) or holds_parts(source, path)]
 
 
 def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
@@ -172,7 +162,7 @@ def _plain_item(
 ) -> Item | None:
     """Files without a part of a tensor, such as the generators of each rank; None where they are those of no ranks."""
     if files.keys() != set(ranks):
-        if any(map(says_its_rank, files.values())):
+        if any(map(rank_file, files.values())):
             _check_ranks(template, files, ranks)
         return None
     by_rank = {rank: read.get(path) or read_rank_file(source, path) for rank, path in sorted(files.items())}
@@ -201,7 +191,7 @@ def _item_of_one(template: str, file: RankFile) -> Item:
 
 
 def _named_rank(path: str) -> int:
-    found = VERL.fullmatch(base(path)) or ACCELERATE.fullmatch(base(path))
+    found = rank_file(path)
     return int(found["rank"]) if found else 0
 
 
@@ -213,7 +203,7 @@ def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...]) -> Check
     labels = [item.label for item in items]
     alone = [file.path for item in items if item.is_optimizer for file in item.files.values()]
     is_half = all(item.is_optimizer or item.label == "extra_state" for item in items)
-    if is_half and any(map(says_its_rank, alone)):
+    if is_half and any(map(rank_file, alone)):
         raise IncompleteError("this is an optimizer's state, and the files of its model are missing", path=alone[0])
     unique = (replace(item, label=item.label if labels.count(item.label) == 1 else item.template) for item in items)
     return Checkpoint(folder, tuple(unique), ranks)

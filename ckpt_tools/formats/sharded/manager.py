@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import Source, checked_name
-from ckpt_tools.trainers.rank_names import MANAGER, base, is_managed
+from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
 
 MAX_BYTES = 1 << 30
 MAX_RANKS = 1 << 20
@@ -27,7 +27,7 @@ def check_index(source: Source, folder: str, here: Collection[str]) -> int | Non
     Raises:
         FormatError: the index breaks a rule, or a file is stored in another way than by ``torch.save``, or is missing.
     """
-    path = f"{folder}/{MANAGER}" if folder else MANAGER
+    path = f"{folder}/{INDEX}" if folder else INDEX
     if not is_managed(source, folder):
         return None
     found = loads(source.read_all(path, limit_bytes=MAX_BYTES), path=path)
@@ -40,7 +40,7 @@ def check_index(source: Source, folder: str, here: Collection[str]) -> int | Non
             _check(source, f"{folder}/{file}" if folder else file, str(name), kind)
     for file in here:
         if file.endswith(".safetensors"):
-            _check(source, file, base(file).rpartition("_")[0], "SafetensorsSerialization")
+            _check(source, file, file.rpartition("/")[2].rpartition("_")[0], "SafetensorsSerialization")
     return world
 
 

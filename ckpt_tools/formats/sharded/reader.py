@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Manifest, ParamGroup, StateKey, TreePath, dotted
@@ -20,23 +19,22 @@ from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
 from ckpt_tools.formats.sharded.items import Checkpoint, Item, read_checkpoint_files
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
+from ckpt_tools.formats.sharded.templates import RANK, without_world
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.sharded_tensors import Mesh
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import refuse_several_of_ranks
-from ckpt_tools.trainers.names import TRAINERS_OWN, UNREAD
-from ckpt_tools.trainers.rank_names import RANK, base, folder_of, without_world
+from ckpt_tools.trainers.names import is_beside
+from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.verl import CONFIG, HUGGING_FACE
 
 MAX_COMPARED_BYTES = 1 << 20
 """Tensors without a checksum that are read to see whether the ranks agree."""
 
 MAX_BESIDE_BYTES = 64 << 20
 """Of one small file that goes along; a tokenizer has up to 20 MB."""
-
-CONFIG = "fsdp_config.json"
-"""verl's: ``{"FSDP_version": 2, "world_size": 2}``."""
 
 FSDP = "fsdp"
 """What verl calls the dim of its mesh."""
@@ -45,12 +43,10 @@ GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state
 """Entries with the states of a rank's random number generators. They are neither read nor written: ranks of another
 run cannot use them, and verl's loader restores its own from ``rng``."""
 
-_NOTED = (*TRAINERS_OWN, *UNREAD)
-
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf")
 
 
-def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Manifest:
+def read(source: Source, options: ReadOptions) -> Manifest:
     """The one checkpoint of ``source``. Raises FormatError."""
     found = read_checkpoint_files(source)
     _check_config(source, found)
@@ -64,7 +60,7 @@ def read_manifest(source: Source, options: ReadOptions, format_name: str) -> Man
     tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
     manifest = manifest_of(
         Leaves(tree.paths, tensors, tree.objects, tree.inner, own=frozenset(tree.own)),
-        format_name=format_name,
+        format_name="sharded",
         model_key=options.model_key,
         optim_key=options.optim_key,
         world_size=len(found.ranks),
@@ -84,8 +80,10 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     if origin is None:
         return frozenset()
     files = manifest.files & source.files.keys()
-    folder = folder_of(min(files, default=""))
-    named = [path for path in source.files if folder_of(path) == folder and _is_named(base(path), origin.names)]
+    folder = parent_of(min(files, default=""))
+    named = [
+        path for path in source.files if parent_of(path) == folder and _is_named(path.rpartition("/")[2], origin.names)
+    ]
     return files | {*named} | _small_files(source, folder).keys()
 
 
@@ -151,9 +149,9 @@ def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
 def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
     """Files that could hold weights and are not those of the ranks; a trainer's own are noted elsewhere."""
     others = [path for path in source.files if path.endswith(_WEIGHTS) and path not in found.files]
-    others = [path for path in others if not any(fnmatchcase(base(path), pattern) for pattern in _NOTED)]
+    others = [path for path in others if not is_beside(path.rpartition("/")[2])]
     if others:
-        from ckpt_tools.core.run_folders import files_of_others
+        from ckpt_tools.trainers.run_folders import files_of_others
 
         elsewhere = files_of_others(source.files, found.files)
         yield from (not_part(path) for path in others if path not in elsewhere)
@@ -167,7 +165,7 @@ def _small_files(source: Source, folder: str) -> dict[str, str]:
 
 
 def _is_hugging_face(name: str, size: int) -> bool:
-    return name.startswith("huggingface/") and not name.endswith(_WEIGHTS) and size <= MAX_BESIDE_BYTES
+    return name.startswith(f"{HUGGING_FACE}/") and not name.endswith(_WEIGHTS) and size <= MAX_BESIDE_BYTES
 
 
 @dataclass(slots=True)
@@ -353,7 +351,7 @@ class _Tree:
         """A template that says to how many digits the rank is written, if zeros come before it."""
         before, _, after = template.partition(RANK)
         for path in self.found.files:
-            digits = base(path).removeprefix(before).removesuffix(after)
+            digits = path.rpartition("/")[2].removeprefix(before).removesuffix(after)
             if len(digits) > 1 and digits.isdecimal() and digits.startswith("0"):
                 return f"{before}{{rank:0{len(digits)}}}{after}"
         return template

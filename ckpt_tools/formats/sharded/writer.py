@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,14 +29,16 @@ from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
-from ckpt_tools.formats.sharded.reader import CONFIG, FSDP, GENERATORS
+from ckpt_tools.formats.sharded.reader import FSDP, GENERATORS
+from ckpt_tools.formats.sharded.templates import RANK, WORLD
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes, untrained
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
 from ckpt_tools.formats.torch.files import Branch, as_lists, put_leaf
 from ckpt_tools.serialization.pickle.sharded_tensors import MeshRecord, Shard, dtensor_record
 from ckpt_tools.serialization.torch_zip import archive_segments, root_of
-from ckpt_tools.trainers.rank_names import RANK, WORLD
+from ckpt_tools.trainers.accelerate import SCHEDULER
+from ckpt_tools.trainers.verl import CONFIG
 
 _VERL_NAME = f"_world_size_{WORLD}_rank_{RANK}.pt"
 VERL = Origin(
@@ -47,28 +48,17 @@ TREE = StateTree(("model",), ("optim",))
 DEVICE = "cuda"
 """What verl's mesh is of, where the source does not say (``create_device_mesh``); its dim is called ``fsdp``."""
 
-SCHEDULER = "scheduler.bin"
-"""Where accelerate keeps the one entry for which its files of ranks have no place."""
 
-
-@dataclass(frozen=True, slots=True)
-class ShardedWriter:
-    """Writes the whole training state, fp32 weights standing for themselves."""
-
-    name: str = "sharded"
-    holds_optimizer: bool = True
-    holds_masters: bool = False
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        check_elements(manifest, options.world_size)
-        origin = origin_of(manifest) if manifest.format == self.name else None
-        tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
-        entries = entries_of(manifest, tree)
-        origin = origin or VERL
-        whole, guesses = _whole(manifest, origin, options.world_size)
-        files = _Files(manifest, entries, origin, tree, whole, options.world_size)
-        specs = [*files.of_ranks(), *files.beside()]
-        return Layout(specs, (*entries.notes, *_made_up(manifest, origin, whole), *guesses, *files.dropped()))
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    check_elements(manifest, options.world_size)
+    origin = origin_of(manifest) if manifest.format == "sharded" else None
+    tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
+    entries = entries_of(manifest, tree)
+    origin = origin or VERL
+    whole, guesses = _whole(manifest, origin, options.world_size)
+    files = _Files(manifest, entries, origin, tree, whole, options.world_size)
+    specs = [*files.of_ranks(), *files.beside()]
+    return Layout(specs, (*entries.notes, *_made_up(manifest, origin, whole), *guesses, *files.dropped()))
 
 
 def _whole(manifest: Manifest, origin: Origin, world_size: int) -> tuple[frozenset[str], list[Note]]:

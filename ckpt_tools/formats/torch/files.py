@@ -6,7 +6,6 @@ same view are tied. Views of one storage that differ each read their own part of
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,16 @@ from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
+from ckpt_tools.errors import CkptError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
-from ckpt_tools.formats.safetensors.hf_index import check_promises, choose_index, cut, index_layout, read_weight_map
+from ckpt_tools.formats.safetensors.hf_index import (
+    are_shards,
+    check_promises,
+    index_layout,
+    index_of,
+    read_weight_map,
+    shards,
+)
 from ckpt_tools.formats.state_dict.build import Entries, is_model_only
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place
 from ckpt_tools.formats.state_dict.parse import Leaves, TreePath, manifest_of
@@ -31,57 +37,45 @@ from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.lightning import with_scheduler
 from ckpt_tools.trainers.names import is_beside
-from ckpt_tools.trainers.rank_names import are_those_of_ranks
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-INDEX_SUFFIX = ".bin.index.json"
-INDEX_NAME = f"pytorch_model{INDEX_SUFFIX}"
-_SHARD_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.bin")
-
-
+INDEX_NAME = "pytorch_model.bin.index.json"
 MAX_LOOKS = 4
 """Files of a folder that are opened to say what they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchReader:
-    """Reads one file, or a folder with one, or with an index."""
-
-    name: str = "torch"
-
-    def detect(self, source: Source) -> bool:
-        return any(_is_ours(path) for path in source.files) and not are_those_of_ranks(source.files)
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        weight_map, files = _files(source)
-        trees = {file: read_tree(source, file) for file in files}
-        for file, tree in trees.items():
-            if not (tree.leaves.tensors or tree.leaves.unread):
-                raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
-            check_promises(weight_map, INDEX_NAME, file, tree.names)
-        manifest = manifest_of(
-            _merged(trees),
-            format_name="torch",
-            model_key=options.model_key,
-            optim_key=options.optim_key,
-            param_order=options.param_order,
-            ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
-            include=options.include,
-            exclude=options.exclude,
-        )
-        return with_scheduler(manifest)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return frozenset([*_files(source)[1], *_index(source)])
+def read(source: Source, options: ReadOptions) -> Manifest:
+    weight_map, files = _files(source)
+    trees = {file: read_tree(source, file) for file in files}
+    for file, tree in trees.items():
+        if not (tree.leaves.tensors or tree.leaves.unread):
+            raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
+        check_promises(weight_map, INDEX_NAME, file, tree.names)
+    manifest = manifest_of(
+        _merged(trees),
+        format_name="torch",
+        model_key=options.model_key,
+        optim_key=options.optim_key,
+        param_order=options.param_order,
+        ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
+        include=options.include,
+        exclude=options.exclude,
+    )
+    return with_scheduler(manifest)
 
 
-def _is_ours(path: str) -> bool:
-    return "/" not in path and path.endswith((*SUFFIXES, INDEX_SUFFIX))
+def own_files(source: Source) -> frozenset[str]:
+    return frozenset(filter(None, [*_files(source)[1], index_of(source.files, INDEX_NAME)]))
+
+
+def is_own(path: str) -> bool:
+    return "/" not in path and path.endswith((*SUFFIXES, ".bin.index.json"))
 
 
 def _files(source: Source) -> tuple[Mapping[str, str], list[str]]:
     """The index's map, empty where there is none, and the files that make up the state."""
-    for index in _index(source):
+    index = index_of(source.files, INDEX_NAME)
+    if index is not None:
         weight_map = read_weight_map(source, index)
         return weight_map, list(dict.fromkeys(weight_map.values()))
     files = _model_files(source)
@@ -95,7 +89,7 @@ def _model_files(source: Source) -> list[str]:
 
     Raises UnsupportedError where nothing is left.
     """
-    found = [path for path in source.files if _is_ours(path)]
+    found = [path for path in source.files if is_own(path)]
     if len(found) < 2:
         return found or list(source.files)
     files = [path for path in found if not _is_beside(path)]
@@ -112,20 +106,10 @@ def _is_beside(path: str) -> bool:
     return rank_in_name(name) is None and is_beside(name)
 
 
-def _index(source: Source) -> list[str]:
-    """The one index, if there is any."""
-    indexes = [path for path in source.files if _is_ours(path) and path.endswith(INDEX_SUFFIX)]
-    return [choose_index(indexes, INDEX_NAME)] if indexes else []
-
-
 def _check_shards(source: Source, files: list[str]) -> None:
-    numbers = {(int(m[1]), int(m[2])) for file in files if (m := _SHARD_NAME.fullmatch(file))}
-    if len(numbers) != len(files):
+    if not are_shards(files, ".bin"):
         refuse_ranks({file: found for file in files[:MAX_LOOKS] if (found := _rank_of(source, file)) is not None})
         raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); name the one you mean")
-    totals = {total for _, total in numbers}
-    if numbers != {(number, total) for total in totals for number in range(1, total + 1)} or len(totals) > 1:
-        raise IncompleteError(f"some of the shards {files[0]} ... {files[-1]} are missing")
 
 
 def _rank_of(source: Source, file: str) -> str | None:
@@ -176,39 +160,23 @@ def _merged(trees: Mapping[str, FileTree]) -> Leaves:
     return found.leaves(is_ordered=len(trees) == 1)
 
 
-@dataclass(frozen=True, slots=True)
-class TorchWriter:
-    """Writes what ``torch.save`` would: a model's state dict, in one file or in shards with their index; or, where
-    there is more than a model, the tree ``{"model", "optim", ...}`` in the form of ``get_state_dict``, in one file."""
-
-    name: str = "torch"
-    holds_optimizer: bool = False
-    holds_masters: bool = False
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        if is_model_only(manifest):
-            return _model_layout(manifest, options)
-        if options.max_shard_bytes is not None:
-            raise UnsupportedError(
-                f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
-            )
-        entries = entries_read_back(manifest, StateTree(("model",), ("optim",)))
-        return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    if is_model_only(manifest):
+        return _model_layout(manifest, options)
+    if options.max_shard_bytes is not None:
+        raise UnsupportedError(
+            f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
+        )
+    entries = entries_read_back(manifest, StateTree(("model",), ("optim",)))
+    return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
 
 
 def _model_layout(manifest: Manifest, options: WriteOptions) -> Layout:
     weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
-    parts = cut(weights, options.max_shard_bytes)
-    if len(parts) == 1:
-        return Layout((_file_layout(options.file_name or "pytorch_model.bin", parts[0], manifest.aliases),))
-    if options.file_name is not None:
-        raise UnsupportedError(
-            f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
-        )
-    names = [f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin" for number in range(1, len(parts) + 1)]
-    files = [_file_layout(name, part, manifest.aliases) for name, part in zip(names, parts, strict=True)]
-    listed = {name: part.items() for name, part in zip(names, parts, strict=True)}
-    return Layout((*files, index_layout(INDEX_NAME, listed, manifest.aliases)))
+    parts = shards(weights, options, "pytorch_model.bin")
+    files = [_file_layout(name, part, manifest.aliases) for name, part in parts.items()]
+    index = [index_layout(INDEX_NAME, parts, manifest.aliases)] if len(parts) > 1 else []
+    return Layout((*files, *index))
 
 
 def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:

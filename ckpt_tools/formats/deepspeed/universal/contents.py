@@ -23,7 +23,8 @@ from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names,
 from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_extra
-from ckpt_tools.formats.deepspeed.universal.names import MASTER_FILE, UniversalFiles
+from ckpt_tools.formats.deepspeed.names import MASTER_FILE
+from ckpt_tools.formats.deepspeed.universal.locate import UniversalFiles
 from ckpt_tools.formats.deepspeed.universal.states import Slots
 from ckpt_tools.formats.foreign import refuse_tensor_object
 

@@ -20,7 +20,7 @@ from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER
 from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
-from ckpt_tools.formats.deepspeed.universal.names import MASTER_FILE
+from ckpt_tools.formats.deepspeed.names import MASTER_FILE
 
 STEP = "step"
 

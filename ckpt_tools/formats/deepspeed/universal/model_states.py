@@ -19,7 +19,7 @@ from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION
 from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
-from ckpt_tools.formats.deepspeed.universal.names import MODEL_NAME, STAGE3_MODEL_NAME
+from ckpt_tools.formats.deepspeed.names import model_name, rank_model_name
 
 UNIVERSAL_VERSION = 0.4
 """checkpoint/constants.py ``UNIVERSAL_CHECKPOINT_VERSION_VALUE``; only tensor-parallel loads look at it."""
@@ -35,8 +35,8 @@ class ModelFiles:
     def layouts(self, prefix: str) -> list[FileLayout]:
         """The files of all stages, below ``prefix``."""
         return [
-            self._file(prefix + MODEL_NAME, self._module),
-            self._file(prefix + STAGE3_MODEL_NAME, lambda tensors: OrderedDict()),
+            self._file(prefix + model_name(), self._module),
+            self._file(prefix + rank_model_name(0), lambda tensors: OrderedDict()),
         ]
 
     def _file(self, path: str, make_module: Any) -> FileLayout:

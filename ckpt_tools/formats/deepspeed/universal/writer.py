@@ -26,36 +26,28 @@ from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
+from ckpt_tools.formats.deepspeed.names import LATEST_UNIVERSAL, MASTER_FILE, OPTIMIZER_STATE
 from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
 from ckpt_tools.formats.deepspeed.universal.model_states import ModelFiles
-from ckpt_tools.formats.deepspeed.universal.names import LATEST, MASTER_FILE, OPTIMIZER_NAME
 from ckpt_tools.formats.deepspeed.universal.states import IS_EXPERT
 from ckpt_tools.serialization.torch_zip import archive_segments, root_of
 from ckpt_tools.stores.source import checked_name
 
 
-@dataclass(frozen=True, slots=True)
-class UniversalWriter:
-    """Writes a save directory: a tag folder, and ``latest_universal`` last."""
-
-    name: str = "universal"
-    holds_optimizer: bool = True
-    holds_masters: bool = True
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        state = TrainingState.of(_grouped(manifest))
-        extras = Extras.of(manifest, state.dtype)
-        state = replace(state, groups=portable(state.groups))
-        tag = written_tag(options.tag or extras.tag, latest=LATEST)
-        output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
-        files = [
-            *output.parameter_files(),
-            output.optimizer_file(),
-            *ModelFiles(state, extras).layouts(f"{tag}/"),
-            FileLayout(LATEST, (Literal(tag.encode()),)),
-        ]
-        notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
-        return Layout(files, notes, as_stored=state.buffers.keys())
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    state = TrainingState.of(_grouped(manifest))
+    extras = Extras.of(manifest, state.dtype)
+    state = replace(state, groups=portable(state.groups))
+    tag = written_tag(options.tag or extras.tag, latest=LATEST_UNIVERSAL)
+    output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
+    files = [
+        *output.parameter_files(),
+        output.optimizer_file(),
+        *ModelFiles(state, extras).layouts(f"{tag}/"),
+        FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),)),
+    ]
+    notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
+    return Layout(files, notes, as_stored=state.buffers.keys())
 
 
 def _grouped(manifest: Manifest) -> Manifest:
@@ -109,7 +101,7 @@ class _Output:
         }
         if not self.is_grouped:
             value["param_groups"] = self._any_groups()
-        return tensors.file(self.prefix + OPTIMIZER_NAME, value)
+        return tensors.file(self.prefix + OPTIMIZER_STATE, value)
 
     def _any_groups(self) -> list[Value]:
         """Stages 1 and 2 load as many groups as they find here: enough for a job that has any number of them."""

@@ -16,7 +16,7 @@ from ckpt_tools.core.values import StoredTensor, Value, brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.expert_names import INFIX, split
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
-from ckpt_tools.formats.deepspeed.zero_reader.names import ExpertFiles
+from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles
 from ckpt_tools.stores.source import Source
 
 MAX_EXPERTS = 1 << 20

@@ -27,12 +27,13 @@ from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimSt
 from ckpt_tools.formats.deepspeed.common.model_file import check_parts, is_round_robin, refuse_experts
 from ckpt_tools.formats.deepspeed.common.muon import is_muon
 from ckpt_tools.formats.deepspeed.common.partition import original_order
-from ckpt_tools.formats.deepspeed.zero_reader import names, stage0, zero12
+from ckpt_tools.formats.deepspeed.names import expert_optim_name, of_rank
+from ckpt_tools.formats.deepspeed.zero_reader import locate, stage0, zero12
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents, Scalars
 from ckpt_tools.formats.deepspeed.zero_reader.experts import Experts, local_counts, open_layers
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
 from ckpt_tools.formats.deepspeed.zero_reader.joining import comparable
-from ckpt_tools.formats.deepspeed.zero_reader.names import ExpertFiles, TagFiles
+from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles, TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import Mapped, slice_mappings
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
@@ -72,7 +73,7 @@ def _check_ranks(files: TagFiles, model: ModelStates, optim: OptimStates) -> Non
     if type(world_size) is not int or not 0 < world_size <= 1 << 24:
         raise MalformedError("it does not state the number of ranks (dp_world_size)", path=path)
     if len(files.optim) < world_size:
-        missing = names.of_rank(files.optim[0], len(files.optim))
+        missing = of_rank(files.optim[0], len(files.optim))
         raise IncompleteError(f"the file of this rank, one of {world_size}, is missing", path=missing)
     if len(files.optim) > world_size:
         raise MalformedError(
@@ -262,7 +263,7 @@ class ExpertContents(Contents):
 def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles) -> Manifest:
     file = File.open(source, tag.models(0)[0])
     if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
-        raise names.no_optimizer(tag)
+        raise locate.no_optimizer(tag)
     model = ModelStates.without_zero(file)
     check_parts(model, 1)
     refuse_experts(model)
@@ -270,7 +271,7 @@ def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles) -> Manifest
     if file.content.get("optimizer") is not None and not files.optim:
         raise IncompleteError(
             "the optimizer's file of this expert-parallel rank is missing",
-            path=f"{files.prefix}expp_rank_0_mp_rank_00_optim_states.pt",
+            path=files.prefix + expert_optim_name(0),
         )
     saved = [stage0.Saved.of(File.open(source, path)) for path in files.optim]
     num_ranks = _num_ranks(saved, files)
@@ -292,7 +293,7 @@ def _num_ranks(saved: Sequence[stage0.Saved], files: ExpertFiles) -> int:
             if not size.isdecimal() or len(size) > 9:
                 raise UnsupportedError("its groups of experts are not called ep_size_N", path=path)
             if int(size) > len(saved):
-                missing = names.of_rank(files.optim[0], len(saved))
+                missing = of_rank(files.optim[0], len(saved))
                 raise IncompleteError(f"the file of this rank, one of {size}, is missing", path=missing)
             if int(size) < len(saved):
                 raise UnsupportedError(

@@ -25,7 +25,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, comparable
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
-from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
+from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, read_partitions
 from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import Mapped, slice_mappings
 from ckpt_tools.stores.source import Source

@@ -17,48 +17,40 @@ from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimSt
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tags import folder_of
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
-from ckpt_tools.formats.deepspeed.zero_reader import moe, names, pipeline, stage0, whole_names
+from ckpt_tools.formats.deepspeed.names import of_rank, tag_folders
+from ckpt_tools.formats.deepspeed.zero_reader import locate, moe, pipeline, stage0, whole_names
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
-from ckpt_tools.formats.deepspeed.zero_reader.names import TagFiles
+from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.stores.source import Source
 
 
-@dataclass(frozen=True, slots=True)
-class DeepSpeedReader:
-    """Reads ZeRO-1, -2 and -3, and runs without ZeRO, as ``save_checkpoint`` writes them: a save directory with
-    ``latest``, or a tag folder."""
+def read(source: Source, options: ReadOptions) -> Manifest:
+    folder = locate.choose_folder(source, options.tag)
+    tags = locate.tag_files(source, folder)
+    layers, experts = locate.layer_files(source, folder), locate.expert_files(source, folder)
+    if layers and (experts.weights or experts.optim):
+        raise UnsupportedError(
+            "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
+        )
+    if layers:
+        found = pipeline.read(source, tags, layers, _check_stage)
+        return whole_names.whole(found, tags[0].models(0)[0])
+    if experts.weights or experts.optim:
+        return moe.read(source, tags, experts)
+    parts = [_part(source, files) for files in tags]
+    first = parts[0].model
+    check_parts(first, len(parts))
+    if len(parts) == 1:
+        return parts[0].manifest
+    rules = Rules.of(first.file.content.get("universal_checkpoint_info"), first.file.path)
+    return Joining([part.manifest for part in parts], rules).manifest()
 
-    name: str = "deepspeed"
 
-    def detect(self, source: Source) -> bool:
-        return bool(names.tag_folders(source.files))
-
-    def read_manifest(self, source: Source, options: ReadOptions) -> Manifest:
-        folder = names.choose_folder(source, options.tag)
-        tags = names.tag_files(source, folder)
-        layers, experts = names.layer_files(source, folder), names.expert_files(source, folder)
-        if layers and (experts.weights or experts.optim):
-            raise UnsupportedError(
-                "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
-            )
-        if layers:
-            found = pipeline.read(source, tags, layers, _check_stage)
-            return whole_names.whole(found, tags[0].models(0)[0])
-        if experts.weights or experts.optim:
-            return moe.read(source, tags, experts)
-        parts = [_part(source, files) for files in tags]
-        first = parts[0].model
-        check_parts(first, len(parts))
-        if len(parts) == 1:
-            return parts[0].manifest
-        rules = Rules.of(first.file.content.get("universal_checkpoint_info"), first.file.path)
-        return Joining([part.manifest for part in parts], rules).manifest()
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        folder = folder_of(names.tag_folders(source.files), manifest.files)
-        return names.own_files(source.files, folder)
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
+    folder = folder_of(tag_folders(source.files), manifest.files)
+    return locate.own_files(source.files, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,7 @@ def _without_zero(source: Source, files: TagFiles) -> _Part:
     """A checkpoint of stage 0. Raises IncompleteError where it is of ZeRO, and its optimizer's files are missing."""
     file = File.open(source, (files.model or files.models(0))[0])
     if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
-        raise names.no_optimizer(files)
+        raise locate.no_optimizer(files)
     contents = stage0.Contents.of(file)
     check_experts(contents.model)
     return _Part(contents.manifest(), contents.model)
@@ -112,7 +104,7 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
             path=optim.file.path,
         )
     if len(paths) < optim.world_size:
-        missing = names.of_rank(paths[0], len(paths))
+        missing = of_rank(paths[0], len(paths))
         raise IncompleteError(f"the file of this rank, one of {optim.world_size}, is missing", path=missing)
     if len(paths) > optim.world_size:
         raise MalformedError(

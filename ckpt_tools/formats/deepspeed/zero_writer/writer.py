@@ -6,7 +6,7 @@ intervals, and a conversion works through the files one after the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal
@@ -17,33 +17,22 @@ from ckpt_tools.core.rank_limits import check_elements
 from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
+from ckpt_tools.formats.deepspeed.names import LATEST, model_name, optim_name, rank_model_name
 from ckpt_tools.formats.deepspeed.zero_writer.model_states import CutModel, WholeModel
 from ckpt_tools.formats.deepspeed.zero_writer.optim_states import GroupCutOptim, ParamCutOptim
 from ckpt_tools.formats.deepspeed.zero_writer.target import Target
 from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroWriter:
-    """Writes what DeepSpeed's ``load_checkpoint`` resumes in ZeRO ``stage`` 1, 2 or 3 on ``world_size`` ranks."""
-
-    stage: int
-    holds_optimizer: bool = field(default=True, init=False)
-    holds_masters: bool = field(default=True, init=False)
-
-    @property
-    def name(self) -> str:
-        return f"zero{self.stage}"
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
-        cannot name a folder, or for too many ranks."""
-        check_elements(manifest, options.world_size)
-        target = Target.of(manifest, self.stage, options.world_size)
-        tag = written_tag(options.tag or target.extras.tag, latest="latest")
-        files = ZeroFiles.of(tag, target).files()
-        notes = (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, self.stage))
-        return Layout(files, (*notes, *_expert_notes(manifest)), as_stored=target.state.buffers.keys())
+def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
+    """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
+    cannot name a folder, or for too many ranks."""
+    check_elements(manifest, options.world_size)
+    target = Target.of(manifest, stage, options.world_size)
+    tag = written_tag(options.tag or target.extras.tag, latest=LATEST)
+    files = ZeroFiles.of(tag, target).files()
+    notes = (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, stage))
+    return Layout(files, (*notes, *_expert_notes(manifest)), as_stored=target.state.buffers.keys())
 
 
 def _expert_notes(manifest: Manifest) -> list[Note]:
@@ -82,7 +71,7 @@ class ZeroFiles:
         cache = FileCache(self.made)
         numbers = range(self.num_model_files + self.target.world_size)
         ranks = [LazyFile(self._path(n), cache.file(self._like(n)).size_bytes, n, cache) for n in numbers]
-        return [*ranks, FileLayout("latest", (Literal(self.tag.encode()),))]
+        return [*ranks, FileLayout(LATEST, (Literal(self.tag.encode()),))]
 
     def made(self, number: int) -> FileLayout:
         path = self._path(number)
@@ -106,15 +95,11 @@ class ZeroFiles:
     def _path(self, number: int) -> str:
         rank = number - self.num_model_files
         if rank >= 0:
-            return f"{self.tag}/{self._prefix}{_of_rank(rank)}_optim_states.pt"
-        name = _of_rank(number) if isinstance(self.model, CutModel) else "mp_rank_00"
-        return f"{self.tag}/{name}_model_states.pt"
+            return f"{self.tag}/{self._prefix}{optim_name(rank)}"
+        name = rank_model_name(number) if isinstance(self.model, CutModel) else model_name()
+        return f"{self.tag}/{name}"
 
     @property
     def _prefix(self) -> str:
         """engine.py ``_get_zero_ckpt_prefix``: optimizer files of bf16 runs alone have one."""
         return "bf16_" if self.target.state.dtype is DType.BFLOAT16 else ""
-
-
-def _of_rank(rank: int) -> str:
-    return f"zero_pp_rank_{rank}_mp_rank_00"

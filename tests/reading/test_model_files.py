@@ -193,7 +193,7 @@ def test_what_is_missing_is_said(llama: Path, tmp_path: Path) -> None:
     for name in TOKENIZER:
         (bare / name).unlink()
     (note,) = ckpt_tools.plan(bare, tmp_path / "out", to="safetensors").notes
-    assert "none lies beside config.json" in note.why
+    assert "none found beside config.json" in note.why
 
 
 def test_the_config_of_another_program_is_left_alone(llama: Path, tmp_path: Path) -> None:

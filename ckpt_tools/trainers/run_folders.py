@@ -2,8 +2,8 @@
 
 Trainers name a checkpoint by its step, iteration or epoch: ``checkpoint-500``, ``global_step500``, ``step-100``,
 ``iter_0000010``, ``epoch_1_step_200``, ``ep1-ba20``, ``epoch=1-step=242.ckpt``. The outermost folder of such a name is
-the checkpoint, whatever folders are in it. A folder with another name is one if files of a checkpoint lie directly in
-it. What savers have not finished has a name that says so: ``tmp-checkpoint-14``, ``.epoch_3.partial``.
+the checkpoint, whatever folders are in it. A folder with another name is one if it holds files of a checkpoint itself.
+Unfinished saves have names that say so: ``tmp-checkpoint-14``, ``.epoch_3.partial``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckpt_tools.core.wording import natural
+from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.accelerate import PARTS, TAGS
+from ckpt_tools.trainers.saved import ITSELF, Saved
 
 _KEY = r"(?:global[-_]?step|step|iter(?:ation)?|checkpoint|ckpt|epoch|ep|batch|ba)"
 _NUMBER = rf"{_KEY}[-_=]?\d{{1,15}}"
@@ -36,16 +39,15 @@ _CARRIER = re.compile(
     r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|.*_states\.pt|.*\.(?:safetensors|pt|pth|bin|ckpt|gguf|npz)"
     r"|.*\.(?:safetensors|bin)\.index\.json|_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|metadata\.pkl"
 )
-"""Files of which one lies in every checkpoint."""
+"""Files of which every checkpoint has one."""
 
 _ORBAX = re.compile(r"(?:_CHECKPOINT_METADATA|[^/]+/(?:_METADATA|manifest\.ocdbt)|commit_success\.txt)")
 
 _FILE = re.compile(r"(?P<stem>.+)\.(?P<suffix>pt|pth|ckpt|bin|safetensors)")
 _PLAIN_STEMS = frozenset(("last", "best", "final", "latest"))
 
-_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+|pytorch_model(_\d+)?")
-"""Folders of accelerate and transformers that are one checkpoint together: models and optimizers of FSDP, and the tags
-of several models of DeepSpeed."""
+_PART = re.compile(f"{PARTS}|{TAGS}")
+"""Folders of accelerate that are one checkpoint together."""
 
 _STEP = re.compile(
     r"(?:^|[^a-z])(?:(?:global[-_]?)?step|iter(?:ation)?|checkpoint|ckpt|ba)[-_=]?0*(\d+)", re.IGNORECASE
@@ -53,10 +55,7 @@ _STEP = re.compile(
 
 
 LATEST = "latest"
-"""The name of the newest checkpoint. In DeepSpeed's folders a file of this name says which one that is."""
-
-ITSELF = "."
-"""The name of the run if it is itself one checkpoint."""
+"""The name of the newest checkpoint behind ``@``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,20 @@ class Member:
         return self.name in self.files
 
     @property
+    def is_run(self) -> bool:
+        """Whether the run is itself this checkpoint."""
+        return self.name == ITSELF
+
+    @property
     def folder(self) -> str:
-        """Where its files lie."""
-        return parent_of(self.name) if self.is_file else self.name if self.name != ITSELF else ""
+        """The folder of its files."""
+        return parent_of(self.name) if self.is_file else "" if self.is_run else self.name
+
+    def saved(self, run: Source) -> Saved:
+        """The checkpoint as the rules see it."""
+        root = self.folder
+        files = {path[len(root) + 1 :] if root else path: size for path, size in self.files.items()}
+        return Saved(run, self.name, self.title, self.step, self.is_finished, root, files)
 
     @property
     def is_numbered(self) -> bool:
@@ -142,7 +152,7 @@ def core_of(name: str) -> str:
 
 
 def is_carrier(path: str) -> bool:
-    """Whether the file is of a kind of which one lies in every checkpoint."""
+    """Whether it is one of the files of which every checkpoint has one."""
     return _CARRIER.fullmatch(path.rpartition("/")[2]) is not None
 
 
@@ -223,7 +233,7 @@ def _alone(folder: str, every: Iterable[str]) -> str:
     """A folder with a number that holds one tag alone stands for it: ``e_12`` for ``e_12/global_step264``."""
     parent = parent_of(folder)
     beside = [each for each in every if each.startswith(f"{parent}/") and parent_of(each) == parent]
-    return parent if is_tag(folder) and beside == [folder] and re.search(r"\d", parent.rpartition("/")[2]) else folder
+    return parent if is_tag(folder) and beside == [folder] and _has_number(parent) else folder
 
 
 def _single_files(files: Iterable[str], owners: Iterable[str]) -> set[str]:
@@ -231,18 +241,14 @@ def _single_files(files: Iterable[str], owners: Iterable[str]) -> set[str]:
     matches = {path: match for path in files if (match := _FILE.fullmatch(path.rpartition("/")[2])) is not None}
     free = {path: match for path, match in matches.items() if not any(each in owners for each in path_of(path))}
     shown = {path: match for path, match in free.items() if _is_shown(parent_of(path))}
-    found = {path for path, match in shown.items() if match["suffix"] == "ckpt" or is_named_file(match["stem"])}
+    found = {path for path, match in shown.items() if match["suffix"] == "ckpt" or _NAMED.fullmatch(match["stem"])}
     kinds = {(parent_of(path), shown[path]["suffix"]) for path in found}
     beside = (path for path, match in shown.items() if match["stem"] in _PLAIN_STEMS)
     return found | {path for path in beside if (parent_of(path), shown[path]["suffix"]) in kinds}
 
 
-def is_named_file(stem: str) -> bool:
-    return _NAMED.fullmatch(stem) is not None
-
-
 def _without_containers(plain: set[str], owners: Iterable[str]) -> set[str]:
-    """Folders that hold checkpoints with numbers are runs, and what lies in a checkpoint is part of it."""
+    """``plain`` without folders that hold numbered checkpoints, which are runs, and without folders in a checkpoint."""
     plain = {_whole(folder) for folder in plain} - {""}
     plain -= {outer for owner in owners for outer in path_of(parent_of(owner))}
     plain -= {parent_of(each) for each in plain if _has_number(each) and not _has_number(parent_of(each))}

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
-from ckpt_tools.core.run_folders import step_in
 from ckpt_tools.errors import CkptError, IncompleteError, LossError, SeveralCheckpointsError, SourceNotFoundError
-from tests.formats.test_completeness_of_layouts import RUNS, Run
+from ckpt_tools.trainers.run_folders import step_in
+from tests.runs.test_completeness_of_layouts import RUNS, Run
 
 LAYOUTS = {run.layout: run for run in reversed(RUNS)}
 

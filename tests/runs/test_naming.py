@@ -11,10 +11,10 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.core import progress
-from ckpt_tools.core.run_folders import checkpoints
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
-from ckpt_tools.runs.listing import resolved
+from ckpt_tools.runs.naming import resolved
 from ckpt_tools.stores.urls import open_source
+from ckpt_tools.trainers.run_folders import checkpoints
 
 
 def saved(folder: Path, step: int) -> Path:

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.core.run_folders import members
 from ckpt_tools.runs.report import RunCheckpoint
+from ckpt_tools.trainers.run_folders import members
 
 Damage = Callable[[Path], None]
 

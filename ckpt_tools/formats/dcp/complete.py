@@ -1,0 +1,42 @@
+"""Whether a save of a DCP has finished: ``.metadata`` is written last, and names every file and how far it reaches."""
+
+from __future__ import annotations
+
+from ckpt_tools.formats.dcp.names import DATA, is_metadata, is_of_dcp, is_of_one_rank
+from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
+from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.stores.source import checked_name
+from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.saved import Saved
+
+MAX_METADATA_BYTES = 4 << 30
+
+
+def is_dcp(saved: Saved) -> bool:
+    return any(is_of_dcp(name) for name in saved.names)
+
+
+def problem(saved: Saved) -> str | None:
+    indexes = {path for path in saved.files if is_metadata(path) or is_of_one_rank(path)}
+    held = {parent_of(path) for path in indexes}
+    bare = sorted({parent_of(path) for path in saved.files if DATA.fullmatch(path.rpartition("/")[2])} - held)
+    if bare:
+        return f"no {bare[0] + '/' if bare[0] else ''}.metadata: the save did not finish"
+    return next((text for path in sorted(indexes) if (text := _indexed(saved, path)) is not None), None)
+
+
+def _indexed(saved: Saved, path: str) -> str | None:
+    metadata = loads(saved.read(path, MAX_METADATA_BYTES), path=path)
+    if not isinstance(metadata, Metadata):
+        return f"{path} is not the index of a DCP"
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    folder = parent_of(path)
+    for name, end in ends.items():
+        file = f"{folder}/{checked_name(name)}" if folder else checked_name(name)
+        if file not in saved.files:
+            return f"{file} is missing, which {path} names"
+        if saved.files[file] < end:
+            return f"{file} has {saved.files[file]:,} bytes instead of {end:,}: it is cut off"
+    return None

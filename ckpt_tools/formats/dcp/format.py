@@ -1,0 +1,52 @@
+"""PyTorch Distributed Checkpoint (DCP)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
+
+
+class DcpFormat(Format):
+    """Reads the folder of ``.metadata``, one with such a folder below it, or with accelerate's two. Writes the whole
+    training state, each weight once."""
+
+    name = "dcp"
+    about = "PyTorch Distributed Checkpoint: a .metadata file and __R_N.distcp files (FSDP2 and others)"
+    reading_options = ("model_key", "optim_key")
+    writing_options = ("model_key", "optim_key", "world_size")
+
+    def detect(self, source: Source) -> bool:
+        from ckpt_tools.formats.dcp.names import is_metadata, is_of_one_rank
+        from ckpt_tools.formats.megatron.names import torch_dist_folders
+
+        found = any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
+        return found and not torch_dist_folders(source)
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.dcp.reader import read
+
+        return read(source, options)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.dcp.folders import own_files
+
+        found = own_files(source.files, () if manifest.trainer is None else manifest.trainer.parts)
+        return found | (manifest.files & source.files.keys()) if found else found
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.dcp.complete import problem
+
+        return problem(saved)
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.formats.dcp.writer import layout
+
+        return layout(manifest, options)

@@ -1,0 +1,97 @@
+"""DeepSpeed: native checkpoints of each ZeRO stage, and universal ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
+
+
+class UniversalFormat(Format):
+    """Reads and writes a save directory with ``latest_universal``; reads a tag folder with ``zero/`` in it too."""
+
+    name = "universal"
+    about = "DeepSpeed universal: a tag folder with zero/<parameter>/fp32.pt, ..., and latest_universal"
+    holds_masters = True
+    reading_options = writing_options = ("tag",)
+
+    def detect(self, source: Source) -> bool:
+        from ckpt_tools.formats.deepspeed.names import is_universal
+
+        return is_universal(source.files)
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.deepspeed.universal.reader import read
+
+        return read(source, options)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.deepspeed.universal.reader import own_files
+
+        return own_files(source, manifest)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.deepspeed.complete import universal_problem
+
+        return universal_problem(saved)
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.formats.deepspeed.universal.writer import layout
+
+        return layout(manifest, options)
+
+
+class DeepSpeedFormat(Format):
+    """Reads native checkpoints of every ZeRO stage and of none, as ``save_checkpoint`` writes them: a save directory
+    with ``latest``, or a tag folder."""
+
+    name = "deepspeed"
+    about = "DeepSpeed in any stage, also without ZeRO; the stage is detected"
+    holds_masters = True
+    reading_options = ("tag",)
+
+    def detect(self, source: Source) -> bool:
+        from ckpt_tools.formats.deepspeed.names import tag_folders
+
+        return bool(tag_folders(source.files))
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.deepspeed.zero_reader.reader import read
+
+        return read(source, options)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.deepspeed.zero_reader.reader import own_files
+
+        return own_files(source, manifest)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.deepspeed.complete import problem
+
+        return problem(saved)
+
+
+class ZeroFormat(DeepSpeedFormat):
+    """Writes what ``load_checkpoint`` resumes in ZeRO ``stage`` 1, 2 or 3; reads every stage."""
+
+    writing_options = ("tag", "world_size")
+
+    def __init__(self, stage: int) -> None:
+        self.stage, self.name = stage, f"zero{stage}"
+        files = ": a tag folder of *_model_states.pt and *_optim_states.pt, and the file latest" if stage == 1 else ""
+        self.about = f"DeepSpeed ZeRO-{stage}{files}"
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.formats.deepspeed.zero_writer.writer import layout
+
+        return layout(manifest, options, self.stage)
+
+
+ZERO1, ZERO2, ZERO3 = map(ZeroFormat, (1, 2, 3))

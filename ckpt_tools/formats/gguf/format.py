@@ -1,0 +1,43 @@
+"""GGUF, the format of llama.cpp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.stores.source import Source
+
+
+class GgufFormat(Format):
+    """Reads one file, or a folder of one file or of all parts of one. Writes weights into one file of version 3, with
+    the key-values of the GGUF that they came from."""
+
+    name = "gguf"
+    about = "a .gguf file of llama.cpp, or all its parts: tensors that are not quantized, and the key-values"
+    holds_optimizer = False
+    is_weights_alone = True
+    kept_entries = ("gguf",)
+    asks_model_type = True
+
+    def detect(self, source: Source) -> bool:
+        return any("/" not in path and path.endswith(".gguf") for path in source.files)
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.gguf.files import read
+
+        return read(source, options)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.gguf.files import files_of
+
+        return frozenset(files_of(source))
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.formats.gguf.files import layout
+
+        return layout(manifest, options)

@@ -1,0 +1,27 @@
+"""Whether a save of Megatron-Core has finished, by names."""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.formats.dcp.complete import is_dcp
+from ckpt_tools.formats.megatron import names
+from ckpt_tools.trainers.saved import Saved
+
+
+def is_torch_dist(saved: Saved) -> bool:
+    """Whether the names of a DCP's folder are Megatron-Core's. Newer versions write no ``common.pt``."""
+    is_iteration = re.fullmatch(r"iter_\d{7}", saved.title) is not None
+    return is_iteration or bool({names.CONFIG_FILE, names.COMMON_FILE} & saved.names)
+
+
+def is_legacy(saved: Saved) -> bool:
+    """Whether Megatron-LM wrote it in its older format, a file for each tensor- and pipeline-parallel rank."""
+    return any(re.search(r"mp_rank_\d+(?:_\d+)*/", path) and names.is_legacy(path) for path in saved.files)
+
+
+def problem(saved: Saved) -> str | None:
+    """Why it is not complete: ``metadata.json`` is written last."""
+    if not is_dcp(saved) or not is_torch_dist(saved) or names.CONFIG_FILE in saved.names or is_legacy(saved):
+        return None
+    return f"no {names.CONFIG_FILE}, which Megatron-Core writes last: the save did not finish"

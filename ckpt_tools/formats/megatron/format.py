@@ -1,0 +1,49 @@
+"""Megatron-Core ``torch_dist``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
+
+
+class MegatronFormat(Format):
+    """Reads an ``iter_`` folder, the folder of the run around it, or the folder of a NeMo 2 checkpoint. Writes the
+    whole training state, as the distributed optimizer keeps it if it is fully reshardable."""
+
+    name = "megatron"
+    about = "Megatron-Core torch_dist: an iter_N folder of .metadata, common.pt and __R_N.distcp files"
+    holds_masters = True
+    writing_options = ("world_size",)
+
+    def detect(self, source: Source) -> bool:
+        from ckpt_tools.formats.megatron.names import is_legacy, torch_dist_folders
+
+        return bool(torch_dist_folders(source)) or any(map(is_legacy, source.files))
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.megatron.reader import read
+
+        return read(source)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.megatron.reader import own_files
+
+        return own_files(source)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.megatron.complete import problem
+
+        return problem(saved)
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.formats.megatron.writer import layout
+
+        return layout(manifest, options)

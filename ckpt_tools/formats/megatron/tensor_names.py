@@ -1,0 +1,60 @@
+"""What the names of a ``torch_dist`` mean. Pure.
+
+The slots of an optimizer stand in front of the name: ``optimizer.state.exp_avg.<name>``, with ``chained_1.`` before it
+where experts have an optimizer of their own (megatron-core 0.16.1, optimizer/optimizer.py, distrib_optimizer.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckpt_tools.core.manifest import MASTER
+
+COMMON_ITEM = "common_state/shard_0_1"
+"""Where megatron-core from 0.19 on keeps what older ones write to ``common.pt``."""
+
+OWN_ITEM = "ckpt_tools/shard_0_1"
+"""Where ckpt-tools keeps what a ``torch_dist`` has no place for, in the form of a sharded object of one piece."""
+
+MASTERS = ("param", "fp32_param")
+"""What optimizers call their fp32 copy of a parameter: the distributed one, and the one that is not (and both of them
+up to 0.14)."""
+
+_STATE = re.compile(r"(?:chained_(\d{1,9})\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
+_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
+_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Optimizer state of the parameter ``name``; ``chain`` is the number of its optimizer, where the key says it."""
+
+    name: str
+    slot: str
+    chain: int | None
+
+
+def state_of(key: str) -> State | None:
+    """What ``key`` is, if it is optimizer state of a parameter."""
+    found = _STATE.fullmatch(key)
+    if found is None:
+        return None
+    slot = MASTER if found[2] in MASTERS else found[2]
+    return State(found[3], slot, int(found[1]) if found[1] is not None else None)
+
+
+def is_of_buckets(key: str) -> bool:
+    """Whether ``key`` is state that lies in the distributed optimizer's own buffers: of ``dp_reshardable`` each is a
+    tensor, of ``dp_zero_gather_scatter`` all are one object."""
+    return _BUCKETS.fullmatch(key) is not None
+
+
+def is_expert(name: str) -> bool:
+    """Whether it is a parameter of an expert, which expert parallelism distributes. Shared experts are not."""
+    return ".experts." in f".{name}"
+
+
+def num_dims(name: str, stored: int) -> int:
+    """Dims of the parameter itself; ``stored`` counts the layers and experts that are stacked in front as well."""
+    return stored - (_STACKED_LAYERS.search(name) is not None) - (".experts.experts." in f".{name}")

@@ -1,0 +1,40 @@
+"""``.npz`` of numpy: each member of the zip is one array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.stores.source import Source
+
+
+class NpzFormat(Format):
+    """Reads one file, or a folder of one. Writes weights as ``numpy.savez`` does."""
+
+    name = "npz"
+    about = "a .npz file of numpy or MLX: arrays that are not compressed"
+    holds_optimizer = False
+    is_weights_alone = True
+
+    def detect(self, source: Source) -> bool:
+        return any("/" not in path and path.endswith(".npz") for path in source.files)
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.npz.files import read
+
+        return read(source)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.npz.files import file_of
+
+        return frozenset([file_of(source)])
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.formats.npz.files import layout
+
+        return layout(manifest, options)

@@ -1,0 +1,32 @@
+"""Whether a save of Orbax has finished, by names."""
+
+from __future__ import annotations
+
+from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, MANIFEST, TREE, UNFINISHED
+from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.saved import Saved
+
+
+def is_orbax(saved: Saved) -> bool:
+    return any(name == MANIFEST or name.startswith(CHECKPOINT) for name in saved.names)
+
+
+def problem(saved: Saved) -> str | None:
+    """Why it is not complete: a temporary folder, no metadata, or no mark of the commit."""
+    pending = next((path for path in saved.files if UNFINISHED in path), None)
+    if pending is not None:
+        return f"{pending.partition(UNFINISHED)[0]} is a temporary folder: the save did not finish"
+    if not is_orbax(saved):
+        return None
+    if not {CHECKPOINT, TREE} & saved.files.keys():
+        return f"no {CHECKPOINT}: the save did not finish"
+    if COMMITTED in saved.files or not saved.root or not _commits(saved):
+        return None
+    return f"no {COMMITTED}, which other checkpoints of the run have: the save did not finish"
+
+
+def _commits(saved: Saved) -> bool:
+    """Whether other checkpoints of the run have ``commit_success.txt``: object stores cannot rename, so that file says
+    that all others are there."""
+    folder = parent_of(saved.root)
+    return any(path.endswith(f"/{COMMITTED}") and parent_of(parent_of(path)) == folder for path in saved.run.files)

@@ -1,0 +1,65 @@
+"""Whether shards of a Hugging Face model are all there, and reach to their ends."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.saved import Saved
+
+MAX_HEADER_BYTES = 100_000_000
+
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
+
+
+def problem(saved: Saved) -> str | None:
+    found = (_tensors_end(saved, path) for path in saved.files if path.endswith(".safetensors"))
+    return _index(saved) or _shards(saved) or next(filter(None, found), None)
+
+
+def _index(saved: Saved) -> str | None:
+    """Shards that an index names."""
+    for path in saved.files:
+        if path.endswith((".safetensors.index.json", ".bin.index.json")):
+            names = saved.object_at(saved.path(path)).get("weight_map", {})
+            folder = parent_of(path)
+            for name in sorted({*names.values()}) if isinstance(names, dict) else []:
+                file = f"{folder}/{name}" if folder else str(name)
+                if file not in saved.files:
+                    return f"{file} is missing, which {path} names"
+    return None
+
+
+def _shards(saved: Saved) -> str | None:
+    """Shards that number themselves: ``model-00001-of-00003.safetensors``."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for path in saved.files:
+        match = _SHARD.fullmatch(path)
+        if match is not None:
+            found.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (stem, size), numbers in found.items():
+        if missing := sorted(set(range(1, size + 1)) - numbers):
+            return f"{stem}-{missing[0]:05d}-of-{size:05d} is missing"
+    return None
+
+
+def _tensors_end(saved: Saved, path: str) -> str | None:
+    read, size, _ = saved.part(path)
+    if size < 8:
+        return f"{path} is cut off"
+    (length,) = struct.unpack("<Q", read(0, 8))
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        return f"{path} is cut off, or it is not a safetensors file"
+    end = 8 + length + max(_stops(parse_json(read(8, 8 + length), path)), default=0)
+    return None if size == end else f"{path} has {size:,} bytes instead of {end:,}: it is cut off or damaged"
+
+
+def _stops(header: Any) -> Iterator[int]:
+    for name, entry in header.items() if isinstance(header, dict) else ():
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) and name != "__metadata__" else None
+        if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int:
+            yield offsets[1]

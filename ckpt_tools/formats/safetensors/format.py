@@ -1,0 +1,55 @@
+"""safetensors: one file, or Hugging Face shards with their index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
+
+
+class SafetensorsFormat(Format):
+    """Reads a file, or a folder with an index or a complete set of shards, whole tensors or pieces in each. Writes a
+    model, or with ``state="all"`` the whole state in tensors and the metadata of the first file."""
+
+    name = "safetensors"
+    about = "one .safetensors file, or Hugging Face shards with their index"
+    holds_optimizer = False
+    reading_options = ("model_key", "optim_key")
+    writing_options = ("max_shard_size", "config")
+
+    def detect(self, source: Source) -> bool:
+        from ckpt_tools.formats.safetensors.files import is_own
+        from ckpt_tools.trainers.torch_checkpointing import is_managed
+
+        return any(map(is_own, source.files)) and not is_managed(source)
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.safetensors.files import read
+
+        return read(source, options)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.safetensors.files import own_files
+
+        return own_files(source)
+
+    def reading_options_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """The keys mean something in a file with whole state alone."""
+        return () if manifest.tree is None else self.reading_options
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.safetensors.complete import problem
+
+        return problem(saved)
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.formats.safetensors.files import layout
+
+        return layout(manifest, options)

@@ -1,0 +1,64 @@
+"""Whether a save of files of ranks has finished: each item has a file of every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ckpt_tools.core.wording import of_ranks
+from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.trainers.names import rank_file, world_of
+from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.torch_checkpointing import INDEX
+
+MAX_INDEX_BYTES = 4 << 30
+MAX_RANKS = 1 << 24
+
+MANAGED = re.compile(r"(?:model|optimizer)_(\d{1,9})\.(?:pt|safetensors)")
+
+
+def problem(saved: Saved) -> str | None:
+    return _named(saved) or _managed(saved)
+
+
+def _named(saved: Saved) -> str | None:
+    """Files whose names say their rank: of each item as many as the world size says, or numbered from 0."""
+    stems: dict[str, tuple[set[int], int | None]] = {}
+    for path in saved.files:
+        match = rank_file(path)
+        if match is not None:
+            stem = re.sub(r"(?:_world_size_\d+)?_rank_?\d+\.\w+$", "", path)
+            stems.setdefault(stem, (set(), world_of(match)))[0].add(int(match["rank"]))
+    for stem, (ranks, size) in stems.items():
+        model = f"{parent_of(stem)}/model".lstrip("/")
+        if size is not None and model not in stems:
+            return f"no {model}_world_size_{size}_rank_0.pt: the save did not finish"
+        missing = set(range(max(ranks) + 1 if size is None else size)) - ranks
+        if missing:
+            return _lacking(stem, missing)
+    return None
+
+
+def _managed(saved: Saved) -> str | None:
+    """The index of torch_checkpointing says the number of ranks, and lists items that can be resharded."""
+    if INDEX not in saved.files:
+        is_bare = {"model", "optimizer"} <= {path.partition("_")[0] for path in saved.files if MANAGED.fullmatch(path)}
+        return f"no {INDEX}: the save did not finish" if is_bare else None
+    found: Any = loads(saved.read(INDEX, MAX_INDEX_BYTES), path=INDEX)
+    size = found.get("world_size") if isinstance(found, dict) else None
+    items = found.get("metadata") if isinstance(found, dict) else None
+    if type(size) is not int or not 0 < size <= MAX_RANKS or not isinstance(items, dict):
+        return f"{INDEX} does not list the items of a checkpoint"
+    held: dict[str, set[int]] = {str(item): set() for item in items}
+    for path in saved.files:
+        match = re.fullmatch(r"([^/]+)_(\d{1,9})\.pt", path)
+        if match is not None and int(match[2]) < size:
+            held.setdefault(match[1], set()).add(int(match[2]))
+    lacking = ((item, set(range(size)) - ranks) for item, ranks in held.items() if ranks)
+    return next((_lacking(item, missing) for item, missing in lacking if missing), None)
+
+
+def _lacking(item: str, ranks: Iterable[int]) -> str:
+    return f"{item} lacks the files of {of_ranks(ranks)}: the save did not finish"

@@ -1,0 +1,187 @@
+"""Adds to a manifest what trainers keep in small files beside the checkpoint: a scheduler, step and epoch.
+
+The records in ``trainers`` say which files are read, and what each adds. The others are noted, so that leaving them
+out is not silent. Files of other checkpoints of the same run are neither read nor noted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome, not_part
+from ckpt_tools.core.values import Opaque
+from ckpt_tools.errors import FormatError, IncompleteError
+from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.accelerate import SCHEDULER, has_several_schedulers
+from ckpt_tools.trainers.names import is_unread, marks_unfinished, meaning_of
+from ckpt_tools.trainers.record import Meaning
+from ckpt_tools.trainers.transformers import ADAPTER
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.state_dict.parse import TensorLeaf
+
+MAX_COMPANION_BYTES = 64 << 20
+"""A trainer's log of a million steps is smaller."""
+
+_OTHER_WEIGHTS = re.compile(r"(?:tf_model|flax_model)[\w.-]*|.*\.(?:bin|pt|pth|ckpt|gguf|npz)")
+"""Weights in other formats, beside those of safetensors or torch."""
+
+
+def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> Manifest:
+    """``manifest`` with entries of the trainer's files, and notes; what the checkpoint says itself wins.
+
+    ``own`` are files of the checkpoint that hold no tensor, such as a ZeRO-3 rank's model file: they are not noted.
+
+    Raises:
+        IncompleteError: a file marks the checkpoint as unfinished.
+    """
+    extra, notes, tensors = dict(manifest.extra), list(manifest.notes), dict(manifest.tensors)
+    folders, trainer = _folders(manifest.files), manifest.trainer
+    copied = frozenset() if trainer is None else trainer.sources
+    entries: set[str] = set()
+    for path in _others(manifest, source, own):
+        folder, _, name = path.rpartition("/")
+        if marks_unfinished(name) and folder in folders:
+            raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
+        meaning = meaning_of(name)
+        is_one_of_several = name == SCHEDULER and has_several_schedulers(source.files)
+        if meaning is not None and folder in folders and not is_one_of_several:
+            found, inner, note = _read(source, path, meaning, extra.keys())
+            if path in copied:
+                entries |= found.keys()
+            extra |= found
+            tensors |= inner
+            notes += note
+        elif path == ADAPTER and manifest.format in ("safetensors", "torch"):
+            notes.append(_adapter(source, path))
+        elif path in copied or is_one_of_several or is_unread(name):
+            notes.append(Note(Outcome.DROPPED, path, "only the trainer that wrote it reads it"))
+        elif meaning is not None or _is_foreign_part(path, manifest):
+            notes.append(not_part(path))
+        elif trainer is not None and path in trainer.unknown:
+            why = f"not part of this checkpoint: {trainer.trainer} is not known to write it"
+            notes.append(Note(Outcome.DROPPED, path, why))
+    step = extra.get("global_step") if manifest.step is None else manifest.step
+    return replace(
+        manifest,
+        tensors=tensors,
+        extra=extra,
+        notes=(*notes, *_calls_noted(extra)),
+        step=step if type(step) is int else None,
+        trainer=None if trainer is None else replace(trainer, entries=frozenset(entries)),
+    )
+
+
+def _others(manifest: Manifest, source: Source, own: Collection[str]) -> list[str]:
+    """Files that are neither read nor noted, without those of other checkpoints of the run."""
+    known = {*manifest.files, *own, *(note.what for note in manifest.notes)}
+    found = [path for path in source.files if path not in known]
+    if not any("/" in path for path in found):
+        return found
+    from ckpt_tools.formats.deepspeed.names import is_deepspeeds
+    from ckpt_tools.trainers.run_folders import files_of_others
+
+    others = files_of_others(source.files, manifest.files)
+    has_tags = manifest.format.startswith(("zero", "universal"))
+    return [path for path in found if path not in others and not (has_tags and is_deepspeeds(path))]
+
+
+def _folders(files: Iterable[str]) -> set[str]:
+    """Folders that hold ``files``, and those above."""
+    found = {""}
+    for file in files:
+        parts = file.split("/")[:-1]
+        found |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return found
+
+
+def _adapter(source: Source, path: str) -> Note:
+    """Note on the adapter of PEFT (0.21) that the tensors are."""
+    try:
+        kind = _json(source, path).get("peft_type")
+    except (FormatError, ValueError, RecursionError, AttributeError):
+        kind = None
+    known = f" ({kind})" if isinstance(kind, str) and kind.isidentifier() else ""
+    why = f"the tensors are those of an adapter{known}, not a whole model; copy this file beside them to use them"
+    return Note(Outcome.DROPPED, path, why)
+
+
+def _is_foreign_part(path: str, manifest: Manifest) -> bool:
+    """Whether the reader of another format ignored it: the index of a DCP, or a model in the same folder, perhaps the
+    same one again, as Trainer and accelerate write it with FSDP."""
+    if path.rpartition("/")[2] == ".metadata":
+        return manifest.format not in ("dcp", "megatron")
+    return (
+        manifest.format in ("safetensors", "torch") and _OTHER_WEIGHTS.fullmatch(path) is not None and "/" not in path
+    )
+
+
+_Read = tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]
+"""Entries that a file adds, the tensors to which they refer, and notes."""
+
+
+def _read(source: Source, path: str, meaning: Meaning, known: Collection[str]) -> _Read:
+    """Content of the file at ``path``, without the entries that are ``known``."""
+    try:
+        if path.endswith(".json"):
+            said = meaning(_json(source, path))
+            return {name: value for name, value in said.items() if name not in known}, {}, []
+        return _read_archive(source, path, meaning, known)
+    except (FormatError, ValueError, RecursionError) as error:
+        reason = error.message if isinstance(error, FormatError) else str(error)
+        return {}, {}, [Note(Outcome.DROPPED, path, f"it cannot be read: {reason}")]
+
+
+def _json(source: Source, path: str) -> Any:
+    return json.loads(source.read_all(path, limit_bytes=MAX_COMPANION_BYTES))
+
+
+def _read_archive(source: Source, path: str, meaning: Meaning, known: Collection[str]) -> _Read:
+    from ckpt_tools.formats.state_dict.leaves import Place, with_references
+    from ckpt_tools.serialization.torch_zip import open_archive
+
+    archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    inner: dict[StateKey, TensorLeaf] = {}
+    found = {
+        name: with_references(value, Place(archive, path), name, inner)
+        for name, value in meaning(archive.value).items()
+        if name not in known
+    }
+    return found, {key: TensorEntry(leaf.shape, leaf.dtype, Kind.EXTRA, leaf.shards) for key, leaf in inner.items()}, []
+
+
+def _calls_noted(extra: Mapping[str, Any]) -> Iterator[Note]:
+    """A note for each entry with a call that ``scan`` would list. Nothing here executes it, but a loader would."""
+    for name, value in extra.items():
+        call = next(_calls(value), None)
+        if call is not None:
+            why = f"it holds a call of {call.ref}, which a loader would execute; `ckpt-tools scan` tells more"
+            yield Note(Outcome.KEPT, name, why)
+
+
+def _calls(value: Any) -> Iterator[Opaque]:
+    """Calls in ``value`` that the closed list refuses, each object once: one may hold itself."""
+    seen = set[int]()
+    todo = [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            todo += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple | set | frozenset):
+            todo += part
+        elif isinstance(part, Opaque) and id(part) not in seen:
+            seen.add(id(part))
+            if _is_refused(part):
+                yield part
+            todo += [part.args, part.kwargs, part.state, part.items, part.pairs]
+
+
+def _is_refused(made: Opaque) -> bool:
+    from ckpt_tools.serialization.pickle.closed_list import refusal
+
+    return refusal(made) is not None

@@ -1,0 +1,59 @@
+"""What is known of one trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tools.trainers.saved import Saved
+
+Meaning = Callable[[Any], Mapping[str, Any]]
+"""From the content of a file to the entries of ``Manifest.extra`` that it adds."""
+
+Metrics = Iterable[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """How a folder of the trainer is written again, so that the trainer resumes from it.
+
+    ``parts`` matches the folders of its DCPs, and is empty if the folder is itself the one DCP. ``sign`` is a file that
+    tells the trainer from others. ``files`` match paths in the folder that are copied as they are, with a group for the
+    rank. ``without_ranks`` says how the trainer resumes without the files of ranks; if ``first_is_enough``, it takes
+    those of rank 0.
+    """
+
+    parts: str
+    files: tuple[str, ...]
+    sign: str | None = None
+    without_ranks: str = ""
+    first_is_enough: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """One trainer: its files by name, and what they say. Names are regular expressions, but for keys of ``reads``."""
+
+    name: str
+    reads: Mapping[str, Meaning] = field(default_factory=dict)
+    """Files beside the model whose content is read into the manifest."""
+    own: str = ""
+    """Files beside the model that only the trainer reads; the group, if any, is a rank."""
+    optimizer: str = ""
+    """Files with the optimizer of a model in a file beside them."""
+    rank_file: str = ""
+    """Files with one rank's part of a state: groups ``item``, ``rank``, and ``world`` or ``index``."""
+    others: str = ""
+    """Further names of files in its checkpoints, for ``prune``."""
+    folders: str = ""
+    """Names of folders in its checkpoints, for ``prune``."""
+    last: str = ""
+    """Files that it writes last; ``prune`` removes them first."""
+    unfinished: str | None = None
+    """Format of the name of a file beside the checkpoint ``{title}`` that exists while it is written."""
+    returned: Returned | None = None
+    problem: Callable[[Saved], str | None] | None = None
+    """Why the checkpoint is not complete by the trainer's own marker; None if it is, or is another trainer's."""
+    metrics: Callable[[Saved], Metrics] | None = None
+    """Metrics of the checkpoint by name; of the same name the last one counts."""

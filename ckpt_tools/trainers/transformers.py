@@ -1,0 +1,106 @@
+"""transformers' Trainer, which saves through accelerate and adds its own files, and the files of a pretrained model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.errors import FormatError
+from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.trainers import accelerate
+from ckpt_tools.trainers.record import Metrics, Returned, Trainer
+from ckpt_tools.trainers.saved import Saved
+
+STATE = "trainer_state.json"
+OPTIMIZER = "optimizer.pt"
+ARGUMENTS = "training_args.bin"
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+PREPARATION = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+COMPANIONS = ("generation_config.json", *TOKENIZER, *PREPARATION)
+"""Files beside ``config.json`` that ``from_pretrained`` reads."""
+
+_MODEL_FILES = "|".join(map(re.escape, (CONFIG, ADAPTER, *COMPANIONS)))
+_OWN = rf"{re.escape(ARGUMENTS)}|rng_state(?:_(\d{{1,9}}))?\.pth"
+
+
+def counts(content: Any) -> Mapping[str, Any]:
+    names = ("global_step", "epoch")
+    return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
+
+
+def trainer_state(saved: Saved) -> Mapping[str, Any]:
+    """Content of ``trainer_state.json``; empty if it cannot be read."""
+    if STATE not in saved.files:
+        return {}
+    try:
+        found = json.loads(saved.read(STATE))
+    except (FormatError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_ours(saved: Saved) -> bool:
+    is_named = re.fullmatch(r"checkpoint-\d+", saved.title) is not None
+    own = re.compile(f"{re.escape(STATE)}|{_OWN}")
+    return any(map(own.fullmatch, saved.files)) or (is_named and OPTIMIZER in saved.files)
+
+
+def _problem(saved: Saved) -> str | None:
+    """The Trainer writes ``trainer_state.json`` last."""
+    if not _is_ours(saved):
+        return accelerate.problem(saved)
+    if STATE not in saved.files:
+        return f"no {STATE}, which the Trainer writes last: the save did not finish"
+    parse_json(saved.read(STATE), STATE)
+    return None
+
+
+def _metrics(saved: Saved) -> Metrics:
+    """The last values of the log up to this step."""
+    log = trainer_state(saved).get("log_history")
+    for entry in log if isinstance(log, list) else ():
+        if isinstance(entry, dict):
+            step = entry.get("step")
+            if not isinstance(step, int) or saved.step is None or step <= saved.step:
+                yield from entry.items()
+
+
+TRANSFORMERS = Trainer(
+    name="transformers' Trainer",
+    reads={"scheduler.pt": accelerate.scheduler, STATE: counts},
+    own=_OWN,
+    optimizer=re.escape(OPTIMIZER),
+    others=_MODEL_FILES,
+    folders="tokenizer|processor",
+    last=re.escape(STATE),
+    returned=Returned(
+        parts=accelerate.PARTS,
+        sign=STATE,
+        files=(
+            _OWN,
+            f"{re.escape(STATE)}|scheduler\\.pt|{_MODEL_FILES}|tokenizer[^/]*|README\\.md",
+            *accelerate.RETURNED,
+        ),
+        without_ranks="the Trainer resumes without them, with generators as its seed sets them",
+    ),
+    problem=_problem,
+    metrics=_metrics,
+)
