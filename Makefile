@@ -31,6 +31,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# ruff, mypy and the files of tests that are marked as quick, about one minute on 2 cores; every package has some.
+quick: check
+	$(BIN)/python -m pytest -m quick -q -n 2 --dist loadfile
+
 # The page of the inference service is tested in a real Chromium, which Debian and Ubuntu have as a package.
 browser:
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium; } || \

@@ -19,6 +19,8 @@ from ckpt_tools.cli.beside import BesideCommand
 from ckpt_tools.cli.main import group
 from ckpt_tools.formats.registry import readers, writers
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CLI = (DOCS / "cli.md").read_text()

@@ -14,6 +14,8 @@ import pytest
 
 import ckpt_tools
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = "ckpt_tools"
 

@@ -10,6 +10,8 @@ from ckpt_tools.formats import registry
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 
+pytestmark = pytest.mark.quick
+
 FOLDERS = ("", "tag/", "zero/w/", "tag/zero/layers.0.weight/", "pytorch_model_fsdp_0/")
 
 NAMES = (

@@ -20,6 +20,8 @@ from inference.rows import Columns, Row
 from inference.tally import Tally
 from training.data import LabelledImages
 
+pytestmark = pytest.mark.quick
+
 PROBABILITIES = st.lists(st.floats(0, 1) | st.floats(0, 1, width=32) | st.just(0.25), min_size=1, max_size=12)
 
 

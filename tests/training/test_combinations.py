@@ -19,6 +19,8 @@ from training.frameworks import check_frameworks
 from training.model_names import MODELS
 from training.strategies import BY_NAME, STRATEGIES, chosen_strategy
 
+pytestmark = pytest.mark.quick
+
 TEXT = {"model": "lm", "dataset": "text"}
 PIPELINE = {"pp": 2, "gradient_accumulation": 4, **TEXT}
 EXPERTS = {"model": "lm-moe", "dataset": "text"}
