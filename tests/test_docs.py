@@ -38,6 +38,10 @@ COMMON = {"core", "planning", "stores", "serialization", "formats", "transfer", 
 TREE = {"ckpt_tools", "tests", "docs", "benchmarks", "fixtures", "training", "inference"}
 """Folders at the root with which a path in a document begins."""
 
+MAX_LINE = 120
+NOT_WRAPPED = re.compile(r"^ *```.*?^ *```|<!-- (\w+):start -->.*?<!-- \1:end -->|^ *\|.*?$", re.MULTILINE | re.DOTALL)
+"""Code, parts that the benchmarks write, and rows of tables."""
+
 OPTIONS = sorted(
     {name for command in group.commands.values() for option in command.params for name in option.opts if "--" in name}
 )
@@ -104,6 +108,12 @@ def test_every_page_is_in_the_index() -> None:
     linked = {str(token.attrs["href"]) for page in indexes for token in tokens(page) if token.type == "link_open"}
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - NOT_A_PAGE
     assert sorted(pages - linked) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "architecture.md"], ids=named)
+def test_lines_are_short(page: Path) -> None:
+    lines = NOT_WRAPPED.sub("", page.read_text()).splitlines()
+    assert [line for line in lines if len(line) > MAX_LINE] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -218,7 +218,7 @@ def test_the_samples_of_an_epoch_that_has_begun_cannot_change(runs: Path) -> Non
 
 PAGE = Path(training.__file__).parent.parent / "docs/training.md"
 TAUGHT = re.findall(
-    r"(?m)^\$ ckpt-tools train (.*)$", PAGE.read_text().split("## Checkpoints, and how")[1].split("\n## ")[0]
+    r"(?m)^\$ ckpt-tools train (.*)$", PAGE.read_text().split("## Checkpoints and resuming")[1].split("\n## ")[0]
 )
 SMALL = "--launcher=torchrun --num-workers=1 --num-samples=64 --epochs=2"
 

@@ -24,7 +24,7 @@ from training.tune import runs_of
 
 ROOT = Path(training.__file__).parent.parent
 PAGE = (ROOT / "docs/training.md").read_text()
-APART = PAGE.split("## Checkpoints, and how")[1].split("\n## ")[0]
+APART = PAGE.split("## Checkpoints and resuming")[1].split("\n## ")[0]
 SMALL = ["--launcher=torchrun", "--num-samples=64", "--epochs=1"]
 SECONDS = 900
 
