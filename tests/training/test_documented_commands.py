@@ -1,6 +1,6 @@
 """Each command of docs/training.md: a run of each in the soak, and everywhere that its options fit together.
 
-The commands of "Checkpoints, and how a run goes on" build on each other, and test_checkpointing runs them.
+The commands of "Checkpoints and resuming" build on each other, and test_checkpointing runs them.
 """
 
 from __future__ import annotations
