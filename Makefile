@@ -1,30 +1,39 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# On a fresh machine `make demo` and `make test` install what they need.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check bench soak fuzz install browser clean
+.PHONY: demo test quick check bench soak fuzz install browser clean
 SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 .DEFAULT_GOAL := test
+export PYTHON
 
 install: $(STAMP)
 
-# torch and torchvision are pinned together in constraints.txt: a local torch build of another version would
-# be picked otherwise, and torchvision's compiled operators do not load beside it.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1' -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]' --group dev
-	touch $@
+	@scripts/install.sh $(VENV) 'everything: torch, DeepSpeed, Ray and the tools of the tests (about 2 minutes)' \
+		-e '.[all]' --group dev
+	@touch $@
 
-demo: $(STAMP)
-	$(BIN)/python -m inference.demo
+# The demo needs less than the tests. After `make install` it needs nothing more.
+DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt
+	@scripts/install.sh $(VENV) 'torch, DeepSpeed, Ray and transformers (about 1 minute)' -e '.[train,serve]'
+	@touch $@
+
+demo: $(DEMO_STAMP)
+	@$(BIN)/python -m inference.demo
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# ruff, mypy and the files of tests that are marked as quick, about one minute on 2 cores; every package has some.
+quick: check
+	$(BIN)/python -m pytest -m quick -q -n 2 --dist loadfile
 
 # The page of the inference service is tested in a real Chromium, which Debian and Ubuntu have as a package.
 browser:

@@ -34,12 +34,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kill-seed", default="7", help="in the soak: the seed of the moments of these kills")
 
 
+QUICK = "quick"
 NO_GPU = "not run: torch finds no GPU on this machine"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: a real run that takes long, and that only the soak makes")
+    config.addinivalue_line("markers", "quick: fast tests, which `make quick` runs")
     config.addinivalue_line("markers", "gpu: needs a GPU that torch can use; the summary names those that were not run")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m quick`` only the files with this marker are imported, because importing all takes long."""
+    is_asked = config.option.markexpr == QUICK and collection_path.suffix == ".py" and collection_path.is_file()
+    return True if is_asked and f"pytest.mark.{QUICK}" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,6 +20,8 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UsageError
 from tests.support.empty_values import lines_with_one_empty_value
 
+pytestmark = pytest.mark.quick
+
 FUNCTIONS = {name: value for name in ckpt_tools.__all__ if inspect.isfunction(value := getattr(ckpt_tools, name, None))}
 TEXT = re.compile(r"\b(str|Path|ReadFormat|WrittenFormat|State|Weights|DTypeLike|Runner)\b")
 COMMANDS = {name: each for name, each in group.commands.items() if not isinstance(each, BesideCommand)}

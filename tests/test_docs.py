@@ -19,6 +19,8 @@ from ckpt_tools.cli.beside import BesideCommand
 from ckpt_tools.cli.main import group
 from ckpt_tools.formats.index import built_in
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CLI = (DOCS / "cli.md").read_text()
@@ -35,6 +37,10 @@ COMMON = {"core", "planning", "stores", "serialization", "formats", "transfer", 
 
 TREE = {"ckpt_tools", "tests", "docs", "benchmarks", "fixtures", "training", "inference"}
 """Folders at the root with which a path in a document begins."""
+
+MAX_LINE = 120
+NOT_WRAPPED = re.compile(r"^ *```.*?^ *```|<!-- (\w+):start -->.*?<!-- \1:end -->|^ *\|.*?$", re.MULTILINE | re.DOTALL)
+"""Code, parts that the benchmarks write, and rows of tables."""
 
 OPTIONS = sorted(
     {name for command in group.commands.values() for option in command.params for name in option.opts if "--" in name}
@@ -96,9 +102,17 @@ def named(page: Path) -> str:
 
 
 def test_every_page_is_in_the_index() -> None:
-    linked = {str(token.attrs["href"]) for token in tokens(DOCS / "index.md") if token.type == "link_open"}
+    """The index links every page; ``layouts.md`` links the pages of the folder ``layouts``."""
+    indexes = (DOCS / "index.md", DOCS / "layouts.md")
+    linked = {str(token.attrs["href"]) for page in indexes for token in tokens(page) if token.type == "link_open"}
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - NOT_A_PAGE
     assert sorted(pages - linked) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "architecture.md"], ids=named)
+def test_lines_are_short(page: Path) -> None:
+    lines = NOT_WRAPPED.sub("", page.read_text()).splitlines()
+    assert [line for line in lines if len(line) > MAX_LINE] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

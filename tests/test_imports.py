@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.imports import IMPORTS, MODULES, PACKAGE, ROOT, Import
 
+pytestmark = pytest.mark.quick
+
 PACKAGES = (
     "core",
     "planning",

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools.cli.main import group
 
+pytestmark = pytest.mark.quick
+
 TEXT = (Path(__file__).parent.parent / "docs" / "json.md").read_text()
 SCHEMAS = {
     section.partition("\n")[0].strip(): re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 PROGRAM = """
 import os
 from ckpt_tools.cli import process

@@ -23,6 +23,8 @@ from ckpt_tools.core.boxes import (
 )
 from ckpt_tools.testing import strategies
 
+pytestmark = pytest.mark.quick
+
 many = settings(max_examples=100, deadline=None)
 
 

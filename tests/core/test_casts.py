@@ -14,6 +14,8 @@ from ckpt_tools.core.casts import CASTABLE, cast_into, check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import UnsupportedError
 
+pytestmark = pytest.mark.quick
+
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 
 UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+
+pytestmark = pytest.mark.quick
 
 RNG = StateKey("rng", "extra")
 

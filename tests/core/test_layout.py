@@ -21,6 +21,8 @@ from ckpt_tools.core.layout import (
 )
 from ckpt_tools.core.manifest import StateKey
 
+pytestmark = pytest.mark.quick
+
 KEY = StateKey("w")
 
 

@@ -12,6 +12,8 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import is_number, literal_number, number_table
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 
+pytestmark = pytest.mark.quick
+
 
 @given(st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)))
 def test_a_number_comes_back_in_its_type(number: bool | int | float) -> None:

@@ -20,6 +20,8 @@ from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
 
+pytestmark = pytest.mark.quick
+
 many = settings(max_examples=100, deadline=None)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckpt_tools.core.notes import Note, Outcome, merged, without_gone
+
+pytestmark = pytest.mark.quick
 
 
 def test_the_last_step_decides() -> None:

@@ -18,6 +18,8 @@ from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.fsspec import store
 from ckpt_tools.stores.retry import RetryPolicy
 
+pytestmark = pytest.mark.quick
+
 SECRET = st.text(
     st.characters(codec="ascii", exclude_characters=" \t\r\n'\"@?#\x0b\x0c\x1c\x1d\x1e\x1f\x85"), min_size=6
 ).map(lambda text: f"S3CR{text}T")

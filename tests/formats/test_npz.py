@@ -17,6 +17,8 @@ import ckpt_tools
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError, UnsupportedError
 from fixtures.corpus import make
 
+pytestmark = pytest.mark.quick
+
 DTYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1", "c8", "c16")
 
 

@@ -11,6 +11,8 @@ from ckpt_tools.formats.index import built_in, has_sign
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 
+pytestmark = pytest.mark.quick
+
 FOLDERS = ("", "tag/", "zero/w/", "tag/zero/layers.0.weight/", "pytorch_model_fsdp_0/")
 
 NAMES = (

@@ -1,8 +1,9 @@
-"""``python -m tests.layouts`` writes docs/layouts.md anew."""
+"""``python -m tests.layouts`` writes docs/layouts.md and docs/layouts/ again."""
 
 from __future__ import annotations
 
-from tests.layouts.gallery import PAGE, page
+from tests.layouts.gallery import DOCS, pages
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in pages().items():
+        (DOCS / path).write_text(text)

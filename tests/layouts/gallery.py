@@ -1,6 +1,6 @@
-"""docs/layouts.md, made of the corpus: "I have these files: what is it, what can I do?"
+"""Generates docs/layouts.md and docs/layouts/ from the corpus: "I have these files: what is it, what can I do?"
 
-It is the same wherever it is made: it has names of files, counts of tensors and messages, no sizes, times or paths.
+The pages are the same on every machine: names of files, counts of tensors and messages, no sizes, times or paths.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from ckpt_tools.errors import CkptError
 from fixtures.corpus import layouts, make
 from fixtures.corpus.layout import Made
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "layouts.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
+INDEX = "layouts.md"
+FOLDER = "layouts"
 
 INTRO = """# Layouts
 
-You have files and want to know what they are, and what you can do with them. This page shows every layout that the
-tests of ckpt-tools know: its files, who writes it, and how ckpt-tools opens it, or the message that refuses it. Each
-layout is made by its real writer in the tests. Of those that open, every tensor is compared bit by bit with what the
-framework itself holds. A layout whose writer does not run in the tests is marked as a stand-in: it is made from the
-documented layout.
+You have files and want to know what they are, and what you can do with them. These pages show every layout that the
+tests of ckpt-tools know: its files, who writes it, and how ckpt-tools opens it, or the message that refuses it.
+
+Each layout is made by its real writer in the tests. If it opens, every tensor is compared bit by bit with what the
+framework itself holds. If its writer does not run in the tests, the layout is made from its documentation and marked
+as a stand-in.
 
 Start with the first two of these commands.
 
@@ -40,17 +43,18 @@ PATH is a file, or the folder of one checkpoint |
 | `ckpt-tools ls RUN` | lists the checkpoints of a run and says whether each is complete ([runs](runs.md)). \
 `RUN@latest` names the newest complete one in every command |
 | `ckpt-tools convert PATH OUT --to FORMAT` | writes another format: `dcp`, `zero1`, `zero2`, `zero3`, `universal`, \
-`sharded` or `megatron` to go on with training, `safetensors`, `torch`, `gguf` or `npz` for the model |
+`sharded` or `megatron` to continue training, `safetensors`, `torch`, `gguf` or `npz` for the model |
 | `ckpt-tools reshard PATH OUT --world-size N` | writes the same format for another number of ranks |
 | `ckpt-tools consolidate PATH model.safetensors` | writes the model's weights as one file |
 | `ckpt-tools scan PATH` | says whether loading the files could run code ([scanning](scanning.md)) |
 
 [The command line](cli.md) has all options, and the [glossary](glossary.md) explains the words. In the names below, `N`
 and `M` stand for numbers, such as that of a rank, and `HASH` for random letters and digits.
+"""
 
-## Find it by a file's name
+BY_NAME = """## Find it by a file's name
 
-If many layouts have a file, its sections are named, with the number of their layouts that have it.
+If many layouts have a file, their pages are named, with the number of layouts that have it.
 
 """
 
@@ -72,35 +76,55 @@ FAMILIES = {
     "numpy": "Arrays ([npz](formats/npz.md)).",
     "Other frameworks": "Known, and not read.",
 }
-"""The sections in their order, each with what it is about."""
+"""The pages in their order, each with its introduction; links are relative to docs/."""
 
 MAX_LINKS = 6
-"""Of a file in the table; if more layouts have it, their sections are named."""
+"""Links of a file in the table; if more layouts have it, their pages are linked."""
 
 OF_TESTS = ("order.txt", "slots.pt")
-"""Files that tests keep beside a layout."""
+"""Files that the tests add to a layout."""
 
 OF_CHANCE = re.compile(r"HASH|[NM](?:\.[NM])*|README\.md")
-"""Names by which nobody finds anything."""
+"""Names that identify no layout."""
 
 MIN_ALIKE = 3
-"""So many folders with the same files are shown as one."""
+"""Folders with the same files are shown as one from this number on."""
 
 _HASH = re.compile(r"[0-9a-f]{16,}")
 _NUMBER = re.compile(r"(?<!\d)(?<!fp)(?<!bf)(?<!\.h)(?<!\.pt)\d+")
 """Those that count something, unlike those of ``fp32``, ``bf16``, ``.h5`` and ``.pt2``."""
 
 
-def page() -> str:
-    """The whole page. Makes every layout that is not in the cache."""
+def pages() -> dict[str, str]:
+    """Every page by its path in docs/. Makes every layout that is not in the cache."""
     every = [make(name) for name in layouts()]
-    sections = {family: [made for made in every if made.layout.family == family] for family in FAMILIES}
-    assert sum(map(len, sections.values())) == len(every), "each layout is of a family that the page has"
-    return INTRO + _table(every) + "\n" + "\n".join(_of_family(family, found) for family, found in sections.items())
+    by_family = {family: [made for made in every if made.layout.family == family] for family in FAMILIES}
+    assert sum(map(len, by_family.values())) == len(every), "each layout is of a family that has a page"
+    return {INDEX: index(_table(every))} | {
+        page_of(family): family_page(family, map(_section, found)) for family, found in by_family.items()
+    }
 
 
-def _of_family(family: str, found: Sequence[Made]) -> str:
-    return "\n".join([f"## {family}\n", f"{FAMILIES[family]}\n", *map(_section, found)])
+def page_of(family: str) -> str:
+    """The path of a family's page in docs/."""
+    return f"{FOLDER}/{family.lower().replace(' ', '-').replace('.', '-')}.md"
+
+
+def index(table: str) -> str:
+    """docs/layouts.md, with the table of files."""
+    families = "".join(f"{wrapped(f'- {_link(family)}: {about}', '  ')}\n" for family, about in FAMILIES.items())
+    return f"{INTRO}\n## By family\n\n{families}\n{BY_NAME}{table}"
+
+
+def family_page(family: str, sections: Iterable[str]) -> str:
+    """The page of one family, with its sections."""
+    about = wrapped(FAMILIES[family].replace("](formats/", "](../formats/"))
+    return "\n".join([f"# {family}\n", f"{about}\n", "[All layouts](../layouts.md).\n", *sections])
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Prose in lines of at most 118 characters, all but the first indented."""
+    return "\n".join(wrap(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
 def _table(every: Sequence[Made]) -> str:
@@ -113,9 +137,9 @@ def _table(every: Sequence[Made]) -> str:
 
 
 def _links(found: Sequence[Made]) -> str:
-    """The layouts; or the sections of many, in the page's order."""
+    """Links to the layouts, or to the families of many."""
     if len(found) <= MAX_LINKS:
-        return ", ".join(_link(made.layout.name) for made in found)
+        return ", ".join(_link(made.layout.family, made.layout.name) for made in found)
     counts = Counter(made.layout.family for made in found)
     return ", ".join(f"{_link(family)} ({counts[family]})" for family in FAMILIES if counts[family])
 
@@ -124,19 +148,20 @@ def _order(name: str) -> tuple[str, str]:
     return name.lstrip("._").lower(), name
 
 
-def _link(name: str) -> str:
-    return f"[{name}](#{re.sub(r'[^a-z0-9_-]', '', name.lower().replace(' ', '-'))})"
+def _link(family: str, layout: str = "") -> str:
+    """A link from the index to a family's page, or to a layout on it."""
+    return f"[{layout}]({page_of(family)}#{layout})" if layout else f"[{family}]({page_of(family)})"
 
 
 def _section(made: Made) -> str:
     layout = made.layout
-    lines = [f"### {layout.name}", "", layout.about + ("" if layout.is_real else " (A stand-in.)"), ""]
+    lines = [f"## {layout.name}", "", wrapped(layout.about + ("" if layout.is_real else " (A stand-in.)")), ""]
     lines += ["```", *tree(files_of(made)), "```", "", _outcome(made)]
     if layout.advice:
-        lines += ["", layout.advice]
+        lines += ["", wrapped(layout.advice)]
     if layout.optional:
         names = ", ".join(f"`{each}`" for each in layout.optional)
-        lines += ["", f"It is read without {names} too, and then lacks what they hold."]
+        lines += ["", wrapped(f"It can be read without {names} too, and then lacks their content.")]
     return "\n".join(lines) + "\n"
 
 
@@ -152,15 +177,15 @@ def _outcome(made: Made) -> str:
 
 
 def message(made: Made) -> str:
-    """How the command line refuses it."""
+    """The error message of the command line."""
     with on_command_line(), pytest.raises(CkptError) as refused:
         ckpt_tools.inspect(made.source)
     said = str(refused.value).replace(f"{made.folder}/", "").replace(str(made.folder), ".")
-    return "\n".join(wrap(said, 118, break_long_words=False, break_on_hyphens=False))
+    return wrapped(said)
 
 
 def files_of(made: Made) -> list[str]:
-    """What belongs to the source, and what lies beside it or above."""
+    """The files of the source, and those in the folders above it."""
     above = {made.source, *(made.folder / each for each in Path(made.layout.source).parents)}
     shown = (each for each in made.folder.rglob("*") if each.is_relative_to(made.source) or each.parent in above)
     files = (each.relative_to(made.folder).as_posix() for each in shown if each.is_file())
@@ -168,14 +193,14 @@ def files_of(made: Made) -> list[str]:
 
 
 def pattern(name: str) -> str:
-    """A file's name with letters in the place of numbers: ``__N_M.distcp``."""
+    """A file's name with letters for numbers: ``__N_M.distcp``."""
     letters = iter("NMKLPQ" * 8)
     return _NUMBER.sub(lambda _: next(letters), _HASH.sub("HASH", name))
 
 
 @dataclass(slots=True)
 class Folder:
-    """What lies in a folder."""
+    """Content of a folder."""
 
     folders: dict[str, Folder] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""docs/layouts.md is what the corpus says."""
+"""docs/layouts.md and docs/layouts/ are what the generator makes of the corpus."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ from pathlib import Path
 import pytest
 
 from fixtures.corpus import layouts
-from tests.layouts.gallery import PAGE, page, pattern, tree
+from tests.layouts.gallery import DOCS, FAMILIES, FOLDER, INDEX, index, page_of, pages, pattern, tree
 
-LINKED = [PAGE.parent / "index.md", PAGE.parent.parent / "README.md"]
+LINKED = [DOCS / "index.md", DOCS.parent / "README.md"]
+
+
+def written() -> dict[str, str]:
+    """The pages as they are in docs/, by path."""
+    found = [DOCS / INDEX, *(DOCS / FOLDER).iterdir()]
+    return {path.relative_to(DOCS).as_posix(): path.read_text() for path in found}
 
 
 @pytest.mark.timeout(3600)
-def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "write it anew with python -m tests.layouts"
+def test_the_pages_are_up_to_date() -> None:
+    assert written() == pages(), "write them again with python -m tests.layouts"
+
+
+def test_every_family_has_a_page_and_a_link() -> None:
+    assert {*written()} == {INDEX, *map(page_of, FAMILIES)}
+    text = written()[INDEX]
+    assert text == index(text[text.index("| file |") :])
 
 
 @pytest.mark.parametrize("name", layouts())
-def test_every_layout_is_on_the_page(name: str) -> None:
-    assert f"\n### {name}\n" in PAGE.read_text()
+def test_every_layout_is_on_a_page(name: str) -> None:
+    assert sum(f"\n## {name}\n" in text for text in written().values()) == 1
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from ckpt_tools.core.dtypes import SPARE_BYTES
 from ckpt_tools.planning.cuts import Run, cut_at_stored_ranges, smallest_limit
 
+pytestmark = pytest.mark.quick
+
 LEAST = 500
 MOST = smallest_limit(LEAST)
 assert MOST == 1128

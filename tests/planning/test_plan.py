@@ -36,6 +36,8 @@ from ckpt_tools.planning.tasks import Fill, Gather, Task, Zeros, steps
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, opaque, stored_tensors
 
+pytestmark = pytest.mark.quick
+
 many = settings(max_examples=150, deadline=None)
 KEY = StateKey("w")
 MIB = 1 << 20

@@ -23,6 +23,8 @@ from ckpt_tools.serialization.zip_archive import (
 )
 from tests.serialization.archives import central, materialised, patched, reader, zipped
 
+pytestmark = pytest.mark.quick
+
 NAMES = ("a/one", "a/two", "a/three")
 PLAIN = zipped({name: name.encode() * 3 for name in NAMES})
 

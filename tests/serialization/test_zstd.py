@@ -8,6 +8,8 @@ import zstandard
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.zstd import inflated, inflated_frame
 
+pytestmark = pytest.mark.quick
+
 DATA = bytes(range(256)) * 1000
 FRAME = zstandard.ZstdCompressor().compress(DATA)
 SKIPPABLE = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import FillableStore
 from ckpt_tools.testing.stores import FillableStoreTests
+
+pytestmark = pytest.mark.quick
 
 
 class TestMemoryStore(FillableStoreTests):

@@ -15,6 +15,8 @@ from ckpt_tools.stores.s3.client import Bucket, S3Options
 from ckpt_tools.stores.s3.place import S3Place
 from ckpt_tools.stores.urls import open_place
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("form", "root", "digests", "url"),

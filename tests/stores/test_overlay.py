@@ -14,6 +14,8 @@ from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Store
 from ckpt_tools.testing.stores import StoreTests
 
+pytestmark = pytest.mark.quick
+
 
 class TestOverlay(StoreTests):
     """Every second file is a literal."""

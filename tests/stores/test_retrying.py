@@ -7,6 +7,8 @@ import pytest
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, is_transient, retried
 
+pytestmark = pytest.mark.quick
+
 
 class Failing:
     """Fails that often, then gives its number."""

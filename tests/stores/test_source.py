@@ -8,6 +8,8 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def source() -> Source:

@@ -12,6 +12,8 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of
 from ckpt_tools.torch.name_matching import JobNames
 
+pytestmark = pytest.mark.quick
+
 
 def scalar(kind: Kind) -> TensorEntry:
     shard = Shard(Box.whole(()), ByteRange("data", 0, 4))

@@ -136,5 +136,5 @@ def test_only_results_of_a_demo_are_replaced(tmp_path: Path) -> None:
     check_results(tmp_path / "ours.json")
     for text in ("mine", "{}", '[{"accuracy": 1}]', "[1]"):
         (tmp_path / "results.json").write_text(text)
-        with pytest.raises(DestinationExistsError, match="not a demo's"):
+        with pytest.raises(DestinationExistsError, match="was not written by a demo"):
             check_results(tmp_path / "results.json")

@@ -11,6 +11,8 @@ import pytest
 
 from ckpt_tools.transfer.buffers import page_aligned, populate
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 4 << 20])
 def test_a_buffer_begins_with_a_page_and_has_every_byte(num_bytes: int) -> None:

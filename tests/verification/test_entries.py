@@ -13,6 +13,8 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools.cli.main import group
 
+pytestmark = pytest.mark.quick
+
 
 def saved(path: Path, *, step: int = 5, seed: int = 1, **options: Any) -> Path:
     torch.manual_seed(0)

@@ -20,6 +20,8 @@ from inference.models.predictor import load_predictor
 from inference.models.results import Prediction
 from training.data.datasets import LabelledImages
 
+pytestmark = pytest.mark.quick
+
 PROBABILITIES = st.lists(st.floats(0, 1) | st.floats(0, 1, width=32) | st.just(0.25), min_size=1, max_size=12)
 
 

@@ -17,6 +17,8 @@ from ckpt_tools.errors import FormatError, UsageError
 from inference.models.architectures import Architecture
 from inference.models.loading import load_model
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,6 +10,8 @@ import pytest
 
 from inference.serving.batching import Batcher, QueueFullError
 
+pytestmark = pytest.mark.quick
+
 
 class Work:
     """Doubles numbers, batch by batch, and only while it may."""

@@ -21,6 +21,8 @@ from training.config.train_config import TrainConfig
 from training.engines.deepspeed_config import deepspeed_config
 from training.engines.frameworks import check_frameworks
 
+pytestmark = pytest.mark.quick
+
 TEXT = {"model": "lm", "dataset": "text"}
 PIPELINE = {"pp": 2, "gradient_accumulation": 4, **TEXT}
 EXPERTS = {"model": "lm-moe", "dataset": "text"}

@@ -10,6 +10,8 @@ from ckpt_tools.errors import UsageError
 from training.__main__ import main
 from training.config.train_config import TrainConfig
 
+pytestmark = pytest.mark.quick
+
 
 def config(**values: Any) -> TrainConfig:
     return TrainConfig(**({"out": Path("/run"), "engine": "fsdp2"} | values))

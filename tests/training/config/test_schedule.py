@@ -5,6 +5,8 @@ import torch
 
 from training.config.schedule import Schedule, schedule_for
 
+pytestmark = pytest.mark.quick
+
 
 def test_factors_of_a_short_run() -> None:
     schedule = Schedule(warmup_steps=2, total_steps=6)

@@ -22,7 +22,7 @@ TINY = ("--model=cnn", "--num-samples=32", "--batch-size=16", "--epochs=1", "--s
 
 def documented() -> tuple[Namespace, TrainConfig]:
     """The launcher's options, and the run that it starts."""
-    [words] = re.findall(r"`accelerate launch (.*?) \.\.\.`", PAGE.read_text())
+    [words] = re.findall(r"(?s)`accelerate launch (.*?)\s\.\.\.`", PAGE.read_text())
     asked = launch_command_parser().parse_args(shlex.split(words))
     run = main.make_context("training", [*asked.training_script_args, *TINY]).params
     return asked, TrainConfig(**run)

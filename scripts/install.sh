@@ -1,0 +1,43 @@
+#!/bin/sh
+# install.sh VENV WHAT ARGUMENTS...: make VENV if it is absent and install ARGUMENTS into it, for example -e '.[all]'.
+#
+# uv installs in a fraction of pip's time: the one on PATH, or one that pip brings into VENV. Where uv is not to be had
+# or fails (it reads no pip.conf, so an index of its own or a certificate can be missing), pip installs.
+# Versions are those of constraints.txt, where torch and torchvision are a pair: beside a torch of another version,
+# torchvision's compiled operators do not load.
+set -eu
+venv=$1 what=$2
+shift 2
+log=$venv/install.log
+
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+
+quiet_pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+
+# One setting of pip, from its environment variable or pip.conf; empty if there is none.
+pip_setting() {
+	for key in ":env:.$1" "install.$1" "global.$1"; do
+		"$venv/bin/python" -m pip config get "$key" 2>/dev/null && return
+	done || true
+}
+
+with_uv() {
+	uv=$(command -v uv || echo "$venv/bin/uv")
+	[ -x "$uv" ] || quiet_pip install uv || return 1
+	index=$(pip_setting index-url) certificate=$(pip_setting cert)
+	[ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+	[ -z "$certificate" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$certificate}"
+	"$uv" pip install --quiet --python "$venv/bin/python" -c constraints.txt "$@"
+}
+
+# pip knows --group since 25.1.
+with_pip() {
+	quiet_pip install --upgrade 'pip>=25.1' -c constraints.txt && quiet_pip install -c constraints.txt "$@"
+}
+
+echo "Installing $what into $venv ..."
+if with_uv "$@" >"$log" 2>&1; then
+	exit
+fi
+echo "uv cannot install it here ($log has its message): pip does, which takes about 4 minutes."
+with_pip "$@"
