@@ -43,12 +43,9 @@ PARTS = r"(?:pytorch_model_fsdp|optimizer)_\d+"
 TAGS = r"pytorch_model(?:_\d+)?"
 """Tags of DeepSpeed for several models."""
 
-_OWN = (
-    r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scheduler_\d+\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
-    rf"|{_STATES.pattern}"
-)
+_SMALL = r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scheduler_\d+\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
 
-RETURNED = (_OWN, re.escape(SCHEDULER))
+RETURNED = (_STATES.pattern, f"{_SMALL}|{re.escape(SCHEDULER)}")
 """Files that are copied into a folder that is written again."""
 
 Look = Callable[[str], Source]
@@ -74,7 +71,7 @@ def problem(saved: Saved) -> str | None:
 ACCELERATE = Trainer(
     name="accelerate",
     reads={SCHEDULER: scheduler},
-    own=_OWN,
+    own=f"{_SMALL}|{_STATES.pattern}",
     optimizer=r"optimizer(?:_\d{1,9})?\.bin",
     rank_file=r"(?P<item>pytorch_model_fsdp|optimizer)(?:_(?P<index>\d{1,9}))?_rank(?P<rank>\d{1,9})\.bin",
     others=r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?\.bin",

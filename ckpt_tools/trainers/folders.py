@@ -62,12 +62,5 @@ def _copied(returned: Returned, base: str, files: Mapping[str, int]) -> dict[str
         matches = (re.fullmatch(pattern, name) for pattern in returned.files if path.startswith(base))
         match = next((match for match in matches if match is not None), None)
         if match is not None:
-            found[name] = BesideFile(path, size, _rank(match))
+            found[name] = BesideFile(path, size, int(match[1] or 0) if match.re.groups else None)
     return found
-
-
-def _rank(match: re.Match[str]) -> int | None:
-    """The rank that a file belongs to; ``rng_state.pth`` is that of a run of one rank."""
-    if match.lastindex is None:
-        return 0 if match[0] == "rng_state.pth" else None
-    return int(match[match.lastindex])

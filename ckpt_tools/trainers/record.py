@@ -19,9 +19,9 @@ class Returned:
     """How a folder of the trainer is written again, so that the trainer resumes from it.
 
     ``parts`` matches the folders of its DCPs, and is empty if the folder is itself the one DCP. ``sign`` is a file that
-    tells the trainer from others. ``files`` match paths in the folder that are copied as they are, with a group for the
-    rank. ``without_ranks`` says how the trainer resumes without the files of ranks; if ``first_is_enough``, it takes
-    those of rank 0.
+    tells the trainer from others. ``files`` match paths in the folder that are copied as they are; a group is
+    the rank, 0 if it matches nothing. ``without_ranks`` says how the trainer resumes without the files of ranks; if
+    ``first_is_enough``, it takes those of rank 0.
     """
 
     parts: str

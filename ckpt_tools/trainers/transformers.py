@@ -38,7 +38,8 @@ COMPANIONS = ("generation_config.json", *TOKENIZER, *PREPARATION)
 """Files beside ``config.json`` that ``from_pretrained`` reads."""
 
 _MODEL_FILES = "|".join(map(re.escape, (CONFIG, ADAPTER, *COMPANIONS)))
-_OWN = rf"{re.escape(ARGUMENTS)}|rng_state(?:_(\d{{1,9}}))?\.pth"
+_STATES = r"rng_state(?:_(\d{1,9}))?\.pth"
+_OWN = f"{re.escape(ARGUMENTS)}|{_STATES}"
 
 
 def counts(content: Any) -> Mapping[str, Any]:
@@ -95,8 +96,8 @@ TRANSFORMERS = Trainer(
         parts=accelerate.PARTS,
         sign=STATE,
         files=(
-            _OWN,
-            f"{re.escape(STATE)}|scheduler\\.pt|{_MODEL_FILES}|tokenizer[^/]*|README\\.md",
+            _STATES,
+            f"{re.escape(ARGUMENTS)}|{re.escape(STATE)}|scheduler\\.pt|{_MODEL_FILES}|tokenizer[^/]*|README\\.md",
             *accelerate.RETURNED,
         ),
         without_ranks="the Trainer resumes without them, with generators as its seed sets them",
