@@ -128,6 +128,6 @@ def test_a_file_whose_name_is_no_text_is_shown_as_the_command_line_shows_it(mode
     folder = model.parent / "folder"
     folder.mkdir()
     model.rename(folder / "m.pt")
-    (folder / os.fsdecode(b"custom_checkpoint_\xff.pkl")).touch()
+    (folder / os.fsdecode(b"\xff.gguf")).touch()
     (note,) = ckpt_tools.inspect(folder).to_json()["notes"]
-    assert note["what"] == r"custom_checkpoint_\udcff.pkl"
+    assert note["what"] == r"\udcff.gguf"
