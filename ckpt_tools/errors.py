@@ -29,13 +29,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from ckpt_tools.core.wording import without_secrets
-
 MAX_MESSAGE_CHARS = 1000
 """A checkpoint chooses some of the words of a message, and may choose a megabyte of them."""
 
 MAX_NAME_CHARS = 300
 """Of a path or key in front of a message; a file name has at most 255."""
+
+
+_SECRET = re.compile(
+    r"""(?P<before>[A-Za-z][A-Za-z0-9+.-]*://)(?!\*\*\*@)     # user:password@, also if a slash is in the password
+        (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]*(?:@[^\s/@'"]*)*)@
+      | (?P<address>[A-Za-z][A-Za-z0-9+.-]*://[^\s?#'"]*[?\#])(?=[^\s'"]*=)[^\s'"]*?(?=[.,:;)\]]*(?:[\s'"]|$))
+      | (?P<name>X-Amz-(?:Signature|Credential|Security-Token)=)[^\s&'"]+
+    """,
+    re.X | re.I,
+)
 
 
 class CkptError(Exception):
@@ -67,6 +75,20 @@ def errors_name(path: str) -> Iterator[None]:
     except CkptError as error:
         error.path = error.path or without_secrets(path)
         raise
+
+
+def without_secrets(text: str) -> str:
+    """``text`` with ``***`` for the credentials of each URL in it: those before its host, and all behind its path,
+    which may be a signature. The rest of a URL is as it was."""
+    if "://" not in text and "X-Amz-" not in text:
+        return text
+    return _SECRET.sub(_masked, _SECRET.sub(_masked, text))
+
+
+def _masked(found: re.Match[str]) -> str:
+    if found["before"]:
+        return f"{found['before']}***@"
+    return f"{found['address'] or found['name']}***"
 
 
 def _shortened(text: str, limit: int) -> str:

@@ -109,7 +109,7 @@ def test_every_page_is_in_the_index() -> None:
     assert sorted(pages - linked) == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "architecture.md"], ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_lines_are_short(page: Path) -> None:
     lines = NOT_WRAPPED.sub("", page.read_text()).splitlines()
     assert [line for line in lines if len(line) > MAX_LINE] == []
@@ -132,6 +132,14 @@ def test_names_in_code_are_those_of_the_code(page: Path) -> None:
     for code in codes(page):
         if code not in NOT_A_NAME and (parts := parts_of(code)) is not None:
             assert is_defined(parts), code
+
+
+def test_files_of_the_architecture_are_there() -> None:
+    """Paths in ``architecture.md`` are those of ``ckpt_tools``, or begin with a folder at the root."""
+    paths = [code for code in codes(DOCS / "architecture.md") if re.fullmatch(r"[\w/]+/\w+\.py", code)]
+    assert len(paths) > 20
+    files = [path for path in paths if "NAME" not in path]
+    assert [path for path in files if not ((ROOT / path).is_file() or (ROOT / "ckpt_tools" / path).is_file())] == []
 
 
 def parts_of(code: str) -> list[str] | None:

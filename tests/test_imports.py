@@ -55,6 +55,9 @@ FACE = {
 EVERYWHERE = {"arguments", "errors", "guard", "signals"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
+LOWEST = {"errors", "guard", "signals"}
+"""Modules at the root that import none of the packages."""
+
 LIGHT = {"core.format_names", "core.option_names", "core.progress", "core.wording"}
 """What the command line imports beside the public API: it costs nothing."""
 
@@ -94,6 +97,8 @@ def listing(wrong: list[Import]) -> str:
 def may_import(found: Import) -> bool:
     here, there = package_of(found.module), package_of(found.target)
     root_module = inside(found.target)
+    if inside(found.module) in LOWEST:
+        return there is None
     if here is None:
         return there not in {"cli", "testing"} or inside(found.module) == "__main__"
     if there is None:

@@ -15,8 +15,8 @@ from ckpt_tools.cli.ending import end, ended_by_signals
 from ckpt_tools.cli.group import Group, Home
 from ckpt_tools.cli.wrapping import echo, say
 from ckpt_tools.core.option_names import on_command_line
-from ckpt_tools.core.wording import printable, without_secrets
-from ckpt_tools.errors import CkptError, StoreError
+from ckpt_tools.core.wording import printable
+from ckpt_tools.errors import CkptError, StoreError, without_secrets
 
 COMMANDS = {
     "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),

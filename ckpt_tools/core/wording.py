@@ -9,6 +9,8 @@ from itertools import islice
 from math import ceil
 from typing import Any
 
+from ckpt_tools.errors import without_secrets
+
 MAX_NAMES = 4
 """How many names a message lists before it says how many more there are."""
 
@@ -16,30 +18,6 @@ MAX_COMPARED = 2000
 """How many names are compared letter by letter to find the nearest: 2,000 take about 50 ms."""
 
 NUM_NEAREST = 3
-
-
-_SECRET = re.compile(
-    r"""(?P<before>[A-Za-z][A-Za-z0-9+.-]*://)(?!\*\*\*@)     # user:password@, also if a slash is in the password
-        (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]*(?:@[^\s/@'"]*)*)@
-      | (?P<address>[A-Za-z][A-Za-z0-9+.-]*://[^\s?#'"]*[?\#])(?=[^\s'"]*=)[^\s'"]*?(?=[.,:;)\]]*(?:[\s'"]|$))
-      | (?P<name>X-Amz-(?:Signature|Credential|Security-Token)=)[^\s&'"]+
-    """,
-    re.X | re.I,
-)
-
-
-def without_secrets(text: str) -> str:
-    """``text`` with ``***`` for the credentials of each URL in it: those before its host, and all behind its path,
-    which may be a signature. The rest of a URL is as it was."""
-    if "://" not in text and "X-Amz-" not in text:
-        return text
-    return _SECRET.sub(_masked, _SECRET.sub(_masked, text))
-
-
-def _masked(found: re.Match[str]) -> str:
-    if found["before"]:
-        return f"{found['before']}***@"
-    return f"{found['address'] or found['name']}***"
 
 
 def printable(text: str) -> str:

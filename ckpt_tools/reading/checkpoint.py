@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
-from ckpt_tools.core.wording import newest, without_secrets
-from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
+from ckpt_tools.core.wording import newest
+from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, without_secrets
 from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL

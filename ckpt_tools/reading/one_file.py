@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import without_secrets
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import UnsupportedError, without_secrets
 from ckpt_tools.formats.dcp.names import METADATA, is_of_dcp
 from ckpt_tools.formats.deepspeed.names import MODEL, layer_name, model_name, optim_name
 from ckpt_tools.formats.foreign import rank_in_name

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckpt_tools.core.wording import without_secrets
-from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.errors import SourceNotFoundError, UsageError, without_secrets
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.fsspec.lock import FsspecObjects
 from ckpt_tools.stores.fsspec.place import FsspecPlace

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import socket
 
-from ckpt_tools.core.wording import without_secrets
-from ckpt_tools.errors import CkptError, StoreError
+from ckpt_tools.errors import CkptError, StoreError, without_secrets
 from ckpt_tools.stores.retry import TransientError, host_of, is_transient
 
 _GONE = (404, 410)

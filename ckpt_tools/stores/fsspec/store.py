@@ -8,8 +8,15 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import without_secrets
-from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    IncompleteError,
+    SourceNotFoundError,
+    StoreError,
+    UnsupportedError,
+    UsageError,
+    without_secrets,
+)
 from ckpt_tools.stores.fsspec import errors as fsspec_errors
 from ckpt_tools.stores.marker_files import is_shown
 from ckpt_tools.stores.retry import RetryPolicy, retried

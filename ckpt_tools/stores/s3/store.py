@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import without_secrets
-from ckpt_tools.errors import IncompleteError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import IncompleteError, SourceNotFoundError, UsageError, without_secrets
 from ckpt_tools.stores.marker_files import is_shown
 from ckpt_tools.stores.s3.client import Bucket, Found, S3Options
 from ckpt_tools.stores.source import ServiceFile, Store, checked_name
