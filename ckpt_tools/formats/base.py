@@ -99,6 +99,14 @@ class Format:
         """
         return None
 
+    def is_named(self, saved: Saved) -> bool:
+        """Whether names of files tell that a checkpoint in a run is in this format; endings of single files apart."""
+        return False
+
+    def world_size_of(self, saved: Saved) -> int:
+        """The number of ranks that wrote a checkpoint in a run, by names of files; 0 if they tell none."""
+        return 0
+
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         """The files of ``manifest`` in this format.
 

@@ -11,20 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from ckpt_tools.core.format_names import BUILT_IN
+from ckpt_tools.core.format_names import BUILT_IN, SINGLE_FILES
 from ckpt_tools.errors import FormatError, UnsafeError
-from ckpt_tools.formats.dcp import complete as dcp
-from ckpt_tools.formats.dcp.names import DATA
-from ckpt_tools.formats.deepspeed import complete as deepspeed
+from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import built_in
-from ckpt_tools.formats.megatron import complete as megatron
-from ckpt_tools.formats.orbax import complete as orbax
-from ckpt_tools.formats.sharded import complete as sharded
 from ckpt_tools.trainers.all import TRAINERS
-from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern, rank_file, world_of
+from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern
 from ckpt_tools.trainers.run_folders import is_carrier
 from ckpt_tools.trainers.saved import Saved
-from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 _WITHOUT_WEIGHTS = re.compile(
     r"(?:optimizer|optim|scheduler|lr_scheduler|rng|data|train_state|optimizer_state)(?:_\d+)?\.(?:pt|pth|bin)"
@@ -47,7 +41,7 @@ def _rules() -> Iterator[Callable[[Saved], str | None]]:
     """What is said first: names, the trainer's marker, the format's."""
     yield from (_name, _marker, _empty)
     yield from dict.fromkeys(trainer.problem for trainer in TRAINERS if trainer.problem is not None)
-    yield from (each.problem for each in built_in() if BUILT_IN[each.name].signs)
+    yield from (each.problem for each in _detected())
     yield _weightless
 
 
@@ -81,37 +75,18 @@ def _weightless(saved: Saved) -> str | None:
 
 def format_of(saved: Saved) -> str:
     """The format by the names of files, as ``inspect`` reports it; ``deepspeed`` for every ZeRO stage."""
-    names = saved.names
-    if orbax.is_orbax(saved):
-        return "orbax"
-    if dcp.is_dcp(saved):
-        return "megatron" if megatron.is_torch_dist(saved) else "dcp"
-    if deepspeed.is_universal(saved):
-        return "universal"
-    if deepspeed.is_native(saved):
-        return "deepspeed"
-    if megatron.is_legacy(saved):
-        return "megatron"
-    if INDEX in names or any(map(rank_file, names)):
-        return "sharded"
-    for name in ("gguf", "npz"):
-        if any(each.endswith(f".{name}") for each in names):
-            return name
-    return "safetensors" if any(name.endswith(".safetensors") for name in names) else "torch"
+    named = (each.name for each in _detected() if each.is_named(saved))
+    ending = (name for suffix, name in SINGLE_FILES.items() if any(path.endswith(suffix) for path in saved.files))
+    return next(named, None) or next(ending, "torch")
 
 
 def world_size_of(saved: Saved) -> int | None:
     """The number of ranks that wrote it, as the names of its files say."""
-    if (size := deepspeed.world_size(saved)) is not None:
-        return size
-    ranks: list[int] = []
-    for path in saved.files:
-        name = path.rpartition("/")[2]
-        match = rank_file(name)
-        if match is not None and (world := world_of(match)) is not None:
-            return world
-        ranks += [] if match is None else [int(match["rank"])]
-        managed = sharded.MANAGED.fullmatch(path) if INDEX in saved.files else None
-        found = (DATA.fullmatch(name), pattern("own").fullmatch(name), managed)
-        ranks += [int(each[each.lastindex]) for each in found if each is not None and each.lastindex]
-    return max(ranks) + 1 if ranks else None
+    own = (pattern("own").fullmatch(name) for name in saved.names)
+    of_trainer = (int(match[match.lastindex]) + 1 for match in own if match is not None and match.lastindex)
+    return max([*(each.world_size_of(saved) for each in _detected()), *of_trainer]) or None
+
+
+def _detected() -> list[Format]:
+    """Built-in formats that are recognised by their files, in the order of detection."""
+    return [each for each in built_in() if BUILT_IN[each.name].signs]

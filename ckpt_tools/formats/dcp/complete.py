@@ -16,6 +16,12 @@ def is_dcp(saved: Saved) -> bool:
     return any(is_of_dcp(name) for name in saved.names)
 
 
+def world_size(saved: Saved) -> int:
+    """One more than the largest rank in names of files with tensors."""
+    found = (DATA.fullmatch(name) for name in saved.names)
+    return max((int(each[each.lastindex]) + 1 for each in found if each and each.lastindex), default=0)
+
+
 def problem(saved: Saved) -> str | None:
     indexes = {path for path in saved.files if is_metadata(path) or is_of_one_rank(path)}
     held = {parent_of(path) for path in indexes}

@@ -46,6 +46,16 @@ class DcpFormat(Format):
 
         return problem(saved)
 
+    def is_named(self, saved: Saved) -> bool:
+        from ckpt_tools.formats.dcp.complete import is_dcp
+
+        return is_dcp(saved)
+
+    def world_size_of(self, saved: Saved) -> int:
+        from ckpt_tools.formats.dcp.complete import world_size
+
+        return world_size(saved)
+
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.dcp.writer import layout
 

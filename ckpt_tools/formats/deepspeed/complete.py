@@ -82,10 +82,10 @@ def is_shown_by_reading(saved: Saved) -> bool:
     return isinstance(head, dict) and not head.get("param_shapes")
 
 
-def world_size(saved: Saved) -> int | None:
+def world_size(saved: Saved) -> int:
     """Number of ranks, by the names of the optimizer's files."""
     cut = numbers(saved.names, OPTIM)
-    return (max(rank for rank, _ in cut) + 1) * (max(part for _, part in cut) + 1) if cut else None
+    return (max(rank for rank, _ in cut) + 1) * (max(part for _, part in cut) + 1) if cut else 0
 
 
 def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:

@@ -42,6 +42,11 @@ class UniversalFormat(Format):
 
         return universal_problem(saved)
 
+    def is_named(self, saved: Saved) -> bool:
+        from ckpt_tools.formats.deepspeed.complete import is_universal
+
+        return is_universal(saved)
+
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.deepspeed.universal.writer import layout
 
@@ -76,6 +81,16 @@ class DeepSpeedFormat(Format):
         from ckpt_tools.formats.deepspeed.complete import problem
 
         return problem(saved)
+
+    def is_named(self, saved: Saved) -> bool:
+        from ckpt_tools.formats.deepspeed.complete import is_native
+
+        return is_native(saved)
+
+    def world_size_of(self, saved: Saved) -> int:
+        from ckpt_tools.formats.deepspeed.complete import world_size
+
+        return world_size(saved)
 
 
 class ZeroFormat(DeepSpeedFormat):

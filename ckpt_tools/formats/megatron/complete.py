@@ -20,6 +20,10 @@ def is_legacy(saved: Saved) -> bool:
     return any(re.search(r"mp_rank_\d+(?:_\d+)*/", path) and names.is_legacy(path) for path in saved.files)
 
 
+def is_megatron(saved: Saved) -> bool:
+    return is_torch_dist(saved) if is_dcp(saved) else is_legacy(saved)
+
+
 def problem(saved: Saved) -> str | None:
     """Why it is not complete: ``metadata.json`` is written last."""
     if not is_dcp(saved) or not is_torch_dist(saved) or names.CONFIG_FILE in saved.names or is_legacy(saved):

@@ -43,6 +43,11 @@ class MegatronFormat(Format):
 
         return problem(saved)
 
+    def is_named(self, saved: Saved) -> bool:
+        from ckpt_tools.formats.megatron.complete import is_megatron
+
+        return is_megatron(saved)
+
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.megatron.writer import layout
 

@@ -45,3 +45,8 @@ class OrbaxFormat(Format):
         from ckpt_tools.formats.orbax.complete import problem
 
         return problem(saved)
+
+    def is_named(self, saved: Saved) -> bool:
+        from ckpt_tools.formats.orbax.complete import is_orbax
+
+        return is_orbax(saved)

@@ -16,7 +16,19 @@ from ckpt_tools.trainers.torch_checkpointing import INDEX
 MAX_INDEX_BYTES = 4 << 30
 MAX_RANKS = 1 << 24
 
-MANAGED = re.compile(r"(?:model|optimizer)_(\d{1,9})\.(?:pt|safetensors)")
+_MANAGED = re.compile(r"(?:model|optimizer)_(\d{1,9})\.(?:pt|safetensors)")
+
+
+def is_sharded(saved: Saved) -> bool:
+    return INDEX in saved.names or any(map(rank_file, saved.names))
+
+
+def world_size(saved: Saved) -> int:
+    """The world size in a name, or one more than the largest rank in them."""
+    matches = [match for name in saved.names if (match := rank_file(name)) is not None]
+    managed = (_MANAGED.fullmatch(path) for path in saved.files if INDEX in saved.files)
+    sizes = [world_of(match) or int(match["rank"]) + 1 for match in matches]
+    return max([*sizes, *(int(match[1]) + 1 for match in managed if match is not None)], default=0)
 
 
 def problem(saved: Saved) -> str | None:
@@ -44,7 +56,7 @@ def _named(saved: Saved) -> str | None:
 def _managed(saved: Saved) -> str | None:
     """The index of torch_checkpointing says the number of ranks, and lists items that can be resharded."""
     if INDEX not in saved.files:
-        is_bare = {"model", "optimizer"} <= {path.partition("_")[0] for path in saved.files if MANAGED.fullmatch(path)}
+        is_bare = {"model", "optimizer"} <= {path.partition("_")[0] for path in saved.files if _MANAGED.fullmatch(path)}
         return f"no {INDEX}: the save did not finish" if is_bare else None
     found: Any = loads(saved.read(INDEX, MAX_INDEX_BYTES), path=INDEX)
     size = found.get("world_size") if isinstance(found, dict) else None

@@ -43,6 +43,16 @@ class ShardedFormat(Format):
 
         return problem(saved)
 
+    def is_named(self, saved: Saved) -> bool:
+        from ckpt_tools.formats.sharded.complete import is_sharded
+
+        return is_sharded(saved)
+
+    def world_size_of(self, saved: Saved) -> int:
+        from ckpt_tools.formats.sharded.complete import world_size
+
+        return world_size(saved)
+
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.sharded.writer import layout
 
