@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import platform
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,9 +45,19 @@ def load() -> str:
     return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()}"
 
 
+@cache
 def code() -> str:
-    """A digest of the converter's sources: figures of different code are never put side by side."""
+    """A digest of the converter's sources without docstrings and comments: figures of different code are never put side
+    by side."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "ckpt_tools").rglob("*.py")):
-        digest.update(path.read_bytes())
+        tree = ast.parse(path.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                node.body = [part for part in node.body if not _is_text(part)]
+        digest.update(ast.dump(tree).encode())
     return digest.hexdigest()[:12]
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
