@@ -19,6 +19,7 @@ from ckpt_tools.core.options import (
     ConsolidateKeywords,
     ConvertKeywords,
     ConvertOptions,
+    LoadableKeywords,
     ReadKeywords,
     ReadOptions,
     Request,
@@ -300,16 +301,8 @@ def reshard(
 
 
 @refusing_empty
-def make_loadable(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    overwrite: bool = False,
-    strict: bool = False,
-    fsync: bool = False,
-    on_progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> LoadableReport:
+@written_out(LoadableKeywords, Request)
+def make_loadable(src: str | Path, dst: str | Path, **options: Unpack[LoadableKeywords]) -> LoadableReport:
     """Write the file of ``torch.save`` at ``src`` again, so that ``torch.load(weights_only=True)`` takes it.
 
     The tree of dicts and lists stays as it is, and tensors that share their storage share it again. Objects of classes
@@ -338,18 +331,8 @@ def make_loadable(
         (LeftOut(place='trainer', kind='my_code.Trainer', num_tensors=0),)
     """
     from ckpt_tools.loadable import run_make_loadable
-    from ckpt_tools.stores.urls import check_storage_options
 
-    check_storage_options(storage_options, src, dst)
-    return run_make_loadable(
-        src,
-        dst,
-        overwrite=overwrite,
-        strict=strict,
-        fsync=fsync,
-        on_progress=on_progress or silent,
-        storage_options=storage_options,
-    )
+    return run_make_loadable(Request(src=src, dst=dst, **options))
 
 
 @refusing_empty

@@ -52,21 +52,19 @@ if TYPE_CHECKING:
 class Prepared:
     """A conversion ready to run."""
 
+    request: Request
     store: Store
     plan: Plan
     figures: Figures
-    notes: tuple[Note, ...]
     source_format: str
     target_format: str
     place: Place
-    overwrite: bool
-    checksum: bool
     removed: Mapping[str, int]
-    """What is there now and goes: names and sizes."""
+    """Files that are there now and will be replaced: names and sizes."""
+    notes: tuple[Note, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
-    storage_options: StorageOptions = None
     keys: ReadOptions = field(default_factory=ReadOptions)
-    """With which the output is read, if it has the tree of a source that was read with them."""
+    """Options for reading the output, if it has the tree of a source that was read with them."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -174,13 +172,7 @@ def plan_conversion(request: Request) -> PlanReport:
 def run_conversion(request: Request) -> ConvertReport:
     """Write the destination: whole, or not at all."""
     pool = _pool(request)
-    return run(
-        prepare(request, pool),
-        pool=pool,
-        fsync=request.fsync,
-        on_progress=request.on_progress or silent,
-        resume=request.resume,
-    )
+    return run(prepare(request, pool), pool)
 
 
 def _pool(request: Request) -> WorkerPool:
@@ -213,7 +205,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     made = apply_options(manifest, request, whole=whole, holds_masters=writer.holds_masters, kept=writer.kept_entries)
     manifest = made.manifest
     layout = writer.layout(manifest, writing)
-    source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, stores)
+    source, layout, carried = _with_model_files(source, src, manifest, layout, request, place, writer)
     manifest = _with_copied(manifest, layout, carried)
     cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
     notes = merged(manifest.notes + cast + layout.notes)
@@ -232,20 +224,17 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     )
     figures = plan.figures()
     _refuse_nothing(written_tensors(manifest, figures), has_weights=has_weights, options=request)
-    removed = removed_at(place, layout, overwrite=request.overwrite, checksum=request.checksum, storage_options=stores)
     return Prepared(
+        request,
         source.store,
         plan,
         figures,
-        notes,
         source_format,
         writer.name,
         place,
-        request.overwrite,
-        request.checksum,
-        removed,
+        removed_at(place, layout, request),
+        notes,
         made.renamed,
-        stores,
         own_keys(source_format, writer.name, request),
     )
 
@@ -256,22 +245,21 @@ def remote_bytes(*urls: str | Path) -> int:
 
 
 def _with_model_files(
-    src: str | Path,
     source: Source,
+    src: str | Path,
     manifest: Manifest,
     layout: Layout,
-    options: ConvertOptions,
+    request: Request,
     place: Place,
     writer: Format,
-    storage_options: StorageOptions,
 ) -> tuple[Source, Layout, frozenset[str]]:
     """A folder of weights with the files that say what the model is, the source that has them too, and their names."""
     is_folder = "config" in writer.writing_options and not isinstance(place.form, SingleFile)
     if not is_folder:
-        if options.config is not None:
+        if request.config is not None:
             raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
         return source, layout, frozenset()
-    found = find_model_files(src, source, manifest, config=options.config, storage_options=storage_options)
+    found = find_model_files(src, source, manifest, config=request.config, storage_options=request.storage_options)
     if found is None:
         note = missing_note(source, manifest)
         return source, layout if note is None else replace(layout, notes=(*layout.notes, note)), frozenset()
@@ -404,14 +392,7 @@ def plan_report(prepared: Prepared) -> PlanReport:
     )
 
 
-def run(
-    prepared: Prepared,
-    *,
-    pool: WorkerPool,
-    fsync: bool,
-    on_progress: Progress,
-    resume: bool = False,
-) -> ConvertReport:
+def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
     """Write the destination: whole, or not at all.
 
     Raises:
@@ -423,9 +404,10 @@ def run(
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
-    plan, report, checksum = prepared.plan, plan_report(prepared), prepared.checksum
-    journaling = FromFirstByte() if resume else AfterQuietStart()
-    taking = prepared.place.claim(overwrite=prepared.overwrite, resume=journaling.keeps_output, fsync=fsync)
+    plan, report, request = prepared.plan, plan_report(prepared), prepared.request
+    on_progress = request.on_progress or silent
+    journaling = FromFirstByte() if request.resume else AfterQuietStart()
+    taking = prepared.place.claim(overwrite=request.overwrite, resume=journaling.keeps_output, fsync=request.fsync)
     with (
         pool.connected(),
         taking as claim,
@@ -445,9 +427,9 @@ def run(
                 board=board,
             )
             journaling.all_written(journal)
-            listed = _staged_digests(prepared, claim, on_progress) if checksum else []
+            digests = _staged_digests(prepared, claim, on_progress) if request.checksum else []
             with held_back():
-                claim.publish([*listed, *(file.path for file in plan.layout.files)], prepared.removed)
+                claim.publish([*digests, *(file.path for file in plan.layout.files)], prepared.removed)
     return ConvertReport(
         report,
         prepared.place.url,
@@ -456,7 +438,7 @@ def run(
         journal.bytes_recovered,
         result.bytes_copied,
         time.perf_counter() - started,
-        _digests_url(prepared, listed, on_progress) if checksum else None,
+        _digests_url(prepared, digests, on_progress) if request.checksum else None,
     )
 
 
@@ -473,67 +455,53 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
     )
 
 
-def _digests_url(prepared: Prepared, listed: list[str], on_progress: Progress) -> str:
+def _digests_url(prepared: Prepared, staged: list[str], on_progress: Progress) -> str:
     """URL of the list of digests. It is written now if it was not staged with the output."""
     from ckpt_tools.verification.digest_files import write_published
 
-    if listed:
-        return prepared.place.form.url_of(prepared.place.url, listed[0])
+    if staged:
+        return prepared.place.form.url_of(prepared.place.url, staged[0])
     return write_published(
         prepared.place,
         prepared.target_format,
         options=prepared.keys,
         num_workers=prepared.plan.num_workers,
         on_total=lambda total: Meter(on_progress, total).add,
-        storage_options=prepared.storage_options,
+        storage_options=prepared.request.storage_options,
     )
 
 
-def removed_at(
-    place: Place, layout: Layout, *, overwrite: bool, checksum: bool, storage_options: StorageOptions = None
-) -> Mapping[str, int]:
-    """The files at the destination that the output replaces. Raises DestinationExistsError if others are there."""
-    if overwrite:
-        return _replaced(place, layout, checksum=checksum, storage_options=storage_options)
-    _check_absent(place, checksum=checksum, storage_options=storage_options)
-    return NOTHING
-
-
-def _check_absent(place: Place, *, checksum: bool, storage_options: StorageOptions = None) -> None:
-    """Raises DestinationExistsError if something is at the destination, or digests of a file that is gone."""
-    place.check_free(overwrite=False)
-    if (url := digests_beside(place, storage_options)) is not None:
-        raise already_exists(url) if checksum else _of_another(url)
-
-
-def _replaced(
-    place: Place, layout: Layout, *, checksum: bool, storage_options: StorageOptions = None
-) -> Mapping[str, int]:
-    """Files at the destination that the output replaces: one checkpoint, and the digests beside it.
-
+def removed_at(place: Place, layout: Layout, request: Request) -> Mapping[str, int]:
+    """The files at the destination that the output replaces: one checkpoint, and the digests beside it.
 
     Raises:
-        DestinationExistsError: something other than a checkpoint would be removed, or existing digests describe the
-            file being replaced.
+        DestinationExistsError: something is there that may not be replaced, or digests of a file that is gone or would
+            be replaced.
     """
+    if not request.overwrite:
+        place.check_free(overwrite=False)
+        if (url := _digests_beside(place, request)) is not None:
+            raise already_exists(url) if request.checksum else _of_another(url)
+        return NOTHING
     from ckpt_tools.verification.digest_files import check_list
     from ckpt_tools.verification.replacing import replaced_files
 
     removed = replaced_files(place, [file.path for file in layout.files])
-    url = digests_beside(place, storage_options)
+    url = _digests_beside(place, request)
     if url is None:
         return removed
-    if not checksum:
+    if not request.checksum:
         raise _of_another(url)
-    return {**removed, **check_list(open_place(url, storage_options))}
+    return {**removed, **check_list(open_place(url, request.storage_options))}
 
 
-def digests_beside(place: Place, storage_options: StorageOptions = None) -> str | None:
+def _digests_beside(place: Place, request: Request) -> str | None:
     """URL of the list of digests beside a destination that is one file, if there is one: it describes the old file."""
-    if not isinstance(place.form, SingleFile):
-        return None
     url = place.url + DIGESTS_SUFFIX
-    return None if open_place(url, storage_options).as_file().present() is None else url
+    is_there = (
+        isinstance(place.form, SingleFile) and open_place(url, request.storage_options).as_file().present() is not None
+    )
+    return url if is_there else None
 
 
 def _of_another(url: str) -> DestinationExistsError:

@@ -11,8 +11,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import DEFAULT_MEMORY, option
-from ckpt_tools.core.options import parse_size
-from ckpt_tools.core.progress import Progress
+from ckpt_tools.core.options import Request, parse_size
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.values import StorageRef, Value
@@ -25,7 +24,7 @@ from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, check_apart, implied_format, open_place, open_source
+from ckpt_tools.stores.urls import check_apart, check_storage_options, implied_format, open_place, open_source
 from ckpt_tools.transfer.workers import WorkerPool
 
 TORCH = "torch"
@@ -44,28 +43,21 @@ class LoadableReport(Shown):
     replaced: tuple[Replaced, ...]
 
 
-def run_make_loadable(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    overwrite: bool,
-    strict: bool,
-    fsync: bool,
-    on_progress: Progress,
-    storage_options: StorageOptions = None,
-) -> LoadableReport:
-    """Write ``src`` to ``dst``: whole, or not at all.
+def run_make_loadable(request: Request) -> LoadableReport:
+    """Write ``request.src`` to ``request.dst``: whole, or not at all.
 
     Raises:
         CkptError: as the stores and the pickle say; nothing is written then.
     """
-    place = open_place(dst, storage_options)
+    src, dst, stores = request.src, request.dst, request.storage_options
+    check_storage_options(stores, src, dst)
+    place = open_place(dst, stores)
     if implied_format(place.name) != TORCH:
         raise UsageError(f"{place.name}: name a file that ends in .pt, .pth or .bin")
-    source = open_source(src, storage_options)
+    source = open_source(src, stores)
     archive = _open(source, src)
-    check_apart(src, dst, storage_options)
-    made = _loadable(archive, strict=strict)
+    check_apart(src, dst, stores)
+    made = _loadable(archive, strict=request.strict)
     manifest, layout = _manifest_and_layout(made.value, archive, place)
     pool = WorkerPool.choose("threads", None, None, src, dst)
     plan = make_plan(
@@ -77,20 +69,8 @@ def run_make_loadable(
         remote_bytes=remote_bytes(src, dst),
         wanted_bytes=place.parts.wanted_bytes(layout.size_bytes),
     )
-    prepared = Prepared(
-        source.store,
-        plan,
-        plan.figures(),
-        (),
-        TORCH,
-        TORCH,
-        place,
-        overwrite,
-        False,
-        removed_at(place, layout, overwrite=overwrite, checksum=False, storage_options=storage_options),
-        storage_options=storage_options,
-    )
-    report = run(prepared, pool=pool, fsync=fsync, on_progress=on_progress)
+    removed = removed_at(place, layout, request)
+    report = run(Prepared(request, source.store, plan, plan.figures(), TORCH, TORCH, place, removed), pool)
     return LoadableReport(
         str(src),
         report.destination,

@@ -61,6 +61,16 @@ class ReadKeywords(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
 
 
+class LoadableKeywords(TypedDict, total=False):
+    """Keywords of ``make_loadable``."""
+
+    overwrite: bool
+    strict: bool
+    fsync: bool
+    on_progress: Progress | None
+    storage_options: Mapping[str, Any] | None
+
+
 class SelectKeywords(ReadKeywords, total=False):
     """Keywords of every function that selects and renames tensors."""
 
