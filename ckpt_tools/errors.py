@@ -121,7 +121,7 @@ class SourceNotFoundError(CkptError):
 
 
 class FormatError(CkptError):
-    """The source is no checkpoint that can be read."""
+    """The source is not a checkpoint that can be read."""
 
     exit_code = 4
 

@@ -1,4 +1,4 @@
-"""A file of ``torch.save`` written again, of nothing but what ``torch.load(weights_only=True)`` takes."""
+"""Rewriting of a file of ``torch.save``, so that ``torch.load(weights_only=True)`` takes it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCH = "torch"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadableReport(Shown):
-    """What ``make_loadable`` did. ``num_storages`` are the storages that the tensors of the output view."""
+    """Result of ``make_loadable``. ``num_storages`` is the number of storages that the tensors of the output view."""
 
     source: str
     destination: str

@@ -99,7 +99,7 @@ def known_by(source: Source) -> str:
 
 
 def _prefix_of_halves(source: Source) -> str | None:
-    """As ``halves_prefix``, which is imported if there is such a file at all."""
+    """The result of ``halves_prefix``, which is imported only if there is such a file."""
     if not any(path.endswith(OPTIMIZER_HALF) for path in source.files):
         return None
     from ckpt_tools.reading.halves import halves_prefix

@@ -122,7 +122,7 @@ def _is_foreign_part(path: str, manifest: Manifest) -> bool:
 
 
 _Read = tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]
-"""Entries that a file adds, the tensors to which they refer, and notes."""
+"""Entries that a file adds, tensors that they refer to, and notes."""
 
 
 def _read(source: Source, path: str, meaning: Meaning, known: Collection[str]) -> _Read:
