@@ -18,6 +18,7 @@ from typing import Any
 from ckpt_tools.core.manifest import TensorRef
 from ckpt_tools.core.values import GlobalRef, Opaque, Value, brief
 from ckpt_tools.errors import MalformedError
+from ckpt_tools.formats.foreign import classes_in
 from ckpt_tools.formats.megatron.groups import Group
 
 NAMESPACE = GlobalRef("argparse", "Namespace")
@@ -124,3 +125,43 @@ def with_groups(tree: Mapping[Any, Value], make: Callable[[Value], Value]) -> di
     inner = inner_tree(tree)
     made = {**inner, "param_groups": make(inner.get("param_groups"))}
     return made if inner is tree else {**tree, "optimizer": made}
+
+
+_NAMES: Mapping[str, str] = {
+    "types": "SimpleNamespace",
+    "pathlib": "PosixPath",
+    "numpy.core.multiarray": "_reconstruct",
+    "numpy._core.multiarray": "_reconstruct",
+    "numpy": "ndarray dtype",
+    "numpy.dtypes": "UInt32DType",
+    "_codecs": "encode",
+    "argparse": "Namespace",
+    "megatron.core.enums": "ModelType",
+    "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
+    "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
+    "megatron.core.transformer.enums": "AttnBackend CudaGraphScope",
+    "_io": "BytesIO",
+    "signal": "Signals",
+}
+"""The list, and what torch adds to it for arrays of numpy."""
+
+_KNOWN = frozenset(GlobalRef(module, name) for module, names in _NAMES.items() for name in names.split())
+
+
+def is_loadable(value: Value) -> bool:
+    """Whether every class in ``value`` is one that Megatron's loader takes."""
+    return all(ref.dtype is not None or ref in _KNOWN for ref in classes_in(value))
+
+
+def loadable(values: Mapping[Any, Value]) -> tuple[dict[Any, Value], list[str]]:
+    """``values`` without what is not loadable, and the names of that; of ``args`` each argument is looked at."""
+    found, lost = dict(values), []
+    for name, value in values.items():
+        if isinstance(value, Opaque) and value.ref == NAMESPACE:
+            kept = {each: item for each, item in value.attributes.items() if is_loadable(item)}
+            lost += [f"{name}.{each}" for each in value.attributes if each not in kept]
+            found[name] = Opaque(NAMESPACE, form="new", state=kept)
+        elif not is_loadable(value):
+            lost.append(str(name))
+            del found[name]
+    return found, lost

@@ -107,12 +107,9 @@ class Folder:
 
 
 def find_folder(source: Source) -> Folder:
-    """The checkpoint in ``source``.
-
-    Raises:
-        SourceNotFoundError: there is none. UnsupportedError: there are several, or it is of a form that is not read.
-        IncompleteError: it was not finished, or the tracker names one that is not there.
-    """
+    """The checkpoint in ``source``. Raises SourceNotFoundError if there is none; UnsupportedError if there are several,
+    or it is of a form that is not read; IncompleteError if it was not finished, or the tracker names one that is not
+    there."""
     found = torch_dist_folders(source)
     chosen = _tracked(source, found) if TRACKER in source.files else None
     if chosen is None:

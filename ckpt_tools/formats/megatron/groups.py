@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.formats.megatron.tensor_names import is_expert, num_dims
+from ckpt_tools.formats.megatron.names import is_expert, num_dims
 
 Options = Mapping[str, Any]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 
+from ckpt_tools.core.manifest import MASTER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.source import Source
 
@@ -58,3 +60,52 @@ def backend_of(source: Source, path: str) -> str | None:
 def is_legacy(path: str) -> bool:
     """Whether Megatron-LM's format before dist_checkpointing gives this name to a file."""
     return _LEGACY.fullmatch(path) is not None
+
+
+COMMON_ITEM = "common_state/shard_0_1"
+"""Where megatron-core from 0.19 on keeps what older ones write to ``common.pt``."""
+
+OWN_ITEM = "ckpt_tools/shard_0_1"
+"""Where ckpt-tools keeps what a ``torch_dist`` has no place for, in the form of a sharded object of one piece."""
+
+MASTERS = ("param", "fp32_param")
+"""What optimizers call their fp32 copy of a parameter: the distributed one, and the one that is not (and both of them
+up to 0.14)."""
+
+_STATE = re.compile(r"(?:chained_(\d{1,9})\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
+_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
+_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Optimizer state of the parameter ``name``; ``chain`` is the number of its optimizer, where the key says it."""
+
+    name: str
+    slot: str
+    chain: int | None
+
+
+def state_of(key: str) -> State | None:
+    """What ``key`` is, if it is optimizer state of a parameter."""
+    found = _STATE.fullmatch(key)
+    if found is None:
+        return None
+    slot = MASTER if found[2] in MASTERS else found[2]
+    return State(found[3], slot, int(found[1]) if found[1] is not None else None)
+
+
+def is_of_buckets(key: str) -> bool:
+    """Whether ``key`` is state that lies in the distributed optimizer's own buffers: of ``dp_reshardable`` each is a
+    tensor, of ``dp_zero_gather_scatter`` all are one object."""
+    return _BUCKETS.fullmatch(key) is not None
+
+
+def is_expert(name: str) -> bool:
+    """Whether it is a parameter of an expert, which expert parallelism distributes. Shared experts are not."""
+    return ".experts." in f".{name}"
+
+
+def num_dims(name: str, stored: int) -> int:
+    """Dims of the parameter itself; ``stored`` counts the layers and experts that are stacked in front as well."""
+    return stored - (_STACKED_LAYERS.search(name) is not None) - (".experts.experts." in f".{name}")

@@ -7,13 +7,14 @@ iteration come from the common state. Names and shapes stay Megatron's own: laye
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.boxes import Box, Shape, from_flat
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import literal_file
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
@@ -26,11 +27,10 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Unsupp
 from ckpt_tools.formats.dcp.index import Index, read_index
 from ckpt_tools.formats.dcp.reader import read_object, ties_among
 from ckpt_tools.formats.foreign import refuse_weights
-from ckpt_tools.formats.megatron import flattened
 from ckpt_tools.formats.megatron.common_state import CommonState
 from ckpt_tools.formats.megatron.folders import Folder, find_folder
 from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
-from ckpt_tools.formats.megatron.tensor_names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
+from ckpt_tools.formats.megatron.names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
 from ckpt_tools.stores.source import Source
@@ -336,14 +336,14 @@ def _object(source: Source, key: str, index: Index, inner: Inner) -> list[Value]
 def _unflattened(source: Source, leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
     """A tensor that is stored flattened in its own shape. The start of each item's elements is looked up here, since
     one item becomes several boxes."""
-    piece = flattened.piece_shape(leaf.shape, shape)
+    piece = piece_shape(leaf.shape, shape)
     if prod(shape) != prod(leaf.shape):
         raise MalformedError(f"a tensor of shape {list(shape)} is stored in {list(leaf.shape)}")
     shards: list[Shard] = []
     size = leaf.dtype.item_bytes
     for row in range(len(leaf.shards)):
         stored, start = leaf.shards.box(row), _elements(source, leaf, row)
-        for box, first in flattened.boxes(stored, piece):
+        for box, first in boxes(stored, piece):
             at = ByteRange(leaf.shards.byte_range(row).file, start + first * size, start + (first + box.numel) * size)
             shards.append(Shard(box, at))
     return TensorLeaf(shape, leaf.dtype, ShardTable.build(shape, leaf.dtype, shards))
@@ -359,3 +359,30 @@ def _elements(source: Source, leaf: TensorLeaf, row: int) -> int:
     if found.dtype is not leaf.dtype or prod(found.shape) != numel or not is_plain:
         raise MalformedError(f"the item at byte {at.start:,} is not the one that the index describes", path=at.file)
     return found.start + found.storage_offset * leaf.dtype.item_bytes
+
+
+# Up to megatron-core 0.14 optimizer state was stored flattened and cut by data-parallel ranks. A tensor of shape [X, Y]
+# in pieces of [x, y] was stored as one of [X / x, Y / y, x * y]: the first axes say which piece, the last one runs
+# through its elements, and each rank wrote an interval of it (megatron-core 0.12, strategies/torch.py,
+# sharded_tensor_to_torch_sharded_tensor). mcore_data in the index has the shape [X, Y].
+
+
+def piece_shape(stored: Shape, shape: Shape) -> Shape:
+    """``[x, y]`` of a tensor of ``shape`` that is stored as ``stored``. Raises MalformedError."""
+    pairs = list(zip(stored[:-1], shape, strict=False))
+    fits = len(stored) == len(shape) + 1 and all(count and not size % count for count, size in pairs)
+    piece = tuple(size // count for count, size in pairs) if fits else ()
+    if not fits or prod(piece) != stored[-1]:
+        raise MalformedError(f"a tensor of shape {list(shape)} cannot be stored as {list(stored)}")
+    return piece
+
+
+def boxes(stored: Box, piece: Shape) -> Iterator[tuple[Box, int]]:
+    """The boxes of the tensor that the box ``stored`` of its stored form holds, each with the position of its first
+    element among those of ``stored``."""
+    at = 0
+    for cell in product(*map(range, stored.start[:-1], stored.stop[:-1])):
+        origin = tuple(index * size for index, size in zip(cell, piece, strict=True))
+        for box in from_flat(stored.start[-1], stored.stop[-1], piece):
+            yield box.shift(origin), at
+            at += box.numel

@@ -29,11 +29,17 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.files import RankFiles, metadata_of, place
 from ckpt_tools.formats.dcp.items import Items
 from ckpt_tools.formats.dcp.names import METADATA
-from ckpt_tools.formats.megatron.common_state import CONTENT, FULLY_RESHARDABLE, SHARDING, inner_tree, with_groups
+from ckpt_tools.formats.megatron.common_state import (
+    CONTENT,
+    FULLY_RESHARDABLE,
+    SHARDING,
+    inner_tree,
+    is_loadable,
+    loadable,
+    with_groups,
+)
 from ckpt_tools.formats.megatron.folders import BACKEND
-from ckpt_tools.formats.megatron.loadable import is_loadable, loadable
-from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE, TRACKER
-from ckpt_tools.formats.megatron.tensor_names import MASTERS, OWN_ITEM, is_expert
+from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE, MASTERS, OWN_ITEM, TRACKER, is_expert
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.serialization.pickle.dump import dumps

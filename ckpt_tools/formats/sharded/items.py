@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckpt_tools.core.wording import listed
@@ -15,11 +17,67 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
 from ckpt_tools.formats.sharded.manager import check_index
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
-from ckpt_tools.formats.sharded.templates import RANK, by_template, label, numbered
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import is_candidate, rank_file, worlds
 from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.torch_checkpointing import INDEX
+
+RANK, WORLD = "{rank}", "{world}"
+
+_NUMBER = re.compile(r"\d{1,9}")
+_OF_THE_RANK = re.compile(
+    r"[-_.]*(?:world_size[-_.]*\{world\}[-_.]*)?(?:(?:dp|fsdp|mp|global)?[-_.]*rank)?[-_.]*\{rank\}"
+)
+
+
+def by_template(ranks: Mapping[str, int]) -> dict[str, list[str]]:
+    """Files, whose ranks are known, by their names with the rank left out. A number that equals the rank may be another
+    thing: what most files agree on is taken, the last one if that does not decide."""
+    options = {path: _templates(path.rpartition("/")[2], {rank}) for path, rank in ranks.items()}
+    counts = Counter(template for found in options.values() for template, _ in found)
+    items: defaultdict[str, list[str]] = defaultdict(list)
+    for path, found in options.items():
+        template = max(reversed(found), key=lambda each: counts[each[0]])[0] if found else ""
+        items[template].append(path)
+    return dict(items)
+
+
+def numbered(paths: Collection[str], ranks: Collection[int]) -> dict[str, dict[int, str]]:
+    """Files whose ranks are not known by their content, by template and by the number in its place: those templates
+    that have a file for some rank of ``ranks``. If two fit a file, the one that has more files is taken."""
+    found: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for path in paths:
+        for template, number in _templates(path.rpartition("/")[2], ranks):
+            found[template][number] = path
+    taken: set[str] = set()
+    chosen = {}
+    for template in sorted(found, key=lambda each: (-len(found[each]), -each.find(RANK))):
+        files = {number: path for number, path in found[template].items() if path not in taken}
+        if files:
+            chosen[template] = files
+            taken |= set(files.values())
+    return chosen
+
+
+def _templates(name: str, ranks: Collection[int]) -> list[tuple[str, int]]:
+    """Every way to see one of ``ranks`` in a name."""
+    known = rank_file(name)
+    spans = [known.span("rank")] if known else [match.span() for match in _NUMBER.finditer(name)]
+    return [(name[:a] + RANK + name[b:], int(name[a:b])) for a, b in spans if int(name[a:b]) in ranks]
+
+
+def without_world(template: str, world: int) -> str:
+    """A template whose world size, if it says one, is left out too."""
+    return template.replace(f"world_size_{world}_rank_{RANK}", f"world_size_{WORLD}_rank_{RANK}")
+
+
+def label(template: str) -> str:
+    """Label of an item: the template without the rank and the ending."""
+    known = rank_file(template.replace(RANK, "0"))
+    if known is not None and known.groupdict().get("index", "") in (None, "0"):
+        return "model" if known["item"] == "pytorch_model_fsdp" else "optimizer"
+    stem = template.rpartition(".")[0] or template
+    return _OF_THE_RANK.sub("", re.sub(r"world_size_\d+", f"world_size_{WORLD}", stem), count=1).strip("-_.") or "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +112,8 @@ class Checkpoint:
 
 
 def read_checkpoint_files(source: Source) -> Checkpoint:
-    """The one checkpoint of files of ranks in ``source``.
-
-    Raises:
-        FormatError: a file is missing, is there twice, or is of another run; there are several checkpoints.
-    """
+    """The one checkpoint of files of ranks in ``source``. Raises FormatError if a file is missing, is there twice, or
+    is of another run, or if there are several checkpoints."""
     folder = _folder(source)
     here = [path for path in source.files if parent_of(path) == folder]
     world = check_index(source, folder, here)

@@ -22,11 +22,8 @@ _TORCH = "TorchSerialization"
 
 
 def check_index(source: Source, folder: str, here: Collection[str]) -> int | None:
-    """The number of ranks that the index of a folder says; None where it has no index.
-
-    Raises:
-        FormatError: the index breaks a rule, or a file is stored in another way than by ``torch.save``, or is missing.
-    """
+    """The number of ranks that the index of a folder says; None where it has no index. Raises FormatError if the index
+    breaks a rule, or a file is stored in another way than by ``torch.save``, or is missing."""
     path = f"{folder}/{INDEX}" if folder else INDEX
     if not is_managed(source, folder):
         return None

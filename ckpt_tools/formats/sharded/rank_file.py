@@ -63,11 +63,8 @@ def _is_flat_option(path: TreePath) -> bool:
 
 
 def read_rank_file(source: Source, path: str) -> RankFile:
-    """The file of a rank, from its headers.
-
-    Raises:
-        FormatError: it cannot be read, or holds a part whose place is not understood.
-    """
+    """The file of a rank, from its headers. Raises FormatError if it cannot be read, or holds a part whose place is not
+    understood."""
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     refuse_deepspeed(archive.value, path)
     found = _Found(archive, PartReader())

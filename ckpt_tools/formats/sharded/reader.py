@@ -16,10 +16,9 @@ from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
-from ckpt_tools.formats.sharded.items import Checkpoint, Item, read_checkpoint_files
+from ckpt_tools.formats.sharded.items import RANK, Checkpoint, Item, read_checkpoint_files, without_world
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
-from ckpt_tools.formats.sharded.templates import RANK, without_world
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.sharded_tensors import Mesh

@@ -28,9 +28,9 @@ from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.formats.sharded.geometry import region_of
+from ckpt_tools.formats.sharded.items import RANK, WORLD
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.reader import FSDP, GENERATORS
-from ckpt_tools.formats.sharded.templates import RANK, WORLD
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes, untrained
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES

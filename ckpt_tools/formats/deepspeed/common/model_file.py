@@ -1,4 +1,4 @@
-"""What the readers of ZeRO and of universal make alike of a model file: its names, its ties, what it was told."""
+"""Names, ties and parallel sizes of a model file, as the readers of ZeRO and of universal both need them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from math import prod
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.files import ModelStates
+from ckpt_tools.formats.deepspeed.names import split_expert
 
 
 def check_names(model: ModelStates) -> None:
@@ -32,7 +32,7 @@ def check_experts(model: ModelStates) -> None:
     refuse_experts(model)
     counts = model.file.content.get("num_experts")
     numbers = [count for count in counts if type(count) is int] if isinstance(counts, list) else []
-    found = {parts[:2] for name in model.module if (parts := split(name))}
+    found = {parts[:2] for name in model.module if (parts := split_expert(name))}
     if len(found) < sum(numbers):
         raise IncompleteError(
             f"it is of a run with {sum(numbers)} experts, of which it has {len(found)}, and there are no files of "
@@ -41,29 +41,19 @@ def check_experts(model: ModelStates) -> None:
         )
 
 
-def model_parallel_size(model: ModelStates) -> int:
-    """Into how many parts the run cut its model, beside what ZeRO does: the tensor-parallel ranks times the stages of
-    its pipeline."""
+def check_parts(model: ModelStates, found: int) -> None:
+    """Raises FormatError where there are files of ``found`` parts and the run cut its model into another number, which
+    is the tensor-parallel ranks times the stages of its pipeline."""
     content = model.file.content
     parallel = content.get("checkpoint_parallel_dimensions")
     degrees = [degree for degree in (parallel.values() if isinstance(parallel, dict) else ()) if type(degree) is int]
     size = content.get("mp_world_size")
-    return max(prod(degrees), size if type(size) is int else 1)
-
-
-def check_parts(model: ModelStates, found: int) -> None:
-    """Raises FormatError where there are files of ``found`` parts and the run cut its model into another number."""
-    wanted, path = model_parallel_size(model), model.file.path
+    wanted = max(prod(degrees), size if type(size) is int else 1)
+    parts, path = f"the model is cut into {wanted} parts, and there are files of {found}", model.file.path
     if wanted > found:
-        raise IncompleteError(
-            f"the model is cut into {wanted} parts, and there are files of {found}: mp_rank_{found:02d} is missing",
-            path=path,
-        )
+        raise IncompleteError(f"{parts}: mp_rank_{found:02d} is missing", path=path)
     if wanted < found:
-        raise MalformedError(
-            f"the model is cut into {wanted} parts, and there are files of {found}, perhaps from an earlier save",
-            path=path,
-        )
+        raise MalformedError(f"{parts}, perhaps from an earlier save", path=path)
 
 
 def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:

@@ -8,9 +8,9 @@ evenly, pads each cut, and lays a rank's cuts end to end (stage3.py ``_create_fp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -56,13 +56,6 @@ class Vector:
         return Vector(params, zeros, np.array(numels, np.int64)[params], zeros)
 
 
-class Cut(Protocol):
-    """How the parameters of a flat group are shared out."""
-
-    def vector(self, rank: int) -> Vector:
-        """What ``rank`` holds of the group."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupCut:
     """Stages 1 and 2: rank r holds elements ``[r * size, (r + 1) * size)`` of the flattened group.
@@ -84,7 +77,8 @@ class GroupCut:
         first = int(np.searchsorted(self.bounds, lower, side="right")) - 1
         last = max(first, int(np.searchsorted(self.bounds[:-1], upper, side="left")))
         if first >= len(self.bounds) - 1:
-            return _only_padding(self.size)
+            zero = np.zeros(1, np.int64)
+            return Vector(zero, zero, zero, np.array([self.size], np.int64))
         params = np.arange(first, last, dtype=np.int64)
         starts = np.maximum(self.bounds[params], lower) - self.bounds[params]
         stops = np.minimum(self.bounds[params + 1], upper) - self.bounds[params]
@@ -93,15 +87,10 @@ class GroupCut:
         return Vector(params, starts, stops, paddings)
 
 
-def _only_padding(size: int) -> Vector:
-    zero = np.zeros(1, np.int64)
-    return Vector(zero, zero, zero, np.array([size], np.int64))
-
-
 @dataclass(frozen=True, slots=True)
 class ParamCut:
     """Stage 3: rank r holds elements ``[r * share, (r + 1) * share)`` of each parameter, whose share is
-    ``ceil(numel / world size)``."""
+    ``ceil(numel / world size)``, padding included."""
 
     numels: Ints
     shares: Ints
@@ -109,18 +98,12 @@ class ParamCut:
     @classmethod
     def of(cls, numels: Sequence[int], world_size: int) -> ParamCut:
         whole = np.array(numels, np.int64)
-        return cls(whole, shares(whole, world_size))
+        return cls(whole, -(-whole // world_size))
 
     def vector(self, rank: int) -> Vector:
         starts = np.minimum(rank * self.shares, self.numels)
         stops = np.minimum(starts + self.shares, self.numels)
         return Vector(np.arange(len(self.numels), dtype=np.int64), starts, stops, self.shares - (stops - starts))
-
-
-def shares(numels: Ints, world_size: int) -> Ints:
-    """Elements of each parameter on a rank, padding included, in stage 3."""
-    found: Ints = -(-numels // world_size)
-    return found
 
 
 def sub_groups(shares: Sequence[int], sub_group_size: int) -> list[range]:
@@ -146,10 +129,18 @@ def round_robin_order(num_params: int, world_size: int) -> list[int]:
 
 
 def original_order(names: Sequence[str], world_size: int) -> tuple[str, ...]:
-    """The order of a group's parameters before ``round_robin_gradients`` dealt them out to the ranks.
+    """The order of a group's parameters before ``round_robin_gradients`` reordered them."""
+    order = round_robin_order(len(names), min(world_size, max(1, len(names))))
+    return tuple(name for _, name in sorted(zip(order, names, strict=True)))
 
-    stage_1_and_2.py, ``_round_robin_reorder``: rank r's are r, r + N, r + 2 N, ..., one rank after the other.
-    """
-    dealt = [index for rank in range(min(world_size, len(names))) for index in range(rank, len(names), world_size)]
-    placed = dict(zip(dealt, names, strict=True))
-    return tuple(placed[index] for index in range(len(names)))
+
+MOMENTUM = "momentum_buffer"
+"""Muon's only slot. Muon works on whole matrices, so that in stages 1 and 2 a rank has one vector of the whole momentum
+of every parameter of which its partition holds a part, end to end and without padding (stage_1_and_2.py
+``_muon_momentum_buffer``). A parameter on two ranks is in both vectors. With ``offload_optimizer``, in BF16_Optimizer
+and in stage 3 the vector is cut as the masters are."""
+
+
+def is_muon(options: Mapping[str, Any]) -> bool:
+    """Whether a param group of these hyperparameters is one of DeepSpeed's Muon."""
+    return options.get("use_muon") is True

@@ -18,9 +18,8 @@ from ckpt_tools.core.literals import literal_number
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
-from ckpt_tools.formats.deepspeed.common.optimizer_slots import Slot
 from ckpt_tools.formats.deepspeed.common.partition import Vector
-from ckpt_tools.formats.deepspeed.common.training_state import Group
+from ckpt_tools.formats.deepspeed.common.training_state import Group, Slot
 from ckpt_tools.serialization.torch_zip import Content, archive_segments, root_of
 
 

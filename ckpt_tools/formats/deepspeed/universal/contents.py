@@ -24,8 +24,7 @@ from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_extra
 from ckpt_tools.formats.deepspeed.names import MASTER_FILE
-from ckpt_tools.formats.deepspeed.universal.locate import UniversalFiles
-from ckpt_tools.formats.deepspeed.universal.states import Slots
+from ckpt_tools.formats.deepspeed.universal.states import Slots, UniversalFiles
 from ckpt_tools.formats.foreign import refuse_tensor_object
 
 STEP = "step"
@@ -138,11 +137,8 @@ class Contents:
 
     def _check_slots(self, name: str, paths: Mapping[str, str], shape: Shape) -> None:
         """Each parameter of a group has the same files, as DeepSpeed cuts them out of the group's flat tensors; or its
-        master alone, if it never got a gradient.
-
-        Raises:
-            IncompleteError: one is missing. MalformedError: there is one that no other parameter has.
-        """
+        master alone, if it never got a gradient. Raises IncompleteError if one is missing; MalformedError if there is
+        one that no other parameter has."""
         usual = self.usual_slots[name]
         if 0 in shape or (paths.keys() == {MASTER_FILE} and len(usual) > 2):
             return

@@ -19,16 +19,21 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.values import StorageRef, StoredTensor, Value
-from ckpt_tools.formats.deepspeed.common.expert_names import split
+from ckpt_tools.core.values import OrderedDict, Size, StorageRef, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, is_scaling, loss_scaler
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
-from ckpt_tools.formats.deepspeed.names import LATEST_UNIVERSAL, MASTER_FILE, OPTIMIZER_STATE
+from ckpt_tools.formats.deepspeed.names import (
+    LATEST_UNIVERSAL,
+    MASTER_FILE,
+    OPTIMIZER_STATE,
+    model_name,
+    rank_model_name,
+    split_expert,
+)
 from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
-from ckpt_tools.formats.deepspeed.universal.model_states import ModelFiles
 from ckpt_tools.formats.deepspeed.universal.states import IS_EXPERT
 from ckpt_tools.serialization.torch_zip import archive_segments, root_of
 from ckpt_tools.stores.source import checked_name
@@ -74,7 +79,7 @@ class _Output:
             for position, fqn in enumerate(group.params):
                 shape = self.state.manifest.tensors[StateKey(fqn)].shape
                 for name, slot in named:
-                    is_expert = split(fqn) is not None
+                    is_expert = split_expert(fqn) is not None
                     yield _slot_file(self._path(fqn, name), shape, slot.keys[position], slot.dtype, is_expert)
                 if STEP in group.scalars:
                     yield self._step_file(self._path(fqn, STEP), group.scalars[STEP])
@@ -144,3 +149,80 @@ def _slot_segments(root: str, shape: Shape, dtype: DType, is_expert: bool) -> tu
     content: dict[str, Any] = {"cat_dim": 0, "param": tensor, **({IS_EXPERT: True} if is_expert else {})}
     anybody = Payload(StateKey(""), Box.whole(shape), shape, dtype)
     return tuple(merged(archive_segments(content, {"0": [anybody]}, root=root)))
+
+
+UNIVERSAL_VERSION = 0.4
+"""checkpoint/constants.py ``UNIVERSAL_CHECKPOINT_VERSION_VALUE``; only tensor-parallel loads look at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What both files are made of."""
+
+    state: TrainingState
+    extras: Extras
+
+    def layouts(self, prefix: str) -> list[FileLayout]:
+        """The files of all stages, below ``prefix``."""
+        return [
+            self._file(prefix + model_name(), self._module),
+            self._file(prefix + rank_model_name(0), lambda tensors: OrderedDict()),
+        ]
+
+    def _file(self, path: str, make_module: Any) -> FileLayout:
+        tensors = Tensors(self.state.manifest)
+        value = {"module": make_module(tensors), **self._names(), **self._counters(tensors)}
+        value |= {name: tensors.restored(item) for name, item in self.extras.client_state.items()}
+        return tensors.file(path, value)
+
+    def _module(self, tensors: Tensors) -> OrderedDict:
+        """Names in the model's order, and each tie after them under its other names."""
+        trained = {name for group in self.state.groups for name in group.params}
+        empty = tensors.add([], self.state.dtype, (0,))
+        whole = {**self.state.frozen, **self.state.buffers}
+        found: dict[str, Value] = {}
+        for fqn in dict.fromkeys(key.fqn for key in self.state.manifest.tensors):
+            if fqn in trained:
+                found[fqn] = empty
+            elif fqn in whole:
+                found[fqn] = self._whole(tensors, fqn)
+        found |= {alias: found[owner] for alias, owner in self.state.manifest.aliases.items() if owner in found}
+        return OrderedDict({**found, **tensors.restored(self._module_values)})
+
+    def _whole(self, tensors: Tensors, fqn: str) -> StoredTensor:
+        return tensors.whole(StateKey(fqn), {**self.state.frozen, **self.state.buffers}[fqn])
+
+    @property
+    def _module_values(self) -> dict[str, Value]:
+        """``_extra_state`` of modules, which is no tensor."""
+        found = self.extras.own.get("module")
+        return found if isinstance(found, dict) else {}
+
+    def _names(self) -> dict[str, Value]:
+        aliases, buffers = self.state.manifest.aliases, self.state.buffers
+        return {
+            "buffer_names": [*buffers, *(alias for alias, owner in aliases.items() if owner in buffers)],
+            "optimizer": None,
+            "param_shapes": [self._shapes(group.params) for group in self.state.groups],
+            "frozen_param_shapes": self._shapes(tuple(self.state.frozen)),
+            "frozen_param_fragments": None,
+            "shared_params": {alias: owner for alias, owner in aliases.items() if owner not in buffers},
+        }
+
+    def _shapes(self, names: tuple[str, ...]) -> OrderedDict:
+        return OrderedDict({name: Size(self.state.manifest.tensors[StateKey(name)].shape) for name in names})
+
+    def _counters(self, tensors: Tensors) -> dict[str, Value]:
+        found: dict[str, Value] = {
+            "lr_scheduler": self.extras.lr_scheduler,
+            "skipped_steps": 0,
+            "global_steps": self.extras.global_steps,
+            "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
+            **self.extras.counters,
+            "dp_world_size": self.state.manifest.world_size or 1,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "ds_config": dict(self.extras.config),
+            "ds_version": DS_VERSION,
+        }
+        return {name: tensors.restored(value) for name, value in found.items()}

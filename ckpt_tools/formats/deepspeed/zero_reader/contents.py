@@ -7,7 +7,7 @@ read as it: DeepSpeed itself refills the 16-bit weights from the masters when it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -24,11 +24,19 @@ from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
-from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM
-from ckpt_tools.formats.deepspeed.common.partition import original_order
+from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
-from ckpt_tools.formats.deepspeed.zero_reader import zero3, zero12
-from ckpt_tools.formats.deepspeed.zero_reader.flat import Flats, Pieces, Vector
+from ckpt_tools.formats.deepspeed.zero_reader.flat import (
+    Flats,
+    Gaps,
+    Pieces,
+    Vector,
+    cut_pieces,
+    locate_group,
+    locate_params,
+    locate_whole,
+    share,
+)
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, is_scalar, vector
 from ckpt_tools.formats.foreign import refuse_tensor_object
 from ckpt_tools.stores.source import Source
@@ -96,13 +104,26 @@ class Contents:
         """Where each trainable parameter that has elements lies in the partitions."""
         shapes, found = self.model.param_shapes, self.partitions
         if self.optim.stage == 3:
-            return zero3.locate(shapes, found.masters)
-        return zero12.locate(shapes, found.masters, found.paddings, self.optim.alignment_paddings)
+            return locate_params(shapes, found.masters)
+        self._check_groups(shapes)
+        return {
+            name: pieces
+            for flat, group in enumerate(shapes)
+            for name, pieces in locate_group(flat, group, self._gaps(flat), found.masters, found.paddings).items()
+        }
+
+    def _check_groups(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
+        groups, path = len(self.optim.masters), self.optim.file.path
+        if len(shapes) != groups:
+            raise MalformedError(f"{groups} groups of partitions, but param_shapes has {len(shapes)}", path=path)
+
+    def _gaps(self, flat: int) -> Gaps:
+        return None if self.optim.alignment_paddings is None else self.optim.alignment_paddings[flat]
 
     @cached_property
     def momentum(self) -> Mapping[str, Pieces]:
         """Where Muon's momentum of each parameter lies, if its vectors hold whole parameters."""
-        return zero12.locate_whole(self.pieces, self.partitions.momentum)
+        return locate_whole(self.pieces, self.partitions.momentum)
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
@@ -173,8 +194,8 @@ class Contents:
             return self.partitions.masters.table(self.pieces[name])
         fragments = [{0: rank[name]} if name in rank else {} for rank in self.fragments]
         flats = Flats.of(f"the frozen {name}", self.model_paths, fragments, 1)
-        cut = zero3.share(prod(shape), self.optim.world_size)
-        return flats.table(zero3.pieces(0, prod(shape), self.optim.world_size, np.array([0, cut])))
+        cut = share(prod(shape), self.optim.world_size)
+        return flats.table(cut_pieces(0, prod(shape), self.optim.world_size, np.array([0, cut])))
 
     @cached_property
     def fragments(self) -> list[Mapping[str, Vector]]:

@@ -14,8 +14,8 @@ from itertools import groupby
 
 from ckpt_tools.core.values import StoredTensor, Value, brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.expert_names import INFIX, split
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
+from ckpt_tools.formats.deepspeed.names import INFIX, expert_name, split_expert
 from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles
 from ckpt_tools.stores.source import Source
 
@@ -53,7 +53,7 @@ class Experts:
 
     def whole_name(self, name: str, rank: int) -> str:
         """The name among all experts of what expert-parallel rank ``rank`` calls ``name``."""
-        found = split(name)
+        found = split_expert(name)
         if found is None:
             return name
         prefix, number, rest = found
@@ -98,11 +98,11 @@ class Experts:
                 yield from self.layers[after[name]].values()
 
     def _buffers(self, model: ModelStates, module: Mapping[str, Value]) -> frozenset[str]:
-        rests = {(found[0], found[2]) for name in model.buffers if (found := split(name))}
+        rests = {(found[0], found[2]) for name in model.buffers if (found := split_expert(name))}
         of_experts = {
             f"{prefix}{number}.{rest}" for prefix, rest in rests for number in range(len(self.layers[prefix].files))
         }
-        buffers = frozenset(name for name in model.buffers if split(name) is None) | of_experts
+        buffers = frozenset(name for name in model.buffers if split_expert(name) is None) | of_experts
         if missing := buffers - module.keys():
             raise IncompleteError("no file contains this buffer", path=model.file.path, key=min(missing))
         return buffers
@@ -120,7 +120,7 @@ class Experts:
 
 
 def _prefix(name: str) -> str | None:
-    found = split(name)
+    found = split_expert(name)
     return found[0] if found else None
 
 
@@ -136,17 +136,15 @@ def _no_files(prefix: str, path: str) -> IncompleteError:
 
 
 def open_layers(source: Source, model: ModelStates, files: ExpertFiles) -> dict[str, Layer]:
-    """The files of all experts, by the prefix of their names.
-
-    Raises:
-        FormatError: one is missing or damaged, or is not of its layer or number.
-    """
+    """The files of all experts, by the prefix of their names. Raises FormatError if one is missing or damaged, or is
+    not of its layer or number."""
     counts = _counts(model)
     wanted = {(layer, number) for layer, count in enumerate(counts) for number in range(count)}
     if missing := wanted - files.weights.keys():
         layer, number = min(missing)
         raise IncompleteError(
-            f"the file of this expert is missing; layer {layer} has {counts[layer]}", path=files.weight(layer, number)
+            f"the file of this expert is missing; layer {layer} has {counts[layer]}",
+            path=files.prefix + expert_name(layer, number),
         )
     if more := files.weights.keys() - wanted:
         layer, number = min(more)
@@ -192,7 +190,7 @@ def _described(file: File, number: int) -> dict[tuple[str, str], str]:
     """The shape and dtype of each tensor. Raises MalformedError where it is of an expert of another number."""
     found: dict[tuple[str, str], str] = {}
     for name, value in file.content.items():
-        parts = split(name) if isinstance(name, str) else None
+        parts = split_expert(name) if isinstance(name, str) else None
         if parts is None or INFIX in parts[0].removesuffix(INFIX) or parts[1] != number:
             raise MalformedError(f"it is the file of expert {number}, but has {brief(name)}", path=file.path)
         is_tensor = isinstance(value, StoredTensor)
@@ -202,14 +200,10 @@ def _described(file: File, number: int) -> dict[tuple[str, str], str]:
 
 def local_counts(layers: Mapping[str, Layer], model: ModelStates, num_ranks: Mapping[str, int]) -> dict[str, int]:
     """How many experts of each layer rank 0 has; ``num_ranks`` says of layers that train over how many ranks their
-    experts are spread.
-
-    Raises:
-        FormatError: the names that rank 0 has are not those of so many.
-    """
+    experts are spread. Raises FormatError if the names that rank 0 has are not those of so many."""
     seen: dict[str, set[int]] = {prefix: set() for prefix in layers}
     names = (*model.trainable, *model.frozen_shapes, *model.buffers, *model.ties, *model.ties.values())
-    for prefix, number, _ in filter(None, map(split, names)):
+    for prefix, number, _ in filter(None, map(split_expert, names)):
         if prefix not in seen:
             raise _no_files(prefix, model.file.path)
         seen[prefix].add(number)

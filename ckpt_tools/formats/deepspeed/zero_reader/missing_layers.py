@@ -129,10 +129,8 @@ def _numel(shapes: Counter[Shape]) -> int:
 def check(layers: Sequence[Layer], stages: Sequence[tuple[str, Sequence[Parameter]]]) -> None:
     """``layers`` by their numbers, and of each stage its model's file and its optimizer's parameters.
 
-    Every stage takes the fewest layers that will do, which leaves most for those after it.
-
-    Raises:
-        IncompleteError: in no cut of the layers into stages has every stage the tensors that its optimizer needs.
+    Every stage takes the fewest layers that will do, which leaves most for those after it. Raises IncompleteError if in
+    no cut of the layers into stages has every stage the tensors that its optimizer needs.
     """
     shared = _shared([own for _, own in stages])
     every = sum((layer.shapes for layer in layers), Counter[Shape]())

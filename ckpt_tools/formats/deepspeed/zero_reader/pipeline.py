@@ -15,7 +15,6 @@ from typing import Any
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
@@ -23,93 +22,80 @@ from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_ext
 from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
-from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, comparable
+from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, comparable, differing
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, read_partitions
-from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import Mapped, slice_mappings
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import Mapped, read_partitions, slice_mappings
 from ckpt_tools.stores.source import Source
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the files of one stage hold, without its layers. Without ZeRO there is no optimizer's file. ``saved`` is
-    then the optimizer, if it has names for its parameters."""
+    """The files of one stage, without its layers. ``zero`` has the optimizer of a run with ZeRO; without, ``saved`` is
+    the optimizer, if it has names for its parameters. ``part`` sets what is read apart from other stages."""
 
-    source: Source
-    number: int
+    part: str
     path: str
     model: ModelStates
-    optim: OptimStates | None
-    partitions: Partitions | None
-    is_mapped: bool
+    zero: Contents | None = None
+    is_mapped: bool = False
     saved: stage0.Saved | None = None
 
     @classmethod
     def of(cls, source: Source, number: int, files: TagFiles) -> Stage:
         """Raises FormatError where a file is missing or damaged."""
-        path = files.models(0)[0]
+        part, path = f"stage{number}." if number else "", files.models(0)[0]
         model = ModelStates.of_stage(File.open(source, path))
         check_experts(model)
         if model.file.content.get("module") is not None:
             raise MalformedError("it holds a model, but files of a pipeline's layers lie beside it", path=path)
         if not files.optim:
-            return cls(source, number, path, model, None, None, False)
+            return cls(part, path, model)
         optim = OptimStates.of(File.open(source, files.optim[0]))
         if optim.stage > 1:
             raise MalformedError(f"it is of ZeRO-{optim.stage}, which no pipeline has", path=optim.file.path)
-        partitions = read_partitions(source, files.optim, optim)
+        zero = Contents(source, model, optim, (path,), read_partitions(source, files.optim, optim), part=part)
         if model.param_shapes:
-            return cls(source, number, path, model, optim, partitions, False)
+            return cls(part, path, model, zero)
         mapped = [slice_mappings(File.open(source, each)) for each in files.optim]
-        stage = cls(source, number, path, replace(model, param_shapes=_flat_shapes(mapped)), optim, partitions, True)
-        stage._check_mapped(mapped)
-        return stage
+        model = replace(model, param_shapes=_flat_shapes(mapped))
+        zero = replace(zero, model=model)
+        _check_mapped(zero, mapped)
+        return cls(part, path, model, zero, is_mapped=True)
 
     def known(self) -> Known:
         """What the stage says of its parameters."""
         trainable = self.model.trainable
         shapes: dict[str, Shape | None] = {name: None if self.is_mapped else shape for name, shape in trainable.items()}
         masters = {}
-        if self.optim is not None and self.partitions is not None:
-            pieces = self._contents(self.model).pieces
-            masters = {n: self.partitions.masters.table(p) for n, p in pieces.items() if n.startswith(TIED)}
+        if self.zero is not None:
+            table = self.zero.partitions.masters.table
+            masters = {name: table(each) for name, each in self.zero.pieces.items() if name.startswith(TIED)}
         return Known(self.model, shapes, {name: prod(shape) for name, shape in trainable.items()}, masters)
-
-    def _check_mapped(self, mapped: Sequence[Sequence[Mapped]]) -> None:
-        """Raises MalformedError where a parameter is not where its rank says."""
-        assert self.partitions is not None, "what is mapped are partitions"
-        said: set[tuple[str, int, int, int, int]] = set()
-        for rank, groups in enumerate(mapped):
-            for group, found in enumerate(groups):
-                said |= {(name, rank, group, numel, start) for name, (numel, start) in found.items() if numel}
-        pieces = self._contents(self.model).pieces
-        wanted = {(name, *row) for name, each in pieces.items() for row in _rows(each)}
-        if said != wanted:
-            name, rank, *_ = min(said ^ wanted)
-            raise MalformedError(
-                "its param_slice_mappings do not fit the partitions", path=self.partitions.masters.files[rank], key=name
-            )
-
-    def _contents(self, model: ModelStates) -> Contents:
-        assert self.optim is not None, "a stage with partitions has an optimizer"
-        assert self.partitions is not None, "a stage with an optimizer has partitions"
-        return Contents(self.source, model, self.optim, (self.path,), self.partitions, part=self._part)
-
-    @property
-    def _part(self) -> str:
-        return f"stage{self.number}." if self.number else ""
 
     def manifest(self, model: ModelStates) -> Manifest:
         """The stage with its layers, as a checkpoint of its own."""
-        if self.optim is not None:
-            return self._contents(model).manifest()
+        if self.zero is not None:
+            return replace(self.zero, model=model).manifest()
         if self.saved is None:
-            return stage0.Contents(model, stage0.Saved(model.file, {}, (), {}, False, {})).manifest()
-        found = stage0.Contents(model, self.saved, part=self._part).manifest()
+            return stage0.Contents(model, stage0.Saved(model.file)).manifest()
+        found = stage0.Contents(model, self.saved, part=self.part).manifest()
         if not found.groups:
             raise MalformedError("the shapes of its optimizer's state are not those of the layers", path=self.path)
         return found
+
+
+def _check_mapped(zero: Contents, mapped: Sequence[Sequence[Mapped]]) -> None:
+    """Raises MalformedError where a parameter is not where its rank says."""
+    said: set[tuple[str, int, int, int, int]] = set()
+    for rank, groups in enumerate(mapped):
+        for group, found in enumerate(groups):
+            said |= {(name, rank, group, numel, start) for name, (numel, start) in found.items() if numel}
+    wanted = {(name, *row) for name, each in zero.pieces.items() for row in _rows(each)}
+    if said != wanted:
+        name, rank, *_ = min(said ^ wanted)
+        message = "its param_slice_mappings do not fit the partitions"
+        raise MalformedError(message, path=zero.partitions.masters.files[rank], key=name)
 
 
 def read(
@@ -121,10 +107,8 @@ def read(
     """The whole model. ``layers`` are those of each tensor-parallel rank. ``check`` looks whether a stage's files are
     all there.
 
-    The topologies of DeepSpeed and Megatron number the tensor-parallel ranks of a stage one after the other.
-
-    Raises:
-        FormatError: a file is missing or damaged, or does not fit the others.
+    The topologies of DeepSpeed and Megatron number the tensor-parallel ranks of a stage one after the other. Raises
+    FormatError if a file is missing or damaged, or does not fit the others.
     """
     cut = len(layers)
     stages = [Stage.of(source, number // cut, files) for number, files in enumerate(tags)]
@@ -136,14 +120,14 @@ def read(
             path=stages[0].path,
         )
     for stage, files in zip(stages, tags, strict=True):
-        if stage.optim is not None:
-            check(files, stage.model, stage.optim)
-        elif stages[0].optim is not None or stage.model.file.content.get("param_shapes") is not None:
+        if stage.zero is not None:
+            check(files, stage.model, stage.zero.optim)
+        elif stages[0].zero is not None or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
     if cut == 1:
         return _read_rank(source, _named(stages), layers[0])
     rules = Rules.of(first.file.content.get("universal_checkpoint_info"), stages[0].path)
-    if stages[0].optim is None:
+    if stages[0].zero is None:
         raise UnsupportedError(
             "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file says which of its layers "
             "are tied, by whose names the parts are joined; resume the run and save it with ZeRO stage 1",
@@ -160,8 +144,13 @@ def _read_rank(
     opened = {number: File.open(source, path) for number, path in layers.items()}
     found = Layers(source, opened, [stage.known() for stage in stages])
     models = found.models()
-    if stages[0].optim is None and stages[0].saved is None:
-        _check_layers(source, opened, stages)
+    if stages[0].zero is None and stages[0].saved is None:
+        buffers = [stage.model.buffers for stage in stages]
+        saved = [stage0.Saved.of(stage.model.file) for stage in stages]
+        missing_layers.check(
+            [missing_layers.Layer.of(number, file, buffers) for number, file in opened.items()],
+            [(stage.path, missing_layers.parameters(source, own)) for stage, own in zip(stages, saved, strict=True)],
+        )
     if rules is not None and rules.mention(TIED.rstrip(".")):
         for file in found.unnamed():
             raise UnsupportedError(
@@ -175,7 +164,7 @@ def _read_rank(
 
 def _named(stages: Sequence[Stage]) -> Sequence[Stage]:
     """The stages of a run without ZeRO with their optimizers, if each was made of named parameters."""
-    if stages[0].optim is not None:
+    if stages[0].zero is not None:
         return stages
     saved = [stage0.Saved.of(stage.model.file) for stage in stages]
     found = []
@@ -185,16 +174,6 @@ def _named(stages: Sequence[Stage]) -> Sequence[Stage]:
             return stages
         found.append(replace(stage, model=replace(stage.model, param_shapes=shapes), saved=each))
     return found
-
-
-def _check_layers(source: Source, layers: Mapping[int, File], stages: Sequence[Stage]) -> None:
-    """Raises IncompleteError where the optimizers of a run without ZeRO show that a layer is missing."""
-    buffers = [stage.model.buffers for stage in stages]
-    own = [missing_layers.parameters(source, stage0.Saved.of(stage.model.file)) for stage in stages]
-    missing_layers.check(
-        [missing_layers.Layer.of(number, file, buffers) for number, file in layers.items()],
-        [(stage.path, parameters) for stage, parameters in zip(stages, own, strict=True)],
-    )
 
 
 def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], ...]:
@@ -220,7 +199,7 @@ def _rows(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
 
 @dataclass
 class Stages:
-    """The manifests of all stages on their way into one; ``path`` is a file for messages."""
+    """The manifests of all stages while they are joined; ``path`` is a file for messages."""
 
     parts: Sequence[Manifest]
     layers: Sequence[int]
@@ -233,7 +212,7 @@ class Stages:
         self._check_alike()
         tensors = self._tensors()
         groups = tuple(self._groups())
-        self._note_rest()
+        self.notes += differing(list(map(_rest, self.parts)), "the stages of the pipeline", "stages")
         is_numbered = first.format == "zero0" and not first.groups
         if is_numbered:
             why = (
@@ -273,13 +252,11 @@ class Stages:
         for stage, part in enumerate(self.parts):
             for key, entry in part.tensors.items():
                 is_ours = entry.kind is not Kind.EXTRA or not stage or key.fqn.startswith("module.")
-                if is_ours:
-                    self._check_tied(key, entry, found.setdefault(key, entry))
+                first = found.setdefault(key, entry) if is_ours else entry
+                if (entry.shape, entry.dtype) != (first.shape, first.dtype):
+                    message = "two stages have it in different shapes or dtypes"
+                    raise MalformedError(message, path=self.path, key=str(key))
         return {key: found[key] for key in sorted(found, key=lambda key: not key.fqn.startswith(TIED))}
-
-    def _check_tied(self, key: StateKey, entry: TensorEntry, first: TensorEntry) -> None:
-        if (entry.shape, entry.dtype) != (first.shape, first.dtype):
-            raise MalformedError("two stages have it in different shapes or dtypes", path=self.path, key=str(key))
 
     def _groups(self) -> Iterator[ParamGroup]:
         """The groups of the stages, number by number; stage by stage where they differ."""
@@ -288,7 +265,8 @@ class Stages:
         if all(each == options[0] for each in options):
             for number, group in enumerate(first):
                 members = [part.groups[number].params for part in self.parts]
-                yield replace(group, params=_ordered(name for names in members for name in names))
+                names = dict.fromkeys(name for names in members for name in names)
+                yield replace(group, params=tuple(sorted(names, key=lambda name: not name.startswith(TIED))))
             return
         why = "the stages of the pipeline differ in them, so each stage's are groups of their own"
         self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
@@ -303,33 +281,18 @@ class Stages:
     def _extra(self) -> dict[str, Any]:
         """The first stage's, and what the modules of all stages keep that is no tensor."""
         extra = whole_extra(self.parts[0].extra)
-        kept = {name: value for part in self.parts for name, value in _modules(part).items()}
+        kept = {name: value for part in self.parts for name, value in _own(part).get("module", {}).items()}
         return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": kept}} if kept else extra
 
-    def _note_rest(self) -> None:
-        """What each stage has for itself beside tensors."""
-        ours = {name: comparable(value) for name, value in _rest(self.parts[0]).items()}
-        others = [{name: comparable(value) for name, value in _rest(part).items()} for part in self.parts[1:]]
-        names = [name for name in ours if any(other.get(name) != ours[name] for other in others)]
-        if names:
-            why = "the stages of the pipeline differ in it, and that of the first is kept"
-            self.notes.append(Note(Outcome.DROPPED, f"{listed(names)} of the other stages", why))
 
-
-def _ordered(names: Iterator[str]) -> tuple[str, ...]:
-    """Each once, and tied ones first."""
-    return tuple(sorted(dict.fromkeys(names), key=lambda name: not name.startswith(TIED)))
-
-
-def _modules(part: Manifest) -> Mapping[str, Any]:
+def _own(part: Manifest) -> dict[str, Any]:
+    """DeepSpeed's own entries."""
     own = part.extra.get("deepspeed")
-    found = own.get("module") if isinstance(own, dict) else None
-    return found if isinstance(found, dict) else {}
+    return own if isinstance(own, dict) else {}
 
 
 def _rest(part: Manifest) -> dict[str, Any]:
     """The extras without what modules keep, entry by entry of DeepSpeed's own."""
-    own = part.extra.get("deepspeed")
-    own = own if isinstance(own, dict) else {}
+    own = _own(part)
     rest = {name: value for name, value in part.extra.items() if name != "deepspeed"}
     return rest | {f"deepspeed.{name}": value for name, value in own.items() if name != "module"}

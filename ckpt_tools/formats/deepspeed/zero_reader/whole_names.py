@@ -25,12 +25,9 @@ Names = Mapping[str, tuple[str, ...]]
 
 
 def whole(manifest: Manifest, path: str) -> Manifest:
-    """The manifest under the names of the whole model, if the run says them. ``path`` is a file for messages.
-
-    Raises:
-        MalformedError: the entry is not of that form, or does not name each layer once. IncompleteError: there is no
-        tensor of a layer that it names.
-    """
+    """The manifest under the names of the whole model, if the run says them. ``path`` is a file for messages. Raises
+    MalformedError if the entry is not of that form, or does not name each layer once; IncompleteError if there is no
+    tensor of a layer that it names."""
     client_state = manifest.extra.get("client_state")
     if not isinstance(client_state, Mapping) or ENTRY not in client_state:
         return manifest

@@ -13,8 +13,7 @@ from functools import cached_property
 
 from ckpt_tools.core.layout import FileLayout
 from ckpt_tools.core.values import OrderedDict, Value
-from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
-from ckpt_tools.formats.deepspeed.common.partition import Vector
+from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, Vector, is_muon
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, fragment_address, loss_scaler, zero_stage
 from ckpt_tools.formats.deepspeed.common.tensor_rows import Form, Tensors, elements, rows_of
 from ckpt_tools.formats.deepspeed.common.training_state import Group

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Value
-from ckpt_tools.formats.deepspeed.common.ds_config import Settings, adapted
-from ckpt_tools.formats.deepspeed.common.partition import Cut, GroupCut, ParamCut, round_robin_order, sub_groups
+from ckpt_tools.formats.deepspeed.common.partition import GroupCut, ParamCut, round_robin_order, sub_groups
 from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
-from ckpt_tools.formats.deepspeed.common.written_extras import Extras
+from ckpt_tools.formats.deepspeed.common.written_extras import Extras, Settings, adapted
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class FlatGroup:
     group."""
 
     group: Group
-    cut: Cut
+    cut: GroupCut | ParamCut
     number: int
 
 

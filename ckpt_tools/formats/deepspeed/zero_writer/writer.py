@@ -14,10 +14,9 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.rank_limits import check_elements
-from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
-from ckpt_tools.formats.deepspeed.names import LATEST, model_name, optim_name, rank_model_name
+from ckpt_tools.formats.deepspeed.names import LATEST, model_name, optim_name, rank_model_name, split_expert
 from ckpt_tools.formats.deepspeed.zero_writer.model_states import CutModel, WholeModel
 from ckpt_tools.formats.deepspeed.zero_writer.optim_states import GroupCutOptim, ParamCutOptim
 from ckpt_tools.formats.deepspeed.zero_writer.target import Target
@@ -37,7 +36,7 @@ def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
 
 def _expert_notes(manifest: Manifest) -> list[Note]:
     """DeepSpeed's own layers of experts load files of experts alone."""
-    if not any(split(key.fqn) for key in manifest.tensors):
+    if not any(split_expert(key.fqn) for key in manifest.tensors):
         return []
     why = (
         "they are in the model's file, and a job with deepspeed.moe stops without files of experts; load it in a model "
