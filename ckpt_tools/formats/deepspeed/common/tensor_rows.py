@@ -19,7 +19,9 @@ from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.partition import Vector
+from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION
 from ckpt_tools.formats.deepspeed.common.training_state import Group, Slot
+from ckpt_tools.formats.deepspeed.common.written_extras import Extras
 from ckpt_tools.serialization.torch_zip import Content, archive_segments, root_of
 
 
@@ -67,6 +69,26 @@ class Tensors:
     def restored(self, value: Value) -> Value:
         """``value`` with a tensor in the place of each reference to one."""
         return replaced(value, lambda found: self.whole(found.key, self.manifest.tensors[found.key]))
+
+
+def counters(extras: Extras, tensors: Tensors, world_size: int, config: Mapping[str, Value]) -> dict[str, Value]:
+    """DeepSpeed's counters and sizes in a model file.
+
+    ``global_samples``, ``data_sampler`` and ``random_ltd`` are absent where the source does not have them: DeepSpeed
+    then takes steps times its batch size, and a run with a data sampler or random-LTD resets these. With None it fails.
+    """
+    found = {
+        "lr_scheduler": extras.lr_scheduler,
+        "skipped_steps": 0,
+        "global_steps": extras.global_steps,
+        **extras.counters,
+        "dp_world_size": world_size,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": dict(config),
+        "ds_version": DS_VERSION,
+    }
+    return {name: tensors.restored(value) for name, value in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.core.option_names import option
+from ckpt_tools.core.values import OrderedDict, Size
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed, untrained
@@ -158,11 +159,19 @@ class TrainingState:
         """Those on all groups, then those on the optimizer state of each."""
         return (*self.of_all_groups, *(note for group in self.groups for note in group.notes))
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """Tied parameters, by alias; not tied buffers."""
+        return {alias: owner for alias, owner in self.manifest.aliases.items() if owner not in self.buffers}
+
     def weight(self, name: str) -> TensorEntry:
         return self.manifest.tensors[StateKey(name)]
 
+    def shapes(self, names: Iterable[str]) -> OrderedDict:
+        return OrderedDict({name: Size(self.weight(name).shape) for name in names})
+
     def master(self, name: str) -> StateKey:
-        """What the master of a trained parameter is read from."""
+        """The tensor from which the master of a trained parameter is read."""
         return _master(self.manifest, name)
 
     @classmethod
