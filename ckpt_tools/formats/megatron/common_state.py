@@ -1,4 +1,4 @@
-"""The common state: what is the same on every rank. Inert values in, what they mean out.
+"""The common state, which is the same on every rank.
 
 It has ``iteration``, ``args`` (an ``argparse.Namespace``), ``content_metadata`` and ``optimizer``. The optimizer is a
 tree of one of three forms, or a dict or list of such trees by number, where several are chained:
@@ -97,12 +97,13 @@ class CommonState:
     @property
     def rest(self) -> dict[Any, Value]:
         """All but what a manifest has a place for: of the optimizers, their trees with the number of their groups."""
-        known = ("iteration", "checkpoint_version", CONTENT)
+        known = ("iteration", "checkpoint_version")
         found = {name: value for name, value in self.values.items() if name not in known}
         if "optimizer" in found:
-            found["optimizer"] = {number: skeleton(tree) for number, tree in self.chains}
-        if CONTENT in self.values:
-            found[CONTENT] = self.values[CONTENT]
+            found["optimizer"] = {
+                number: with_groups(tree, lambda groups: len(groups) if isinstance(groups, list) else 0)
+                for number, tree in self.chains
+            }
         return found
 
     def _wrong(self, what: str, found: Value) -> MalformedError:
@@ -113,11 +114,6 @@ def inner_tree(tree: Mapping[Any, Value]) -> Mapping[Any, Value]:
     """The state dict of torch's optimizer inside that of Megatron's."""
     found = tree.get("optimizer")
     return found if "param_groups" not in tree and isinstance(found, dict) else tree
-
-
-def skeleton(tree: Mapping[Any, Value]) -> dict[Any, Value]:
-    """``tree`` with the number of its groups in their place."""
-    return with_groups(tree, lambda found: len(found) if isinstance(found, list) else 0)
 
 
 def with_groups(tree: Mapping[Any, Value], make: Callable[[Value], Value]) -> dict[Any, Value]:
@@ -143,13 +139,14 @@ _NAMES: Mapping[str, str] = {
     "_io": "BytesIO",
     "signal": "Signals",
 }
-"""The list, and what torch adds to it for arrays of numpy."""
+"""The classes that Megatron's loader unpickles (megatron-core 0.16.1, ``safe_globals.py``), and those that torch adds
+for arrays of numpy. Others would make the output unloadable, and might be a hidden call, so that they are dropped."""
 
 _KNOWN = frozenset(GlobalRef(module, name) for module, names in _NAMES.items() for name in names.split())
 
 
 def is_loadable(value: Value) -> bool:
-    """Whether every class in ``value`` is one that Megatron's loader takes."""
+    """Whether Megatron's loader takes every class in ``value``."""
     return all(ref.dtype is not None or ref in _KNOWN for ref in classes_in(value))
 
 

@@ -1,4 +1,4 @@
-"""Which parameters are in which group of Megatron's optimizer, which stores the groups without them. Pure.
+"""The members of the groups of Megatron's optimizer, which are stored without them. Pure.
 
 Megatron makes groups by a rule: no weight decay for biases and for parameters of one dim, and experts apart
 (megatron-core 0.16.1, optimizer/__init__.py, ``get_standard_config_overrides``, ``_get_param_groups``). A group says

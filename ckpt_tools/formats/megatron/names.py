@@ -1,4 +1,8 @@
-"""Names of Megatron-Core's files, and the folders that they tell."""
+"""Names of Megatron-Core's files and of the tensors in them.
+
+The slots of an optimizer stand in front of the name: ``optimizer.state.exp_avg.<name>``, with ``chained_1.`` before it
+where experts have an optimizer of their own (megatron-core 0.16.1, optimizer/optimizer.py, distrib_optimizer.py).
+"""
 
 from __future__ import annotations
 
@@ -36,13 +40,12 @@ def torch_dist_folders(source: Source) -> list[str]:
         folder, slash, name = path.rpartition("/")
         if name in (".metadata", COMMON_FILE, CONFIG_FILE):
             inside.setdefault(folder + slash, set()).add(name)
-    return [prefix for prefix, names in inside.items() if _is_torch_dist(source, prefix, names)]
-
-
-def _is_torch_dist(source: Source, prefix: str, names: set[str]) -> bool:
-    if {".metadata", COMMON_FILE} <= names:
-        return True
-    return len(names) > 1 and backend_of(source, f"{prefix}{CONFIG_FILE}") is not None
+    return [
+        prefix
+        for prefix, names in inside.items()
+        if {".metadata", COMMON_FILE} <= names
+        or (len(names) > 1 and backend_of(source, f"{prefix}{CONFIG_FILE}") is not None)
+    ]
 
 
 def backend_of(source: Source, path: str) -> str | None:

@@ -35,7 +35,7 @@ from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
 from ckpt_tools.stores.source import Source
 
-_RESHARDABLE = "save it with --dist-ckpt-optim-fully-reshardable"
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 
 Inner = dict[StateKey, TensorLeaf]
 
@@ -46,12 +46,9 @@ def read(source: Source) -> Manifest:
 
 def own_files(source: Source) -> frozenset[str]:
     folder = find_folder(source)
-    is_here = not folder.prefix or (folder.prefix.count("/") == 1 and len(folder.files) > len(_inside(folder)))
+    has_tracker = any(not path.startswith(folder.prefix) for path in folder.files)
+    is_here = not folder.prefix or (folder.prefix.count("/") == 1 and has_tracker)
     return folder.files if is_here else frozenset()
-
-
-def _inside(folder: Folder) -> set[str]:
-    return {path for path in folder.files if path.startswith(folder.prefix)}
 
 
 @dataclass
@@ -136,8 +133,8 @@ class _Contents:
         return {name: owner for name, owner in self._ties.items() if name in weights and owner in weights}
 
     def _entries(self) -> dict[StateKey, TensorEntry]:
-        aliases, buffers = self._aliases(), {*_texts(self.own.get("buffers"))}
-        widened = {*_texts(self.own.get("widened"))}
+        aliases = self._aliases()
+        buffers, widened = ({*_texts(self.own.get(name))} for name in ("buffers", "widened"))
         found = {}
         for name in self._weights():
             if name not in aliases:
@@ -145,31 +142,26 @@ class _Contents:
                 found[StateKey(name)] = self._made(name, Kind.BUFFER if is_buffer else Kind.PARAMETER)
         for key, state in self._states.items():
             at = StateKey(state.name, state.slot)
-            if state.slot == MASTER and self._ties.get(key) == state.name:
+            if state.slot == MASTER and (self._ties.get(key) == state.name or state.name in widened):
                 continue  # The weight stands for it, as ckpt-tools writes parameters that are fp32 themselves.
-            if state.slot == MASTER and state.name in widened:
-                continue
             if state.slot == WEIGHT or at in found:
                 raise MalformedError("another entry holds the same state of this parameter", key=key)
             found[at] = self._made(key, Kind.STATE)
         return found
 
     def _made(self, key: str, kind: Kind) -> TensorEntry:
-        try:
-            return _entry(self._unflattened(key), kind)
-        except CkptError as error:
-            raise type(error)(error.message, path=error.path, key=key) from error
-
-    def _unflattened(self, key: str) -> TensorLeaf:
         leaf = self.index.tensors[key]
         about = self.index.mcore_data.get(key) if isinstance(self.index.mcore_data, dict) else None
         shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
         if shape is None:
-            return leaf
+            return _entry(leaf, kind)
         if not are_naturals(shape):
-            raise MalformedError("its original shape in mcore_data is not one of a tensor")
+            raise MalformedError("its original shape in mcore_data is not one of a tensor", key=key)
         self.archives += [leaf.shards.byte_range(row) for row in range(len(leaf.shards))]
-        return _unflattened(self.folder.source, leaf, tuple(shape))
+        try:
+            return _entry(_unflattened(self.folder.source, leaf, tuple(shape)), kind)
+        except CkptError as error:
+            raise type(error)(error.message, path=error.path, key=key) from error
 
     def _objects(self) -> dict[str, Value]:
         """Every object but the common state, and state of the distributed optimizer."""
@@ -189,9 +181,13 @@ class _Contents:
 
     def _groups(self, entries: Mapping[StateKey, TensorEntry]) -> list[ParamGroup]:
         trained = self._trained()
-        groups = self.common.groups if trained else []
+        if not trained:
+            return []
+        groups = self.common.groups
         if not groups:
-            return self._without_groups(trained)
+            why = "the common state has no param_groups of the optimizer"
+            self.notes.append(Note(Outcome.DEFAULTED, "hyperparameters of the optimizer", why))
+            return [ParamGroup(tuple(each.name for each in trained), {})]
         members = self._members(groups, trained)
         return [
             ParamGroup(tuple(names), self._options(number, group))
@@ -208,12 +204,6 @@ class _Contents:
     def _own_groups(self) -> list[dict[Any, Any]]:
         found = self.own.get("groups")
         return found if isinstance(found, list) and all(isinstance(own, dict) for own in found) else []
-
-    def _without_groups(self, trained: list[Parameter]) -> list[ParamGroup]:
-        if trained:
-            why = "the common state has no param_groups of the optimizer"
-            self.notes.append(Note(Outcome.DEFAULTED, "hyperparameters of the optimizer", why))
-        return [ParamGroup(tuple(each.name for each in trained), {})] if trained else []
 
     def _members(self, groups: list[Group], trained: list[Parameter]) -> list[list[str]]:
         if len(self._own_groups) == len(groups):
@@ -265,8 +255,7 @@ class _Contents:
             return _entry(leaf, Kind.STATE) if not leaf.shape else None
         file = literal_file(f"step {step}")
         self.literals[file] = struct.pack("<f", step)
-        shard = Shard(Box.whole(()), ByteRange(file, 0, 4))
-        return TensorEntry((), DType.FLOAT32, Kind.STATE, ShardTable.build((), DType.FLOAT32, [shard]))
+        return TensorEntry((), DType.FLOAT32, Kind.STATE, ShardTable.whole((), DType.FLOAT32, ByteRange(file, 0, 4)))
 
     def _note_buckets(self) -> None:
         lost = [key for key in (*self.index.tensors, *self.index.objects) if is_of_buckets(key)]
@@ -276,7 +265,7 @@ class _Contents:
             sharding = self.common.sharding or ("dp_zero_gather_scatter" if is_object else "dp_reshardable")
             why = (
                 f"it lies in buffers of the distributed optimizer ({sharding}), and which parameters are where in them "
-                f"is not stored; {_RESHARDABLE}"
+                "is not stored; save it with --dist-ckpt-optim-fully-reshardable"
             )
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why, len(lost), num_bytes))
 
@@ -291,9 +280,6 @@ class _Contents:
         ]
         why = f"the last {padded - real:,} of their {padded:,} rows are padding; the vocabulary has {real:,}"
         self.notes += [Note(Outcome.KEPT, name, why) for name in names]
-
-
-_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 
 
 def _texts(found: Any) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -83,14 +83,16 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
 @dataclass
 class _State:
-    """A manifest on its way; ``owners`` maps fp32 copies that the source lacks to the weights that they are made of."""
+    """A manifest to be written. ``owners`` maps fp32 copies that the source lacks to the weights that become them."""
 
     manifest: Manifest
     notes: list[Note] = field(default_factory=list)
     owners: dict[StateKey, StateKey] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._note_iteration()
+        if self.manifest.step is None and type(self.manifest.extra.get("global_step")) is not int:
+            why = f"{ABSENT}; Megatron starts counting at 0"
+            self.notes.append(Note(Outcome.DEFAULTED, "global_step", why))
         for name in self.trained:
             weight, master = self.manifest.tensors.get(StateKey(name)), StateKey(name, MASTER)
             if master not in self.manifest.tensors and weight is not None and weight.dtype is not DType.FLOAT32:
@@ -124,11 +126,6 @@ class _State:
         step = found if type(found) is int else self.manifest.step
         return step if step is not None and step >= 0 else 0
 
-    def _note_iteration(self) -> None:
-        if self.manifest.step is None and type(self.manifest.extra.get("global_step")) is not int:
-            why = f"{ABSENT}; Megatron starts counting at 0"
-            self.notes.append(Note(Outcome.DEFAULTED, "global_step", why))
-
     @cached_property
     def source(self) -> dict[Any, Value] | None:
         """The common state of a source that was Megatron's, wherever it has been since."""
@@ -159,7 +156,10 @@ class _State:
         for key, entry in self.readable.tensors.items():
             if entry.kind in (Kind.PARAMETER, Kind.BUFFER):
                 tensors[key.fqn] = key
-            elif entry.kind is Kind.STATE and not (key.slot == "step" and self._is_known(entry)):
+            # The groups of a Megatron source have its steps.
+            elif entry.kind is Kind.STATE and (
+                key.slot != "step" or self.source is None or self._number(entry) is None
+            ):
                 tensors[self._name(key)] = key
         aliases.update({self._name(StateKey(name, MASTER)): name for name in self.own_masters})
         lost = [name for name, value in self.objects.items() if not is_loadable(value)]
@@ -189,10 +189,6 @@ class _State:
         is_known = isinstance(found, dict) and all(isinstance(tree, dict) for tree in found.values())
         is_known = is_known and is_loadable(found)
         return found if is_known and found is not None else {}
-
-    def _is_known(self, entry: TensorEntry) -> bool:
-        """Whether it is a step that comes from the groups of a Megatron source, which say it."""
-        return self.source is not None and self._number(entry) is not None
 
     def _number(self, entry: TensorEntry) -> float | None:
         """The value of a step, where it is not in a file of the source."""
@@ -263,28 +259,20 @@ class _State:
 
     def _step(self, names: Sequence[str]) -> int:
         """The step of these parameters, of which Megatron's groups have one."""
-        found = {self._number(entry) for entry in self._step_entries(names)}
+        entries = (self.manifest.tensors.get(StateKey(name, "step")) for name in names)
+        found = {self._number(entry) for entry in entries if entry is not None}
         known = next(iter(found)) if len(found) == 1 else None
         if known is not None and known == int(known):
             return int(known)
-        note = Note(
-            Outcome.DEFAULTED,
-            "step of the optimizer",
-            "the groups of Megatron have one, and those of the parameters lie in tensors: it is the iteration",
-        )
+        why = "the groups of Megatron have one, and those of the parameters lie in tensors: it is the iteration"
+        note = Note(Outcome.DEFAULTED, "step of the optimizer", why)
         if note not in self.notes:
             self.notes.append(note)
         return self.iteration
 
-    def _step_entries(self, names: Iterable[str]) -> Iterator[TensorEntry]:
-        for name in names:
-            entry = self.manifest.tensors.get(StateKey(name, "step"))
-            if entry is not None:
-                yield entry
-
 
 def _missing(group: ParamGroup) -> dict[str, Any]:
-    """What Megatron asks of a group and the source's did not have."""
+    """Options that Megatron needs in a group and the source's does not have."""
     options = group.options
     found = {name: value for name, value in _DEFAULTS.items() if name not in options and f"pre_{name}" not in options}
     if "wd_mult" in found and options.get("weight_decay") == 0:

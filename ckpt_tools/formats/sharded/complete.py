@@ -47,8 +47,7 @@ def _managed(saved: Saved) -> str | None:
         is_bare = {"model", "optimizer"} <= {path.partition("_")[0] for path in saved.files if MANAGED.fullmatch(path)}
         return f"no {INDEX}: the save did not finish" if is_bare else None
     found: Any = loads(saved.read(INDEX, MAX_INDEX_BYTES), path=INDEX)
-    size = found.get("world_size") if isinstance(found, dict) else None
-    items = found.get("metadata") if isinstance(found, dict) else None
+    size, items = (found.get(name) if isinstance(found, dict) else None for name in ("world_size", "metadata"))
     if type(size) is not int or not 0 < size <= MAX_RANKS or not isinstance(items, dict):
         return f"{INDEX} does not list the items of a checkpoint"
     held: dict[str, set[int]] = {str(item): set() for item in items}

@@ -1,4 +1,4 @@
-"""Which files lie in a folder: the items of one checkpoint, each with a file of every rank."""
+"""The items of one checkpoint, each with a file of every rank; they are told apart by the names of the files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     world = check_index(source, folder, here)
     files = [path for path in here if is_candidate(path)]
     _refuse_mixed(files)
-    read = {path: read_rank_file(source, path) for path in _of_ranks(source, files)}
+    read = {path: read_rank_file(source, path) for path in files if rank_file(path) or holds_parts(source, path)}
     parts = {path: file for path, file in read.items() if file.kind is not None}
     if not parts:
         return _plain(folder, read)
@@ -134,7 +134,9 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
             path=only.path,
         )
     templates = by_template({path: file.rank for path, file in parts.items() if file.rank is not None})
-    _refuse_misnamed(templates, parts)
+    if "" in templates and len(templates) > 1:
+        path = templates[""][0]
+        raise MalformedError(f"it is of rank {parts[path].rank} by its content, but its name says another", path=path)
     items = [_item(template, [parts[path] for path in paths], ranks) for template, paths in templates.items()]
     plain = numbered([path for path in files if path not in parts], ranks)
     beside = (_plain_item(source, template, by_rank, ranks, read) for template, by_rank in plain.items())
@@ -151,8 +153,8 @@ def _folder(source: Source) -> str:
     if at_top or not below:
         return ""
     if len(below) > 1:
-        names = listed(below)
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
+        message = f"there are several checkpoints here ({listed(below)}); name the folder of one"
+        raise SeveralCheckpointsError(message)
     return below[0]
 
 
@@ -166,11 +168,6 @@ def _refuse_mixed(files: Iterable[str]) -> None:
         )
 
 
-def _of_ranks(source: Source, files: list[str]) -> list[str]:
-    """The files that are read: those that hold a part of a tensor, and those whose names say a rank."""
-    return [path for path in files if rank_file(path) or holds_parts(source, path)]
-
-
 def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
     """All ranks that the meshes name. Raises MalformedError where they are of several world sizes."""
     sizes: dict[int, str] = {}
@@ -180,15 +177,6 @@ def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
         told = ", ".join(f"{path} of {size}" for size, path in sorted(sizes.items()))
         raise MalformedError(f"there are files of several world sizes here ({told})")
     return tuple(sorted(frozenset[int]().union(*(file.ranks for file in parts.values()))))
-
-
-def _refuse_misnamed(templates: Mapping[str, list[str]], parts: Mapping[str, RankFile]) -> None:
-    """Raises MalformedError for a file whose name has another number than its rank, where others have theirs."""
-    misnamed = templates.get("", []) if len(templates) > 1 else []
-    if misnamed:
-        raise MalformedError(
-            f"it is of rank {parts[misnamed[0]].rank} by its content, but its name says another", path=misnamed[0]
-        )
 
 
 def _item(template: str, files: list[RankFile], ranks: tuple[int, ...]) -> Item:
@@ -225,11 +213,9 @@ def _plain_item(
 
 
 def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
-    """Files of which none holds a part of a tensor: those of one rank, as verl writes on one GPU.
-
-    Raises UnsupportedError where they are of several ranks.
-    """
-    ranks = {path: _named_rank(path) for path in read}
+    """Files without a part of a tensor, as verl writes on one GPU. Raises UnsupportedError where they are of several
+    ranks."""
+    ranks = {path: int(match["rank"]) if (match := rank_file(path)) else 0 for path in read}
     world = max(max(worlds(read), default=1), max(ranks.values(), default=0) + 1)
     if world > 1 or not read:
         raise UnsupportedError(
@@ -237,24 +223,13 @@ def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
             "do not say which part of the model each one is; save with torch.distributed.checkpoint.save"
         )
     templates = by_template(ranks)
-    items = [_item_of_one(template, read[paths[0]]) for template, paths in templates.items()]
+    items = [Item(label(template), template, {0: read[paths[0]]}) for template, paths in templates.items()]
     return _checkpoint(folder, items, (0,))
 
 
-def _item_of_one(template: str, file: RankFile) -> Item:
-    return Item(label(template), template, {0: file})
-
-
-def _named_rank(path: str) -> int:
-    found = rank_file(path)
-    return int(found["rank"]) if found else 0
-
-
 def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...]) -> Checkpoint:
-    """Items of different names: two of one name are called by the names of their files.
-
-    Raises IncompleteError where verl or accelerate would have written a model beside an optimizer.
-    """
+    """Items of different names: two of one name get the names of their files. Raises IncompleteError where verl or
+    accelerate would have written a model beside an optimizer."""
     labels = [item.label for item in items]
     alone = [file.path for item in items if item.is_optimizer for file in item.files.values()]
     is_half = all(item.is_optimizer or item.label == "extra_state" for item in items)

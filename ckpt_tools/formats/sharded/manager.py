@@ -28,8 +28,7 @@ def check_index(source: Source, folder: str, here: Collection[str]) -> int | Non
     if not is_managed(source, folder):
         return None
     found = loads(source.read_all(path, limit_bytes=MAX_BYTES), path=path)
-    world = found.get("world_size") if isinstance(found, dict) else None
-    items = found.get("metadata") if isinstance(found, dict) else None
+    world, items = (found.get(name) if isinstance(found, dict) else None for name in ("world_size", "metadata"))
     if type(world) is not int or not 0 < world <= MAX_RANKS or not isinstance(items, dict):
         raise MalformedError("it does not contain the metadata of torch_checkpointing", path=path)
     for name, item in items.items():

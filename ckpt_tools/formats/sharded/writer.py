@@ -83,12 +83,8 @@ def _made_up(manifest: Manifest, origin: Origin, whole: frozenset[str]) -> Itera
     if is_cut and origin.device_type is None:
         why = f"the source has none; it is one of {DEVICE} whose dim is called {FSDP}, as verl's is"
         yield Note(Outcome.DEFAULTED, "the device mesh", why)
-    if _version(origin) == 1:
+    if _config(origin).get("FSDP_version") == 1:
         yield Note(Outcome.DEFAULTED, "FSDP_version of verl", "the source has 1, and DTensors are those of 2")
-
-
-def _version(origin: Origin) -> object:
-    return _config(origin).get("FSDP_version")
 
 
 def _config(origin: Origin) -> dict[str, Any]:
@@ -148,26 +144,26 @@ class _Files:
         for path, data in self._origin.beside.items():
             if path != CONFIG:
                 yield FileLayout(path, (Literal(data),))
-        if self._has_scheduler_file():
+        if "lr_scheduler" in self._left:
             value = self._manifest.extra["lr_scheduler"]
             yield FileLayout(SCHEDULER, tuple(archive_segments(value, {})))
         if CONFIG in self._origin.beside or self._origin is VERL:
             content = {**_config(self._origin), "FSDP_version": 2, "world_size": self._world}
             yield FileLayout(CONFIG, (Literal(json.dumps(content, indent=4).encode()),))
 
-    def _has_scheduler_file(self) -> bool:
-        left = self._labels.get("", [])
-        return "" not in self._templates and any(self._paths[name][0] == "lr_scheduler" for name in left)
+    @property
+    def _left(self) -> dict[str, None]:
+        """The entries at the top for which no file has a place."""
+        names = [] if "" in self._templates else self._labels.get("", [])
+        return dict.fromkeys(str(self._paths[name][0]) for name in names)
 
     def dropped(self) -> Iterator[Note]:
         """Entries that the files have no place for, and states of random number generators."""
         if self._generators:
             why = "each rank restores its own random number generators, and these are of other ranks"
             yield Note(Outcome.DROPPED, listed(self._generators), why, len(self._generators))
-        left = [] if "" in self._templates else [self._paths[name][0] for name in self._labels.get("", [])]
-        names = dict.fromkeys(str(name) for name in left if name != "lr_scheduler")
         why = f"the files ({listed(list(self._templates.values()))}) have no place for it"
-        yield from (Note(Outcome.DROPPED, name, why) for name in names)
+        yield from (Note(Outcome.DROPPED, name, why) for name in self._left if name != "lr_scheduler")
 
     def _file(self, label: str, template: str, rank: int) -> FileLayout:
         tensors = _RankTensors(self._manifest, self._whole, self._origin, rank, self._world)
@@ -188,7 +184,8 @@ class _Files:
         value = self._entries.objects[name]
         groups = (*(self._tree.optim or ()), "param_groups")
         if self._names and self._paths[name][-1] == "params" and self._paths[name][: len(groups)] == groups:
-            return _numbers(self._manifest, value)
+            order = _order(self._manifest)
+            return [order[name] for name in value]
         return replaced(value, lambda ref: tensors.whole(ref.key))
 
     def _name_parameters(self, value: Any, label: str) -> None:
@@ -226,14 +223,9 @@ def _order(manifest: Manifest) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def _numbers(manifest: Manifest, names: Any) -> Any:
-    order = _order(manifest)
-    return [order[name] for name in names]
-
-
 def _numbered(manifest: Manifest, entries: Entries, tree: StateTree) -> Mapping[str, TreePath]:
-    """Paths with the numbers of parameters in the place of their names; as they are where state belongs to a parameter
-    of no group."""
+    """Paths with the numbers of parameters in the place of their names; unchanged if a parameter with state is in no
+    group."""
     order, prefix = _order(manifest), (*(tree.optim or ()), "state")
     depth = len(prefix)
     state = {name: path for name, path in entries.paths.items() if tree.optim is not None and path[:depth] == prefix}
