@@ -37,7 +37,7 @@ _NUMBERED = re.compile(r"(\d{1,9})\..+", re.DOTALL)
 _EP_SIZE = re.compile(r"ep_size_(\d{1,9})")
 
 _Head = Mapping[Any, Any]
-"""What a model file holds."""
+"""The content of a model file."""
 
 
 def problem(saved: Saved) -> str | None:
@@ -134,7 +134,7 @@ def _latest(saved: Saved, tags: set[str]) -> str | None:
 
 
 def _model_parallel_size(head: _Head) -> int | None:
-    """Tensor-parallel ranks times stages of a pipeline; None if the file does not say."""
+    """Tensor-parallel ranks times stages of a pipeline; None if the file does not state them."""
     size, parallel = head.get("mp_world_size"), head.get("checkpoint_parallel_dimensions")
     degrees = [each for each in (parallel.values() if isinstance(parallel, dict) else ()) if type(each) is int]
     return max(size, prod(degrees)) if type(size) is int else None

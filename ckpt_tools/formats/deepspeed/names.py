@@ -62,7 +62,7 @@ def rank_model_name(rank: int, mp: int = 0) -> str:
 
 
 def optim_name(rank: int, mp: int = 0) -> str:
-    """The optimizer's file of a rank; ``bf16_`` stands before it in bf16 runs."""
+    """The optimizer's file of a rank; bf16 runs have ``bf16_`` in front."""
     return f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
 
 

@@ -96,7 +96,8 @@ class CommonState:
 
     @property
     def rest(self) -> dict[Any, Value]:
-        """All but what a manifest has a place for: of the optimizers, their trees with the number of their groups."""
+        """The entries that have no place in a manifest; in the trees of optimizers the number of groups stands for the
+        groups."""
         known = ("iteration", "checkpoint_version")
         found = {name: value for name, value in self.values.items() if name not in known}
         if "optimizer" in found:
@@ -117,7 +118,7 @@ def inner_tree(tree: Mapping[Any, Value]) -> Mapping[Any, Value]:
 
 
 def with_groups(tree: Mapping[Any, Value], make: Callable[[Value], Value]) -> dict[Any, Value]:
-    """``tree`` with what ``make`` gives for what stands under ``param_groups``."""
+    """``tree`` with ``make(param_groups)`` in place of ``param_groups``."""
     inner = inner_tree(tree)
     made = {**inner, "param_groups": make(inner.get("param_groups"))}
     return made if inner is tree else {**tree, "optimizer": made}

@@ -60,7 +60,7 @@ class Folder:
 
     @property
     def iteration(self) -> int | None:
-        """What the folder's name says."""
+        """The iteration in the folder's name."""
         name = self.prefix or f"{self.source.store.url.rstrip('/')}/"
         found = ITERATION.fullmatch(name)
         return int(found[1]) if found is not None else None
@@ -91,7 +91,7 @@ class Folder:
             raise IncompleteError("this file of the checkpoint is missing", path=self.metadata)
 
     def notes(self, used: Collection[str]) -> list[Note]:
-        """What lies in the folder, or is the other half of a NeMo checkpoint, and is not read."""
+        """Notes on files in the folder, or in the other half of a NeMo checkpoint, that are not read."""
         home = self.prefix.removesuffix("weights/")
         others = [path for path in self.source.files if path.startswith(home) and path not in used]
         tops = Counter(home + path[len(home) :].partition("/")[0] for path in others)

@@ -46,7 +46,7 @@ class Group:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no learning rate of its own, for which no rule says the parameters."""
+        """Whether it has no learning rate of its own: there is no rule for the parameters of such groups."""
         return self._said("lr_mult", 1.0) == 1 and self._said("is_decoupled_lr", False) is False
 
     def _said(self, name: str, default: Any) -> Any:

@@ -16,7 +16,7 @@ from ckpt_tools.stores.source import Source
 
 COMMON_FILE = "common.pt"
 CONFIG_FILE = "metadata.json"
-"""What dist_checkpointing writes beside the index, and what it writes last."""
+"""Files that dist_checkpointing writes beside the index, the second one last."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Beside the ``iter_`` folders of a run: the number of the last one that is finished, or ``release``."""
@@ -66,14 +66,13 @@ def is_legacy(path: str) -> bool:
 
 
 COMMON_ITEM = "common_state/shard_0_1"
-"""Where megatron-core from 0.19 on keeps what older ones write to ``common.pt``."""
+"""The item of the common state since megatron-core 0.19; older versions write ``common.pt``."""
 
 OWN_ITEM = "ckpt_tools/shard_0_1"
-"""Where ckpt-tools keeps what a ``torch_dist`` has no place for, in the form of a sharded object of one piece."""
+"""The item of ckpt-tools' own entries, which a ``torch_dist`` has no place for: a sharded object of one piece."""
 
 MASTERS = ("param", "fp32_param")
-"""What optimizers call their fp32 copy of a parameter: the distributed one, and the one that is not (and both of them
-up to 0.14)."""
+"""Slots of the fp32 copy of a parameter: of the distributed optimizer, and of the other (and of both up to 0.14)."""
 
 _STATE = re.compile(r"(?:chained_(\d{1,9})\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
@@ -82,7 +81,7 @@ _STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Optimizer state of the parameter ``name``; ``chain`` is the number of its optimizer, where the key says it."""
+    """Optimizer state of the parameter ``name``; ``chain`` is the number of its optimizer, where the key has it."""
 
     name: str
     slot: str
@@ -90,7 +89,7 @@ class State:
 
 
 def state_of(key: str) -> State | None:
-    """What ``key`` is, if it is optimizer state of a parameter."""
+    """The optimizer state that ``key`` names; None if it names none."""
     found = _STATE.fullmatch(key)
     if found is None:
         return None
@@ -99,8 +98,8 @@ def state_of(key: str) -> State | None:
 
 
 def is_of_buckets(key: str) -> bool:
-    """Whether ``key`` is state that lies in the distributed optimizer's own buffers: of ``dp_reshardable`` each is a
-    tensor, of ``dp_zero_gather_scatter`` all are one object."""
+    """Whether ``key`` is state in the distributed optimizer's own buffers: of ``dp_reshardable`` each is a tensor, of
+    ``dp_zero_gather_scatter`` all are one object."""
     return _BUCKETS.fullmatch(key) is not None
 
 

@@ -60,7 +60,7 @@ class _Contents:
     common: CommonState
     inner: Inner
     own: Mapping[str, Any] = field(default_factory=dict)
-    """What ckpt-tools itself left in it."""
+    """The entry that ckpt-tools itself wrote."""
     literals: dict[str, bytes] = field(default_factory=dict)
     archives: list[ByteRange] = field(default_factory=list)
     """The items of tensors that are stored flattened."""
@@ -107,7 +107,7 @@ class _Contents:
 
     @cached_property
     def _ties(self) -> Mapping[str, str]:
-        """Names of which the bytes are those of other names."""
+        """Names with the same bytes as another name, by name."""
         return ties_among(self.index.tensors)
 
     @cached_property
@@ -291,7 +291,7 @@ def _entry(leaf: TensorLeaf, kind: Kind) -> TensorEntry:
 
 
 def _common(folder: Folder, index: Index, inner: Inner) -> CommonState:
-    """The common state, wherever it lies. Raises IncompleteError where there is none."""
+    """The common state, from ``common.pt`` or from its item. Raises IncompleteError where there is none."""
     path = folder.common
     if path is None and COMMON_ITEM not in index.objects:
         raise IncompleteError("this file of the checkpoint is missing", path=f"{folder.prefix}common.pt")

@@ -1,4 +1,4 @@
-"""A manifest as a ``torch_dist`` checkpoint, which ``dist_checkpointing.load`` of Megatron-Core takes at any sizes of
+"""A manifest as a ``torch_dist`` checkpoint, which ``dist_checkpointing.load`` of Megatron-Core loads at any sizes of
 its parallel groups.
 
 The files of the tensors are those of a DCP. The index has no tree, names have the optimizer's slots in front, and
@@ -53,7 +53,7 @@ CONFIG = {
 """dist_checkpointing/core.py, ``CheckpointingConfig`` of megatron-core 0.16.1."""
 
 VERSION = 3.0
-"""What Megatron-LM calls the version of its checkpoints (training/checkpointing.py)."""
+"""Megatron-LM's version of its checkpoints (training/checkpointing.py)."""
 
 _DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """By these Megatron recognises its groups (optimizer/optimizer.py, ``param_group_identifier_keys``)."""
@@ -179,7 +179,7 @@ class _State:
 
     @cached_property
     def _master(self) -> str:
-        """What the optimizer calls its fp32 copy: one that is not distributed differs."""
+        """The slot of the fp32 copy, by the kind of optimizer."""
         trees = self._trees.values()
         return MASTERS[1] if any("fp32_from_fp16_params" in tree for tree in trees) else MASTERS[0]
 
@@ -215,7 +215,7 @@ class _State:
         return {"made": self.source is None, "groups": groups, "buffers": buffers, "widened": widened, "extra": whole}
 
     def common(self) -> dict[Any, Value]:
-        """What ``torch.load`` gives Megatron before it reads a tensor."""
+        """The content of ``common.pt``."""
         found, lost = loadable({name: value for name, value in (self.source or {}).items() if name != "optimizer"})
         self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in lost]
         content = found.get(CONTENT)
@@ -258,7 +258,7 @@ class _State:
         return {**group.options, **missing, "step": self._step(group.params or self.trained)}
 
     def _step(self, names: Sequence[str]) -> int:
-        """The step of these parameters, of which Megatron's groups have one."""
+        """The step of these parameters, because Megatron's groups have one each."""
         entries = (self.manifest.tensors.get(StateKey(name, "step")) for name in names)
         found = {self._number(entry) for entry in entries if entry is not None}
         known = next(iter(found)) if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""Which elements of a DTensor a rank has. Pure geometry.
+"""The elements of a DTensor on each rank. Pure geometry.
 
 Placements take effect from the first dim of the mesh to the last, each on what is left of the tensor (torch 2.15.0,
 distributed/tensor/_utils.py ``compute_local_shape_and_global_offset``, which says where a part begins; a part that a

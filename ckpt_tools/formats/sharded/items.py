@@ -67,7 +67,7 @@ def _templates(name: str, ranks: Collection[int]) -> list[tuple[str, int]]:
 
 
 def without_world(template: str, world: int) -> str:
-    """A template whose world size, if it says one, is left out too."""
+    """A template without its world size, if it has one."""
     return template.replace(f"world_size_{world}_rank_{RANK}", f"world_size_{WORLD}_rank_{RANK}")
 
 
@@ -145,7 +145,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
 
 
 def _folder(source: Source) -> str:
-    """Where the files of ranks are: at the top, or in the one folder below that holds some."""
+    """The folder of the files of ranks: the top, or the only folder below that has some."""
     found = folders_of_ranks(source)
     below = [folder for folder in found if folder]
     here = [path for path in source.files if "/" not in path and is_candidate(path)]

@@ -1,4 +1,4 @@
-"""The index of torch_checkpointing: how many ranks saved, and how the file of each item is stored.
+"""The index of torch_checkpointing: the number of ranks, and the serialization of each item.
 
 ``metadata.pkl`` (torch_checkpointing 0.1.1, metadata_manager.py) is a pickle of plain dicts. It names the files of the
 items that can be resharded, which may be none of them, and describes their tensors. With torch's own serialization the
@@ -22,8 +22,8 @@ _TORCH = "TorchSerialization"
 
 
 def check_index(source: Source, folder: str, here: Collection[str]) -> int | None:
-    """The number of ranks that the index of a folder says; None where it has no index. Raises FormatError if the index
-    breaks a rule, or a file is stored in another way than by ``torch.save``, or is missing."""
+    """The number of ranks in the index of a folder; None where it has no index. Raises FormatError if the index breaks
+    a rule, or a file is stored in another way than by ``torch.save``, or is missing."""
     path = f"{folder}/{INDEX}" if folder else INDEX
     if not is_managed(source, folder):
         return None

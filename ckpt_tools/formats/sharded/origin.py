@@ -38,7 +38,7 @@ class Origin:
 
 
 def origin_of(manifest: Manifest) -> Origin | None:
-    """That of a manifest that was read from files of ranks."""
+    """The origin of a manifest that was read from files of ranks; None for others."""
     if _NAME not in manifest.literals:
         return None
     content: dict[str, Any] = json.loads(manifest.literals[_NAME])

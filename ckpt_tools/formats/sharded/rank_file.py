@@ -1,4 +1,4 @@
-"""One rank's file: its leaves, and for each tensor which elements of the whole lie where."""
+"""One rank's file: its leaves, and for each tensor the places of its elements of the whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt_tools.stores.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank has of a tensor of ``shape``: shards of it, none where it has no element.
+    """A rank's part of a tensor of ``shape``: shards of it, none where it has no element.
 
     ``checksums`` are those of the storages of the shards, as the zip's directory has them; None where a shard is a part
     of its storage, or the checksum was not taken. ``is_cut`` says that it is a part by its class, even if it is all.
@@ -54,7 +54,7 @@ class RankFile:
 
     @property
     def is_optimizer(self) -> bool:
-        """Whether it is an optimizer's state dict by itself, as torch lays it out, nested or flattened."""
+        """Whether it is a bare state dict of a torch optimizer, nested or flattened."""
         tops = ((str(path[0]), len(path)) for path in self.objects)
         return any(top == "param_groups" or (num == 1 and top.startswith("param_groups.")) for top, num in tops)
 

@@ -32,10 +32,10 @@ MAX_COMPARED_BYTES = 1 << 20
 """Tensors without a checksum that are read to see whether the ranks agree."""
 
 MAX_BESIDE_BYTES = 64 << 20
-"""Of one small file that goes along; a tokenizer has up to 20 MB."""
+"""Most bytes of a small file that is kept; a tokenizer has up to 20 MB."""
 
 FSDP = "fsdp"
-"""What verl calls the dim of its mesh."""
+"""The dim of verl's mesh."""
 
 GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
 """Entries with the states of a rank's random number generators. They are neither read nor written: ranks of another
@@ -116,8 +116,8 @@ def _refuse_unnamed(found: Checkpoint) -> None:
 
 
 def _refuse_others_in_place(found: Checkpoint, manifest: Manifest) -> None:
-    """Raises MalformedError if another of its files lies where the model should be: there is no weight, or there is
-    the small state that verl lays beside a model."""
+    """Raises MalformedError if another file has the name of the model's: it has no weight, or it has the small state
+    that verl writes beside a model."""
     models = [item for item in found.items if not item.is_optimizer and item.label.startswith("model")]
     held = {path[0] for item in models for file in item.files.values() for path in (*file.tensors, *file.objects)}
     is_small = bool(_SMALL & held) and any(item.label.startswith("extra_state") for item in found.items)
@@ -215,7 +215,7 @@ class _Tree:
         self.notes += [Note(Outcome.DROPPED, f"other values of {name}", why) for name in (*differing, *unlike)]
 
     def _is_extra(self, item: Item) -> bool:
-        """Whether it is what lies beside model and optimizer: it holds no part of a tensor, and is no optimizer."""
+        """Whether it is neither model nor optimizer: it holds no part of a tensor, and no optimizer's state."""
         if item.has_parts or item.is_optimizer:
             return False
         if any(each.has_parts for each in self.found.items):
@@ -331,7 +331,7 @@ class _Tree:
         )
 
     def _padded(self, template: str) -> str:
-        """A template that says to how many digits the rank is written, if zeros come before it."""
+        """A template with the number of digits of the rank, if it is written with leading zeros."""
         before, _, after = template.partition(RANK)
         for path in self.found.files:
             digits = path.rpartition("/")[2].removeprefix(before).removesuffix(after)

@@ -1,4 +1,4 @@
-"""A manifest as files of ranks: what ``torch.save`` writes on each rank of an FSDP2 run.
+"""A manifest as files of ranks, as ``torch.save`` writes them on each rank of an FSDP2 run.
 
 Parameters and their optimizer state are DTensors that are cut along their rows, over a mesh of one dim. All else, such
 as buffers and 0-d tensors, is whole in the file of every rank. A source that was files of ranks keeps its names; any
@@ -46,7 +46,7 @@ VERL = Origin(
 )
 TREE = StateTree(("model",), ("optim",))
 DEVICE = "cuda"
-"""What verl's mesh is of, where the source does not say (``create_device_mesh``); its dim is called ``fsdp``."""
+"""The device of verl's mesh (``create_device_mesh``), for sources without a mesh."""
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
@@ -96,7 +96,7 @@ def _config(origin: Origin) -> dict[str, Any]:
 
 
 class _Files:
-    """The files, made when they are asked for."""
+    """The files, made on demand."""
 
     def __init__(
         self,
@@ -199,15 +199,15 @@ class _Files:
 
 
 def _generators(manifest: Manifest, entries: Entries, paths: Mapping[str, TreePath]) -> Mapping[str, str]:
-    """The user's own entries that the reader takes for states of random number generators: the name at the top, by that
-    of the leaf."""
+    """The user's entries that the reader would take for states of random number generators: the name at the top, by
+    leaf."""
     tensors = {name for name, key in entries.tensors.items() if manifest.tensors[key].kind is Kind.EXTRA}
     own = (name for name in paths if name in entries.objects or name in tensors)
     return {name: str(paths[name][0]) for name in own if any(part in GENERATORS for part in paths[name][:-1])}
 
 
 def _templates(origin: Origin) -> Mapping[str, str]:
-    """Names in which a rank can be written; verl's where the source's files say none."""
+    """The names of the source's files; verl's where these have no rank."""
     return origin.templates if all(re.search(_RANK, name) for name in origin.templates.values()) else VERL.templates
 
 
@@ -243,7 +243,7 @@ def _numbered(manifest: Manifest, entries: Entries, tree: StateTree) -> Mapping[
 
 
 class _RankTensors:
-    """The tensors of one file, and the bytes of their storages, which are numbered as they are asked for."""
+    """The tensors of one file, and the bytes of their storages, which are numbered in order of use."""
 
     def __init__(self, manifest: Manifest, whole: frozenset[str], origin: Origin, rank: int, world: int) -> None:
         self._manifest = manifest
@@ -256,7 +256,7 @@ class _RankTensors:
         self.segments: dict[str, list[Segment]] = {}
 
     def part(self, key: StateKey) -> Any:
-        """What this rank has of a tensor; the same object for the same key, so that ties share it."""
+        """This rank's part of a tensor; the same object for the same key, so that ties share it."""
         entry = self._manifest.tensors[key]
         is_state = entry.kind in (Kind.PARAMETER, Kind.STATE)
         if not is_state or key.fqn in self._whole or not _can_be_cut(entry.shape):

@@ -93,11 +93,11 @@ def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """What a model file says of parameters and buffers.
+    """Parameters and buffers as a model file describes them.
 
-    ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping a param group (stages 1,
-    2) or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``homes`` has the other file of what
-    lies in one: of a layer, or of an expert.
+    ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping a param group (stages 1, 2)
+    or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``homes`` has the files of values that
+    are in a file of a layer or an expert.
     """
 
     file: File
@@ -152,7 +152,6 @@ class ModelStates:
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
 
     def home(self, name: str) -> File:
-        """The file in which the value ``name`` of ``module`` lies."""
         return self.homes.get(name, self.file)
 
 
@@ -167,7 +166,7 @@ def _module(file: File) -> Mapping[str, Value]:
 
 
 def stages_of(file: File) -> int:
-    """The stages of the run's pipeline, as its model's file says."""
+    """The number of stages of the run's pipeline."""
     parallel = file.content.get("checkpoint_parallel_dimensions")
     stages = parallel.get("pp_degree") if isinstance(parallel, dict) else None
     return stages if type(stages) is int else 1
@@ -223,7 +222,7 @@ def _tensors(found: Mapping[Value, Value], path: str) -> Mapping[str, StoredTens
 
 @dataclass(frozen=True, slots=True)
 class OptimStates:
-    """What one rank's optimizer file says.
+    """A rank's optimizer file.
 
     ``masters`` are its flats in order: one a param group (stages 1, 2) or a sub-group (3). ``states`` has the
     optimizer's state of each, ``paddings`` the elements its slots may have more than the masters (none for
@@ -279,7 +278,7 @@ class OptimGroup:
 
 
 def _stage(own: Mapping[str, Value], path: str) -> int:
-    """1, 2 or 3; BF16_Optimizer, which is a stage 1, does not say."""
+    """1, 2 or 3; BF16_Optimizer, which is a stage 1, does not state it."""
     if "zero_stage" not in own:
         if "single_partition_of_fp32_groups" not in own:
             raise UnsupportedError("it does not contain ZeRO optimizer state", path=path)

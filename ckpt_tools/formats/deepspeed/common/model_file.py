@@ -27,8 +27,8 @@ def refuse_experts(model: ModelStates) -> None:
 
 
 def check_experts(model: ModelStates) -> None:
-    """Raises IncompleteError for the file of a run with ``deepspeed.moe`` layers that does not have all experts: in
-    what we write they lie in the model's file, and DeepSpeed leaves them to files of their own."""
+    """Raises IncompleteError for the file of a run with ``deepspeed.moe`` layers that does not have all experts.
+    ckpt-tools writes them into the model's file, DeepSpeed into files of their own."""
     refuse_experts(model)
     counts = model.file.content.get("num_experts")
     numbers = [count for count in counts if type(count) is int] if isinstance(counts, list) else []
@@ -59,8 +59,8 @@ def check_parts(model: ModelStates, found: int) -> None:
 def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:
     """Tied parameters, by alias: those that DeepSpeed saw, and views of the same elements.
 
-    ``are_tied`` says of an alias and an owner in ``module`` whether what DeepSpeed saw is true: it compares addresses,
-    which empty tensors and views of other shapes may share too.
+    ``are_tied`` checks an alias and an owner in ``module``, because DeepSpeed compares addresses, which empty tensors
+    and views of other shapes may share too.
     """
     trainable, module = model.trainable, model.module
     tied = {
@@ -78,7 +78,7 @@ def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping
 
 
 def _view(name: str, value: Value, path: str) -> object:
-    """What two tied parameters have in common; nothing for one without elements."""
+    """A key that two tied parameters share; the name alone for one without elements."""
     if not isinstance(value, StoredTensor) or not value.numel or value.storage is None:
         return name
     return path, value.storage.key, value.dtype, value.storage_offset, tuple(value.shape), tuple(value.strides)
@@ -94,7 +94,7 @@ def other_shape(model: ModelStates, name: str, value: StoredTensor, shape: Shape
 
 
 def is_round_robin(model: ModelStates) -> bool:
-    """Whether ``round_robin_gradients`` was asked for, which only stage_1_and_2.py knows."""
+    """Whether the config sets ``round_robin_gradients``, which only stage_1_and_2.py supports."""
     config = model.file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))

@@ -1,9 +1,9 @@
-"""Which elements of which parameter each rank holds, and where in its vectors. Integers only.
+"""The elements of each parameter on each rank, and their places in its vectors. Integers only.
 
 A rank holds a few long vectors, one a *flat group*: a param group in stages 1 and 2, a sub-group in stage 3. Stages 1
-and 2 lay the parameters of a group end to end, pad the end to a multiple of twice the world size and cut evenly
+and 2 concatenate the parameters of a group, pad the end to a multiple of twice the world size and cut evenly
 (stage_1_and_2.py ``flatten_dense_tensors_aligned``, ``get_data_parallel_partitions``). Stage 3 cuts every parameter
-evenly, pads each cut, and lays a rank's cuts end to end (stage3.py ``_create_fp16_partitions_with_defragmentation``).
+evenly, pads each cut, and concatenates a rank's cuts (stage3.py ``_create_fp16_partitions_with_defragmentation``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Vector:
 
     @property
     def offsets(self) -> Ints:
-        """Where each row starts in the vector."""
+        """The start of each row in the vector."""
         ends: Ints = np.cumsum(self.stops - self.starts + self.paddings)
         return np.concatenate([[0], ends[:-1]])
 
@@ -50,7 +50,8 @@ class Vector:
         return Vector(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
 
     def of_whole(self, numels: Sequence[int]) -> Vector:
-        """Of whole parameters, in the place of the parts that it holds, and without the padding: Muon's momentum."""
+        """The vector of Muon's momentum: whole parameters in place of the parts that this one holds, without
+        padding."""
         params = self.params[self.stops > self.starts]
         zeros = np.zeros_like(params)
         return Vector(params, zeros, np.array(numels, np.int64)[params], zeros)

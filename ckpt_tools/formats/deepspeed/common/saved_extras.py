@@ -1,6 +1,6 @@
-"""What is no tensor of the model: DeepSpeed's scalars, the scheduler, the client state.
+"""DeepSpeed's scalars, the scheduler and the client state of a checkpoint that is read.
 
-Values stay as inert as they were read. Tensors inside them become tensors of the manifest, and leave a ``TensorRef``.
+Values stay inert. A ``TensorRef`` stands for each tensor in them, which becomes one of the manifest.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Extras:
         self._add_section("deepspeed", file, own, _OF_OPTIMIZER)
 
     def add_module_value(self, name: str, value: Value, file: File) -> None:
-        """What a module keeps that is no tensor: its ``_extra_state``, which may be anything."""
+        """Keeps a value of a module that is not a tensor: its ``_extra_state``, which may be anything."""
         kept = self.values.setdefault("deepspeed", {}).setdefault("module", {})
         kept[name] = self.inert(value, f"module.{name}", file)
 

@@ -21,9 +21,9 @@ MAX_LATEST_BYTES = 4096
 
 
 def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: str, what: str) -> str:
-    """The one of ``folders`` that ``tag`` names, or else the file ``latest``; ``what`` says what they hold. Raises
-    SourceNotFoundError if there is no such tag; IncompleteError if ``latest`` names one that is not there; UnsafeError
-    if ``latest`` leads out of the source; UnsupportedError if there are several and nothing chooses."""
+    """The one of ``folders`` that ``tag`` names, or else the file ``latest``; ``what`` describes them in messages.
+    Raises SourceNotFoundError if there is no such tag; IncompleteError if ``latest`` names one that is not there;
+    UnsafeError if ``latest`` leads out of the source; UnsupportedError if there are several and nothing chooses."""
     if not folders:
         raise SourceNotFoundError(f"there is no {what} in {source.store.url}")
     if tag is not None:

@@ -1,7 +1,7 @@
 """Rules that join the parts of a tensor-parallel run: ``universal_checkpoint_info`` of the model's files.
 
-AutoTP and Megatron-DeepSpeed list patterns of names there, a category each; newer versions also say for each parameter
-where every block of it lies (``affine_map``), which goes before the categories. checkpoint/ds_to_universal.py
+AutoTP and Megatron-DeepSpeed list patterns of names there, a category each; newer versions also have the place of every
+block of each parameter (``affine_map``), which goes before the categories. checkpoint/ds_to_universal.py
 ``merge_tp_slices`` is the reference; docs/formats/deepspeed.md has the rules. Integers and names only: no file is
 opened here. What takes arithmetic (an average, a scaled block) is refused by name.
 """
@@ -46,7 +46,7 @@ Placed = tuple[Box, Box]
 
 
 CUTTING = ("universal_checkpoint_info", "mp_world_size", "checkpoint_parallel_dimensions")
-"""Entries of a model's file that say how the run cut its model: they are not true of the whole."""
+"""Entries of a model's file on how the run cut its model, which do not apply to the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Join:
 
 
 def _moved(table: ShardTable, boxes: Sequence[Placed]) -> Iterator[Shard]:
-    """The parts of the shards that lie in ``boxes``, at their places in the whole."""
+    """The shards within ``boxes``, moved to their places in the whole."""
     item = table.dtype.item_bytes
     for row in range(len(table)):
         stored, at, strides = table.box(row), table.byte_range(row), table.stride(row)
@@ -86,14 +86,14 @@ def _moved(table: ShardTable, boxes: Sequence[Placed]) -> Iterator[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What ``universal_checkpoint_info`` says. ``path`` is the file that says it, for messages."""
+    """The rules of ``universal_checkpoint_info``. ``path`` is their file, for messages."""
 
     info: Mapping[Value, Value]
     path: str
 
     @classmethod
     def of(cls, info: Value, path: str) -> Rules:
-        """Raises FormatError where there are no rules, or some that are not understood."""
+        """Raises FormatError where there are no rules, or unknown ones."""
         if not isinstance(info, dict) or not info:
             raise UnsupportedError(
                 "it is of a tensor-parallel run and has no universal_checkpoint_info, the rules by which the parts "
@@ -108,8 +108,8 @@ class Rules:
         return rules
 
     def join(self, name: str, shapes: Sequence[Shape]) -> Join:
-        """How the parts of ``shapes``, one a rank, make the parameter. Raises UnsupportedError if it takes arithmetic;
-        MalformedError if the rules do not fit the parts."""
+        """The join of parts of ``shapes``, one a rank. Raises UnsupportedError if it takes arithmetic; MalformedError
+        if the rules do not fit the parts."""
         blocks = self._mapping("affine_map").get("params", {})
         if not isinstance(blocks, dict):
             raise self._bad("affine_map")
@@ -146,7 +146,7 @@ class Rules:
         return self._one(list(patterns), name) is not None
 
     def _one(self, patterns: Sequence[Value], name: str) -> str | None:
-        """The one of ``patterns`` that matches from the start of the name, as DeepSpeed asks."""
+        """The one of ``patterns`` that matches from the start of the name, as in DeepSpeed."""
         found = [pattern for pattern in patterns if self._compiled(pattern).match(name)]
         if len(found) > 1:
             raise self._malformed(name, f"several patterns of one kind match it: {brief(found)}")

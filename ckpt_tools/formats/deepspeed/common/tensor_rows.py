@@ -1,4 +1,4 @@
-"""The tensors of one file: what the pickle says of each, and the segments that are its bytes.
+"""The tensors of one file: their records in the pickle, and the segments that are their bytes.
 
 In stage 3 the files of all ranks have the same pickle and differ in elements and in their names alone. Such a file is
 made once as a ``Form`` with holes, and a rank's copy is that form with its holes filled: for a thousand ranks of a
@@ -27,7 +27,7 @@ from ckpt_tools.serialization.torch_zip import Content, archive_segments, root_o
 
 @dataclass(slots=True)
 class Tensors:
-    """Storages being gathered, one a tensor, in the order in which they are asked for."""
+    """The storages of one file, one a tensor, in the order of the calls."""
 
     manifest: Manifest
     _storages: dict[str, list[Segment]] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Tensors:
         return FileLayout(path, tuple(archive_segments(value, self._storages, root=root_of(path))))
 
     def form(self, value: Value) -> Form:
-        """The file of ``value``, with the holes that were asked for here."""
+        """The file of ``value``, with the holes made here."""
         return Form(Content.of(value, self._storages), self._storages, tuple(self._holes))
 
     def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
@@ -48,7 +48,6 @@ class Tensors:
         return StoredTensor(StorageRef.holding(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
 
     def whole(self, key: StateKey, entry: TensorEntry) -> StoredTensor:
-        """All of a tensor of the manifest, as ``entry`` says."""
         return self.add([Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape)
 
     def vector(self, vector: Vector, group: Group, slot: Slot) -> StoredTensor:
@@ -56,7 +55,7 @@ class Tensors:
         return self.add(elements(rows_of(vector), group, slot), slot.dtype, (vector.numel,))
 
     def hole(self, dtype: DType, numel: int) -> StoredTensor:
-        """A vector whose elements each rank has for itself."""
+        """A vector whose elements differ from rank to rank."""
         self._holes.append(str(len(self._storages)))
         return self.add([Padding(numel * dtype.item_bytes)], dtype, (numel,))
 
@@ -100,7 +99,7 @@ class Form:
     holes: tuple[str, ...]
 
     def filled(self, path: str, contents: Sequence[Sequence[Segment]]) -> FileLayout:
-        """The file whose holes, in the order in which they were asked for, have ``contents``."""
+        """The file with ``contents`` in its holes, in their order."""
         own = dict(zip(self.holes, contents, strict=True))
         return FileLayout(path, tuple(self.content.segments({**self.storages, **own}, root=root_of(path))))
 

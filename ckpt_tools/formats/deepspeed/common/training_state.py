@@ -67,7 +67,7 @@ class _Column:
 
     @property
     def is_cut(self) -> bool:
-        """Of its parameter's shape everywhere, and of one type, or of types that become fp32."""
+        """Whether it has its parameter's shape everywhere, and one type, or types that become fp32."""
         dtypes = {state.dtype for _, state in self.present}
         return all(w.shape == s.shape for w, s in self.present) and (len(dtypes) == 1 or dtypes <= CASTABLE)
 
@@ -156,7 +156,7 @@ class TrainingState:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """Those on all groups, then those on the optimizer state of each."""
+        """Notes on all groups, then those on the optimizer state of each."""
         return (*self.of_all_groups, *(note for group in self.groups for note in group.notes))
 
     @property
@@ -306,7 +306,7 @@ class _Reading:
                 self.notes.append(noted(Outcome.DROPPED, what, reason, self._states(names)))
 
     def _note_masters(self, trained: Iterable[str]) -> None:
-        """Where a master comes from a weight that is stored in fewer bits."""
+        """Notes masters that are made from a weight with fewer bits."""
         keys = [_master(self.manifest, name) for name in trained]
         narrow = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
         if narrow:

@@ -1,7 +1,6 @@
-"""What is neither weight nor optimizer state: DeepSpeed's counters, config and scheduler, and the client state.
+"""DeepSpeed's counters, config and scheduler, and the client state of a checkpoint that is written.
 
-Everything of another framework's that has no place of its own becomes client state, which ``load_checkpoint`` returns
-to the caller.
+Entries of other frameworks become client state, which ``load_checkpoint`` returns to the caller.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _FP32_NAMES = ("fp32", "float", "float32", "torch.float32")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What in the DeepSpeed config of the source decides where elements are: a run resumes with the same config.
+    """The settings of the source's DeepSpeed config that decide where elements are: a run resumes with the same config.
 
     ``sub_group_size`` counts elements of a rank (stage 3); ``is_round_robin`` says that groups are flattened in the
     order of ``round_robin_gradients``, ``has_whole_momentum`` that Muon keeps whole parameters (stages 1 and 2).
@@ -53,7 +52,7 @@ class Settings:
 
 
 def _sub_group_size(found: Any) -> int:
-    """JSON writes 1e9 as a float, and Hugging Face's configs may say ``auto``."""
+    """JSON writes 1e9 as a float, and Hugging Face's configs may have ``auto``."""
     is_number = isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found < 1 << 62
     return int(found) if is_number else DEFAULT_SUB_GROUP_SIZE
 
@@ -222,7 +221,7 @@ class Extras:
 
     @property
     def module(self) -> Mapping[str, Any]:
-        """What modules of the model keep beside tensors (``_extra_state``), by name."""
+        """Values of the model's modules that are not tensors (``_extra_state``), by name."""
         return _dict(self.own.get("module"))
 
     @property

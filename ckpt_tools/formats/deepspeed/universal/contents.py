@@ -34,8 +34,8 @@ Entries = Iterator[tuple[StateKey, TensorEntry]]
 
 @dataclass
 class Contents:
-    """One checkpoint on its way into a manifest. ``models`` has one a rank where DeepSpeed made it from stage 3,
-    ``parts`` one a tensor-parallel rank: what trains is whole in ``zero/``, and the model's files have their parts."""
+    """A checkpoint while it is read. ``models`` has one a rank if DeepSpeed made it from stage 3, ``parts`` one a
+    tensor-parallel rank: trained parameters are whole in ``zero/``, and in parts in the model's files."""
 
     files: UniversalFiles
     models: tuple[ModelStates, ...]
@@ -82,7 +82,7 @@ class Contents:
         return {name: self._whole_shape(name, shape) for name, shape in self.model.trainable.items()}
 
     def _whole_shape(self, name: str, part: Shape) -> Shape:
-        """Of a parameter of a tensor-parallel run, which only the file of its master states."""
+        """The shape of a parameter of a tensor-parallel run, which only its master's file has."""
         path = self.files.states.get(name, {}).get(MASTER_FILE)
         if path is None:
             raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
@@ -154,7 +154,7 @@ class Contents:
 
     @cached_property
     def usual_slots(self) -> Mapping[str, frozenset[str]]:
-        """Of each parameter that trains, the slots that most parameters of its group have."""
+        """The slots that most parameters of its group have, by name of a trained parameter."""
         found: dict[str, frozenset[str]] = {}
         for group in self.model.param_shapes:
             held = (frozenset(self.files.states.get(name, {})) for name, shape in group.items() if 0 not in shape)
@@ -272,7 +272,7 @@ class Contents:
         )
 
     def _members(self, number: int) -> tuple[str, ...]:
-        """A list of ``param_shapes`` in the order in which the optimizer was given it."""
+        """The names of a list of ``param_shapes`` in the order in which the optimizer got them."""
         names, world_size = tuple(self.model.param_shapes[number]), self.model.file.content.get("dp_world_size")
         if self._is_round_robin and type(world_size) is int and world_size > 0:
             return original_order(names, world_size)
@@ -280,7 +280,7 @@ class Contents:
 
     @property
     def _is_round_robin(self) -> bool:
-        """Whether ``round_robin_gradients`` was in force: the optimizer that knows it says of itself stage 1 or 2."""
+        """Whether ``round_robin_gradients`` was in force: its optimizer is one of stage 1 or 2."""
         stage = self.optimizer.content.get("zero_stage")
         stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
         return is_round_robin(self.model) and stage in (1, 2)

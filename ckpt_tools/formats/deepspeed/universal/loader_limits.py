@@ -23,19 +23,19 @@ from ckpt_tools.formats.deepspeed.names import MASTER_FILE, split_expert
 STEP = "step"
 
 STAGE3_SLOTS = ("exp_avg", "exp_avg_sq")
-"""What stage 3 opens beside the masters, stage3.py ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``."""
+"""Slots that stage 3 opens beside the masters, stage3.py ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``."""
 
 MAX_ELEMENTS_OF_ONE_RANK = 2
-"""A group so small lies on the first rank at any world size, since partitions have at least two elements; the others
-have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]``."""
+"""A group of so few elements is on the first rank at any world size, since partitions have at least two elements; the
+others have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]``."""
 
 
 def portable(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups without the state that has no form in ``zero/<fqn>/``, and with a note on it.
+    """The groups without state that cannot be a file of ``zero/<fqn>/``, with notes on it.
 
-    A file there has to have as many elements as its parameter, and is copied into float32. An optimizer that finds a
-    part of its state takes it for the whole, so that a group keeps all of it or nothing. Raises UnsupportedError if a
-    slot has the name of the master's file.
+    Such a file has as many elements as its parameter, and is copied into float32. A group keeps all of its state or
+    none, because an optimizer that finds a part takes it for all. Raises UnsupportedError if a slot has the name of the
+    master's file.
     """
     found = list(groups)
     for number, group in enumerate(groups):
@@ -71,7 +71,7 @@ def stage3_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def corrected(notes: Iterable[Note]) -> Iterator[Note]:
-    """The notes on what is no tensor. A native checkpoint needs a loss scaler; here the job keeps its own."""
+    """The notes of ``Extras``, corrected. A native checkpoint needs a loss scaler; here the job keeps its own."""
     for note in notes:
         if note.what == "loss_scaler" and note.outcome is Outcome.DEFAULTED:
             note = replace(note, outcome=Outcome.MISSING, why=note.why.replace(DEFAULT_SCALER, "the job keeps its own"))

@@ -1,7 +1,7 @@
 """Universal checkpoints as manifests: those of DeepSpeed's ``ds_to_universal`` from any stage, and ours.
 
-One pass over the headers: the model's file has names, shapes and groups, each parameter's files say where its states
-are. No tensor byte is read.
+One pass over the headers: the model's file has names, shapes and groups, each parameter's files have the places of its
+states. No tensor byte is read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
-    """The files of the checkpoint; none where nothing in the source itself says that it is the one.
+    """The files of the checkpoint; none where no file in the source names it.
 
     Of parameters without state and of buffers, DeepSpeed leaves copies in ``zero/``.
     """

@@ -107,8 +107,8 @@ def _model_parts(names: list[str], prefix: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a file holds: a tensor whose storage starts at byte ``start``, or a number. ``saved_as`` is the name of the
-    file that was written, as far as the archive says it."""
+    """The content of a file: a tensor whose storage starts at byte ``start``, or a number. ``saved_as`` is the name
+    under which it was written, if the archive has it."""
 
     value: Value
     saved_as: str
@@ -172,7 +172,7 @@ class Slots:
         return self.number(path, content.value)
 
     def number(self, name: str, value: Value) -> ShardTable:
-        """A number that is no tensor, kept under ``name``. Raises MalformedError."""
+        """A plain number, kept under ``name``. Raises MalformedError."""
         if not is_number(value):
             raise MalformedError(f"a step is a {type(value).__name__}, which is not a number", path=name)
         table, files = number_table(value, name)

@@ -49,7 +49,8 @@ Scalars = list[Mapping[str, TensorEntry]]
 
 @dataclass
 class Contents:
-    """One checkpoint on its way into a manifest. ``part`` sets it apart from others that become one with it."""
+    """A checkpoint while it is read. ``part`` sets its literals apart from those of checkpoints that are joined with
+    it."""
 
     source: Source
     model: ModelStates
@@ -79,8 +80,8 @@ class Contents:
         )
 
     def _notes(self) -> Iterator[Note]:
-        """Stages 2 and 3 list frozen parameters, and None in place of the list says that they were not to be saved.
-        Stage 1 never lists them; if it has one, it has them all."""
+        """Stages 2 and 3 list frozen parameters, with None in place of the list if they were not saved. Stage 1 never
+        lists them; if it has one, it has them all."""
         content = self.model.file.content
         if "frozen_param_shapes" not in content or content["frozen_param_shapes"] is not None:
             return
@@ -101,7 +102,7 @@ class Contents:
 
     @cached_property
     def pieces(self) -> Mapping[str, Pieces]:
-        """Where each trainable parameter that has elements lies in the partitions."""
+        """The places in the partitions of each trainable parameter that has elements."""
         shapes, found = self.model.param_shapes, self.partitions
         if self.optim.stage == 3:
             return locate_params(shapes, found.masters)
@@ -122,7 +123,7 @@ class Contents:
 
     @cached_property
     def momentum(self) -> Mapping[str, Pieces]:
-        """Where Muon's momentum of each parameter lies, if its vectors hold whole parameters."""
+        """The places of Muon's momentum of each parameter, if its vectors hold whole parameters."""
         return locate_whole(self.pieces, self.partitions.momentum)
 
     @cached_property
@@ -175,7 +176,7 @@ class Contents:
         return TensorEntry(shape, value.dtype, kind, self._cut_weight(name, shape, value.dtype))
 
     def _shape(self, name: str, value: StoredTensor) -> Shape:
-        """What the shape should be; in stage 3 a weight that is cut leaves an empty one in ``module``."""
+        """The shape of the whole weight; in stage 3 ``module`` has an empty tensor in place of one that is cut."""
         if name in self.model.buffers:
             return tuple(value.shape)
         frozen = self.model.frozen_shapes if self.optim.stage == 3 else {}
@@ -199,7 +200,7 @@ class Contents:
 
     @cached_property
     def fragments(self) -> list[Mapping[str, Vector]]:
-        """Where each rank has its fragments of the frozen parameters."""
+        """Each rank's fragments of the frozen parameters."""
         return [_fragments(self.model), *map(self._read_fragments, self.model_paths[1:])]
 
     def _read_fragments(self, path: str) -> Mapping[str, Vector]:
@@ -251,7 +252,7 @@ class Contents:
         return ParamGroup(self._members(group), self.extras.options(number, group.options, self.optim.file))
 
     def _members(self, group: OptimGroup) -> tuple[str, ...]:
-        """The parameters of a group in the order in which the optimizer was given them.
+        """The parameters of a group in the order in which the optimizer got them.
 
         A group is one flat in stages 1 and 2, but for Adagrad: DeepSpeed remakes it with a single group of all flats.
         """

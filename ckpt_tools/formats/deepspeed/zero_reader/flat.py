@@ -1,7 +1,7 @@
-"""Flat partitions: where the elements of a parameter lie in what each rank saved.
+"""Flat partitions: the places of a parameter's elements in the vectors of each rank.
 
-Stages 1 and 2 flatten a whole param group and cut it evenly, stage 3 cuts each parameter and concatenates the cuts of
-a sub-group. Either way a rank saves a few long vectors, the *flats*: the masters, and as many for each slot of the
+Stages 1 and 2 flatten a whole param group and cut it evenly, stage 3 cuts each parameter and concatenates the cuts of a
+sub-group. Either way a rank saves a few long vectors, the *flats*: the masters, and as many for each slot of the
 optimizer. ``Pieces`` say which interval of a parameter lies at which offset of which flat, once for all slots;
 ``Flats`` say where the flats of one slot start in the files. Together they are a ``ShardTable``, column by column.
 """
@@ -85,7 +85,7 @@ class Flats:
         return Flats(self.name, files, self.dtypes, self.byte_starts[ranks], self.numels[ranks])
 
     def holds(self, pieces: Pieces) -> bool:
-        """Whether any rank saved one of the flats that ``pieces`` lie in."""
+        """Whether any rank saved a flat that ``pieces`` are in."""
         return not self.dtypes.keys().isdisjoint(pieces.flats.tolist())
 
     def table(self, pieces: Pieces) -> ShardTable:

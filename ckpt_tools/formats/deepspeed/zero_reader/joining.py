@@ -66,7 +66,8 @@ class Joining:
         return TensorEntry(join.shape, first.dtype, first.kind, table)
 
     def _join(self, key: StateKey, first: TensorEntry, shapes: Sequence[Shape]) -> Join:
-        """All slots of a parameter are cut alike. A buffer is the same on every rank, for no rule says otherwise."""
+        """All slots of a parameter are cut alike. A buffer is the same on every rank, because there is no rule for
+        buffers."""
         name, path = key.fqn, self.rules.path
         if first.kind is Kind.BUFFER:
             if len(set(shapes)) > 1:

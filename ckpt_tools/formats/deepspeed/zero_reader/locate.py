@@ -21,8 +21,8 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The files of one checkpoint. Of the model there is one file, or in stage 3 one a rank; a folder that was
-    written twice may hold both, and the stage decides. Without ZeRO there are no files of the optimizer."""
+    """The files of one checkpoint. The model has one file, or in stage 3 one a rank; a folder that was written twice
+    may hold both, and the stage decides. Without ZeRO there are no files of the optimizer."""
 
     prefix: str
     mp_rank: int

@@ -100,7 +100,7 @@ def _contents(
 
 
 def _spread(model: ModelStates, ranks: Mapping[int, int], path: str) -> dict[str, int]:
-    """Over how many ranks the experts of each layer are spread, by the partitions of their groups."""
+    """The number of ranks of each layer's experts, by the partitions of their groups."""
     found: dict[str, int] = {}
     for flat, shapes in enumerate(model.param_shapes):
         for name in shapes if flat in ranks else ():
@@ -115,9 +115,9 @@ def _spread(model: ModelStates, ranks: Mapping[int, int], path: str) -> dict[str
 
 @dataclass(kw_only=True)
 class ExpertContents(Contents):
-    """A run with ZeRO-1 or -2. ``model`` is the whole one, ``local`` what rank 0 says. ``num_ranks`` are the
-    expert-parallel ranks of each flat, 1 if it has no experts. ``said`` are the ``param_slice_mappings`` of all ranks.
-    """
+    """A run with ZeRO-1 or -2. ``model`` is the whole one, ``local`` that of rank 0. ``num_ranks`` are the
+    expert-parallel ranks of each flat, 1 if it has no experts. ``said`` are the ``param_slice_mappings`` of all
+    ranks."""
 
     experts: Experts
     local: ModelStates
@@ -158,7 +158,7 @@ class ExpertContents(Contents):
 
     @cached_property
     def _is_data_first(self) -> bool:
-        """Whether ranks of the same experts lie side by side. Raises MalformedError where no order fits."""
+        """Whether ranks of the same experts are neighbours. Raises MalformedError where no order fits."""
         if (wrong := self._first_wrong(is_data_first=False)) is None:
             return False
         if self._first_wrong(is_data_first=True) is None:
@@ -166,7 +166,7 @@ class ExpertContents(Contents):
         raise MalformedError(f"its {MAPPINGS} do not fit the partitions", path=self.partitions.masters.files[wrong])
 
     def _first_wrong(self, *, is_data_first: bool) -> int | None:
-        """The first rank that says something else of what it holds."""
+        """The first rank whose ``param_slice_mappings`` differ."""
         for flat, shapes in enumerate(self.local.param_shapes):
             held = self._held(flat, {name: shapes[name] for name in self._given(flat)})
             expert_ranks = self._expert_ranks(flat, is_data_first=is_data_first)
@@ -180,7 +180,7 @@ class ExpertContents(Contents):
         return None
 
     def _held(self, flat: int, shapes: Mapping[str, Shape]) -> list[dict[str, tuple[int, int]]]:
-        """What each partition of a group holds: elements, and where they start."""
+        """The elements of a group in each partition, and their starts, by name."""
         masters, paddings = self.partitions.masters, self.partitions.paddings
         size = partition_size(flat, masters, paddings)
         held: list[dict[str, tuple[int, int]]] = [{} for _ in range(self._count(flat))]
@@ -197,7 +197,7 @@ class ExpertContents(Contents):
     # What is not cut
 
     def _scalars_at(self, pieces: Pieces) -> Scalars:
-        """Those of the first rank that has these experts."""
+        """The scalars of the first rank that has these experts."""
         flat = int(pieces.flats[0])
         expert_ranks = self._expert_ranks(flat, is_data_first=self._is_data_first)
         first = int(np.flatnonzero(expert_ranks == expert_ranks[int(pieces.ranks[0])])[0])
@@ -207,7 +207,7 @@ class ExpertContents(Contents):
         return self._others[first]
 
     def _are_equal(self, one: Scalars, other: Scalars) -> bool:
-        """So that a value that all ranks have comes from one place."""
+        """Whether all scalars are equal, so that a value that all ranks have is read from one place."""
         return [[*slots] for slots in one] == [[*slots] for slots in other] and all(
             mine.dtype is theirs[slot].dtype and self._bytes(mine) == self._bytes(theirs[slot])
             for slots, theirs in zip(one, other, strict=True)
@@ -228,8 +228,8 @@ class ExpertContents(Contents):
         return tuple(whole for _, whole in self.experts.expanded(self._given(flat)))
 
     def _given(self, flat: int) -> tuple[str, ...]:
-        """The parameters of rank 0 in the order in which the optimizer was given them. ``param_slice_mappings`` are in
-        this order too, even if the partitions are in that of ``round_robin_gradients``."""
+        """The parameters of rank 0 in the order in which the optimizer got them. ``param_slice_mappings`` are in this
+        order too, even if the partitions are in that of ``round_robin_gradients``."""
         own = tuple(self.local.param_shapes[flat])
         if is_round_robin(self.local) and not self.optim.is_bf16_optimizer:
             return original_order(own, self._count(flat))
@@ -341,7 +341,7 @@ def _joined(parts: Sequence[ExpertRank]) -> Manifest:
 
 
 def _joined_groups(manifests: Sequence[Manifest], first: ExpertRank) -> Iterator[ParamGroup]:
-    """In the order of a model that has all experts."""
+    """Groups in the order of a model that has all experts."""
     for number, group in enumerate(manifests[0].groups):
         params = tuple(whole for _, whole in first.experts.expanded(group.params))
         others = [each.groups[number] if number < len(each.groups) else None for each in manifests]
@@ -356,7 +356,7 @@ def _joined_groups(manifests: Sequence[Manifest], first: ExpertRank) -> Iterator
 
 
 def _joined_extra(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Rank 0's, with what each rank's optimizer keeps for itself."""
+    """The entries of rank 0, with those of each rank's optimizer."""
     extra = dict(manifests[0].extra)
     if "optimizer" in extra:
         extra["optimizer"] = {f"expp_rank_{rank}": each.extra.get("optimizer") for rank, each in enumerate(manifests)}

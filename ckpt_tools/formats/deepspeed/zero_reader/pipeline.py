@@ -64,7 +64,7 @@ class Stage:
         return cls(part, path, model, zero, is_mapped=True)
 
     def known(self) -> Known:
-        """What the stage says of its parameters."""
+        """The parameters that the files of the stage state."""
         trainable = self.model.trainable
         shapes: dict[str, Shape | None] = {name: None if self.is_mapped else shape for name, shape in trainable.items()}
         masters = {}
@@ -86,7 +86,7 @@ class Stage:
 
 
 def _check_mapped(zero: Contents, mapped: Sequence[Sequence[Mapped]]) -> None:
-    """Raises MalformedError where a parameter is not where its rank says."""
+    """Raises MalformedError where a parameter is in another place than its rank states."""
     said: set[tuple[str, int, int, int, int]] = set()
     for rank, groups in enumerate(mapped):
         for group, found in enumerate(groups):
@@ -177,7 +177,7 @@ def _named(stages: Sequence[Stage]) -> Sequence[Stage]:
 
 
 def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], ...]:
-    """The parameters of each group in its order, flat, from where each rank says that they lie.
+    """The parameters of each group in its order, flat, from the places that each rank states.
 
     A bf16 run without ZeRO has BF16_Optimizer's partitions and no param_shapes.
     """
@@ -192,7 +192,7 @@ def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], .
 
 
 def _rows(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
-    """Of each piece its rank, its group, its elements, and where they start."""
+    """The rank, group, number of elements and start of each piece."""
     columns = (pieces.ranks, pieces.flats, pieces.stops - pieces.starts, pieces.offsets)
     yield from zip(*(column.tolist() for column in columns), strict=True)
 
@@ -279,7 +279,7 @@ class Stages:
                     yield replace(group, params=params)
 
     def _extra(self) -> dict[str, Any]:
-        """The first stage's, and what the modules of all stages keep that is no tensor."""
+        """The entries of the first stage, with those of the modules of all stages."""
         extra = whole_extra(self.parts[0].extra)
         kept = {name: value for part in self.parts for name, value in _own(part).get("module", {}).items()}
         return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": kept}} if kept else extra

@@ -1,4 +1,4 @@
-"""The optimizer files of all ranks, reduced to where each of their vectors lies.
+"""The optimizer files of all ranks, reduced to the places of their vectors.
 
 Of a rank only numbers are kept: a thousand files of values would be gigabytes. Files are opened one after the other:
 parsing holds the interpreter, and eight threads took 1.7 times as long for 256 files on two cores.
@@ -93,7 +93,7 @@ Visit = Callable[[OptimStates], object]
 def read_partitions(
     source: Source, paths: Sequence[str], first: OptimStates, visit: Visit = lambda states: None
 ) -> Partitions:
-    """The vectors of every rank; ``first`` is what rank 0 said. ``visit`` sees the states of all ranks in their order.
+    """The vectors of every rank; ``first`` has those of rank 0. ``visit`` sees the states of all ranks in their order.
     Raises FormatError if a file is missing or damaged, or does not agree with that of rank 0."""
     visit(first)
     others = [_read_rank(source, path, first, visit) for path in paths[1:]]
@@ -144,7 +144,7 @@ def _is_cut(ranks: Sequence[RankState], flat: int) -> bool:
 
 
 Mapped = Mapping[str, tuple[int, int]]
-"""Of each parameter of a group its elements on a rank, and where they start in the rank's vector."""
+"""The number of elements of each parameter of a group on a rank, and their start in the rank's vector."""
 
 
 def slice_mappings(file: File) -> list[Mapped]:

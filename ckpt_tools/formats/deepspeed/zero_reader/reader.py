@@ -1,7 +1,7 @@
 """Native ZeRO checkpoints as manifests.
 
-One pass over the headers: rank 0's optimizer file says the stage and the world size, the model file says names, shapes
-and order, the other ranks' files say where their vectors lie. No tensor byte is read.
+One pass over the headers: rank 0's optimizer file has the stage and the world size, the model file names, shapes and
+order, the other ranks' files the places of their vectors. No tensor byte is read.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def read(source: Source, options: ReadOptions) -> Manifest:
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
-    """The files of the checkpoint, and those that DeepSpeed writes beside it; none where nothing in the source itself
-    says that it is the one."""
+    """The files of the checkpoint, and those that DeepSpeed writes beside it; none where no file in the source names
+    it."""
     folder, paths = folder_of(tag_folders(source.files), manifest.files), source.files.keys()
     if folder and LATEST not in paths:
         return frozenset()

@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What ``optimizer`` of ``file`` holds: torch's state and groups by number, and a wrapper's masters.
+    """The entry ``optimizer`` of ``file``: torch's state and groups by number, and a wrapper's masters.
 
     ``masters`` are by number: of a parameter, or with ``is_flat`` of a group, whose state is flat as well.
     """
@@ -74,7 +74,7 @@ class Saved:
 
     @classmethod
     def of(cls, file: File) -> Saved:
-        """Raises FormatError where it is no state of torch's, or of DeepSpeed's two wrappers."""
+        """Raises FormatError where it is neither torch's state nor that of DeepSpeed's two wrappers."""
         found = file.content.get("optimizer")
         if found is None:
             return cls(file)
@@ -269,7 +269,7 @@ class Contents:
         return found
 
     def _layout(self, views: Mapping[int, str]) -> dict[str, int] | None:
-        """The sizes of views that lie end to end from the start of their storage; None for any others."""
+        """The sizes of views that fill their storage from its start without gaps; None for any others."""
         found: dict[str, int] = {}
         cursor = 0
         for offset in sorted(views):
@@ -327,7 +327,8 @@ class Contents:
 
 
 def _names(group: Mapping[str, Value]) -> tuple[str, ...] | None:
-    """What an optimizer made of named parameters says; a wrapper drops frozen ones and leaves their names."""
+    """The names in an optimizer made of named parameters; None where a wrapper has dropped frozen ones and left their
+    names."""
     names = group.get("param_names")
     if not isinstance(names, list) or len(names) != len(group["params"]):
         return None

@@ -1,7 +1,7 @@
-"""The names that a pipeline's parameters have in the whole model, where the run says them.
+"""The names that a pipeline's parameters have in the whole model, where the run states them.
 
-``PipelineModule`` numbers layers, and no file of DeepSpeed's says what they are in the model without a pipeline. A run
-may say it in its client state: ``pipeline_names`` has for each layer with tensors, by the pipeline's name for it
+``PipelineModule`` numbers layers, and no file of DeepSpeed's has their names in the model without a pipeline. A run may
+state them in its client state: ``pipeline_names`` has for each layer with tensors, by the pipeline's name for it
 (``"1"``, ``"tied_modules.embed"``), the names of that module in the whole model. A tied one has several.
 """
 
@@ -25,7 +25,7 @@ Names = Mapping[str, tuple[str, ...]]
 
 
 def whole(manifest: Manifest, path: str) -> Manifest:
-    """The manifest under the names of the whole model, if the run says them. ``path`` is a file for messages. Raises
+    """The manifest under the names of the whole model, if the run states them. ``path`` is a file for messages. Raises
     MalformedError if the entry is not of that form, or does not name each layer once; IncompleteError if there is no
     tensor of a layer that it names."""
     client_state = manifest.extra.get("client_state")

@@ -60,7 +60,7 @@ class Target:
 
     @classmethod
     def of(cls, manifest: Manifest, stage: int, world_size: int) -> Target:
-        """Raises FormatError as ``TrainingState.of`` says."""
+        """Raises FormatError as ``TrainingState.of`` does."""
         state = TrainingState.of(manifest)
         extras = Extras.of(manifest, state.dtype)
         settings = Settings.of(extras.config, stage, state.dtype)
@@ -85,7 +85,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """Stages 1 and 2: one file, of rank 0. Stage 1 says nothing of frozen parameters but their weights."""
+    """Stages 1 and 2: one file, of rank 0. Stage 1 has the weights of frozen parameters and does not list them."""
 
     target: Target
 
@@ -257,7 +257,7 @@ def _scaling(target: Target) -> dict[str, Value]:
 
 
 def _optimizer(target: Target, tensors: Tensors, states: Sequence[dict[str, Value]]) -> dict[str, Value]:
-    """What torch's ``Optimizer.state_dict`` gives over vectors instead of parameters; ``states`` are their slots."""
+    """torch's ``Optimizer.state_dict`` of vectors instead of parameters; ``states`` are their slots."""
     whole = [
         {name: tensors.scalar(key) for name, key in flat.group.scalars.items()} | state
         for flat, state in zip(target.flat_groups, states, strict=True)
@@ -275,7 +275,7 @@ def _optimizer(target: Target, tensors: Tensors, states: Sequence[dict[str, Valu
 
 
 def _mapping(group: Group, vector: Vector) -> OrderedDict:
-    """Where each parameter lies in a rank's vector: what ``ds_to_universal`` reads."""
+    """The place of each parameter in a rank's vector, which ``ds_to_universal`` reads."""
     columns = (vector.params, vector.stops - vector.starts, vector.offsets)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return OrderedDict({group.params[param]: fragment_address(numel, start) for param, numel, start in rows if numel})

@@ -1,7 +1,7 @@
 """A manifest as a native ZeRO checkpoint for any number of ranks.
 
-The files of a rank are made when they are asked for: a thousand ranks of a thousand parameters are millions of
-intervals, and a conversion works through the files one after the other.
+The files of a rank are made on demand: a thousand ranks of a thousand parameters are millions of intervals, and a
+conversion works through the files one after the other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ZeroFiles:
         return cls(tag, target, WholeModel(target), GroupCutOptim(target))
 
     def files(self) -> list[FileSpec]:
-        """All of them in order, the ranks' made when they are asked for."""
+        """All files in order; those of ranks are made on demand."""
         cache = FileCache(self.made)
         numbers = range(self.num_model_files + self.target.world_size)
         ranks = [LazyFile(self._path(n), cache.file(self._like(n)).size_bytes, n, cache) for n in numbers]
