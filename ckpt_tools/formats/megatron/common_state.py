@@ -37,7 +37,6 @@ class CommonState:
 
     @classmethod
     def of(cls, value: Value, where: str) -> CommonState:
-        """Raises MalformedError."""
         if not isinstance(value, dict):
             raise MalformedError("it does not hold the dict of a common state", path=where)
         return cls(value, where)
@@ -147,7 +146,6 @@ _KNOWN = frozenset(GlobalRef(module, name) for module, names in _NAMES.items() f
 
 
 def is_loadable(value: Value) -> bool:
-    """Whether Megatron's loader takes every class in ``value``."""
     return all(ref.dtype is not None or ref in _KNOWN for ref in classes_in(value))
 
 

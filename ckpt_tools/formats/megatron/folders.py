@@ -60,7 +60,6 @@ class Folder:
 
     @property
     def iteration(self) -> int | None:
-        """The iteration in the folder's name."""
         name = self.prefix or f"{self.source.store.url.rstrip('/')}/"
         found = ITERATION.fullmatch(name)
         return int(found[1]) if found is not None else None
@@ -113,7 +112,6 @@ def find_folder(source: Source) -> Folder:
 
 
 def _tracked(source: Source, found: list[str]) -> str | None:
-    """The folder that the tracker names."""
     text = source.read_all(TRACKER, limit_bytes=MAX_TRACKER_BYTES).decode("ascii", "replace").strip()
     if text != "release" and not text.isdecimal():
         raise MalformedError("it should contain the number of an iteration", path=TRACKER)

@@ -112,7 +112,6 @@ class _Contents:
 
     @cached_property
     def _states(self) -> dict[str, State]:
-        """Every key that is optimizer state of a parameter."""
         found = {key: state for key in self.index.tensors if (state := state_of(key)) is not None}
         for key, state in found.items():
             if state.name not in self.index.tensors:

@@ -104,12 +104,10 @@ class _State:
 
     @cached_property
     def trained(self) -> list[str]:
-        """The parameters that have optimizer state."""
         return list(dict.fromkeys(key.fqn for key in self.manifest.of_kind(Kind.STATE)))
 
     @cached_property
     def readable(self) -> Manifest:
-        """The manifest with those masters."""
         tensors = self.manifest.tensors
         made = {key: replace(tensors[owner].cast(DType.FLOAT32), kind=Kind.STATE) for key, owner in self.owners.items()}
         return replace(self.manifest, tensors={**tensors, **made}) if made else self.manifest
@@ -140,7 +138,6 @@ class _State:
 
     @cached_property
     def objects(self) -> dict[str, list[Value]]:
-        """Sharded objects of a source that was Megatron's."""
         found = self.manifest.extra.get("megatron")
         pairs = found.get("objects") if isinstance(found, dict) else None
         pairs = pairs if isinstance(pairs, tuple) else ()

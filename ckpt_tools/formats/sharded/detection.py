@@ -40,7 +40,6 @@ def folders_of_ranks(source: Source) -> list[str]:
 
 
 def samples(paths: Iterable[str]) -> list[str]:
-    """One file of each kind of name."""
     kinds = {"".join("#" if c.isdigit() else c for c in path): path for path in paths}
     return list(kinds.values())[:MAX_LOOKS]
 

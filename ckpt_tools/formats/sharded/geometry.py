@@ -58,7 +58,6 @@ def _chunk(intervals: Sequence[Interval], count: int, number: int) -> list[Inter
 
 
 def _joined(intervals: list[Interval]) -> list[Interval]:
-    """Neighbours as one."""
     found: list[Interval] = []
     for start, stop in intervals:
         if found and found[-1][1] == start:

@@ -193,7 +193,6 @@ def _item(template: str, files: list[RankFile], ranks: tuple[int, ...]) -> Item:
 
 
 def _check_ranks(template: str, found: Mapping[int, object], ranks: tuple[int, ...]) -> None:
-    """Raises IncompleteError where a rank has no file."""
     missing = [rank for rank in ranks if rank not in found]
     if missing:
         name = template.replace(RANK, str(missing[0])) or "its name is not known"

@@ -73,7 +73,6 @@ def read(source: Source, options: ReadOptions) -> Manifest:
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
-    """The files that belong to the checkpoint."""
     origin = origin_of(manifest)
     if origin is None:
         return frozenset()
@@ -223,7 +222,6 @@ class _Tree:
         return not item.label.startswith(("model", "pytorch_model")) and len(self.found.items) > 1
 
     def _joined(self, path: TreePath, item: Item, differing: list[str], unlike: list[str]) -> tuple[TensorLeaf, bool]:
-        """The tensor from what each rank has of it."""
         held = {rank: file.tensors[path] for rank, file in item.files.items() if path in file.tensors}
         first = next(iter(held))
         _check_same(path, held, item)

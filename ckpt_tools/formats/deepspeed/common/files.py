@@ -52,11 +52,9 @@ class File:
         return storage_start(self.archive, tensor) + tensor.storage_offset * tensor.dtype.item_bytes
 
     def table(self, tensor: StoredTensor) -> ShardTable:
-        """``tensor`` as a table of one shard."""
         return TensorLeaf.of(tensor, self.path, storage_start(self.archive, tensor)).shards
 
     def get(self, name: str, kind: type[Kind]) -> Kind:
-        """``content[name]``, which has to be of ``kind``."""
         return checked(self.content, name, kind, self.path)
 
 
@@ -147,8 +145,12 @@ class ModelStates:
         )
 
     @property
+    def step(self) -> int | None:
+        found = self.file.content.get("global_steps")
+        return found if type(found) is int else None
+
+    @property
     def trainable(self) -> dict[str, Shape]:
-        """The optimizer's parameters, all groups."""
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
 
     def home(self, name: str) -> File:
@@ -166,7 +168,6 @@ def _module(file: File) -> Mapping[str, Value]:
 
 
 def stages_of(file: File) -> int:
-    """The number of stages of the run's pipeline."""
     parallel = file.content.get("checkpoint_parallel_dimensions")
     stages = parallel.get("pp_degree") if isinstance(parallel, dict) else None
     return stages if type(stages) is int else 1

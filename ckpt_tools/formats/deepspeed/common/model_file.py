@@ -56,7 +56,7 @@ def check_parts(model: ModelStates, found: int) -> None:
         raise MalformedError(f"{parts}, perhaps from an earlier save", path=path)
 
 
-def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:
+def aliases(model: ModelStates, are_tied: Callable[[str, StoredTensor, StoredTensor], bool]) -> Mapping[str, str]:
     """Tied parameters, by alias: those that DeepSpeed saw, and views of the same elements.
 
     ``are_tied`` checks an alias and an owner in ``module``, because DeepSpeed compares addresses, which empty tensors
@@ -66,7 +66,10 @@ def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping
     tied = {
         alias: owner
         for alias, owner in model.ties.items()
-        if alias in module and owner in module and alias not in trainable and are_tied(alias, owner)
+        if alias not in trainable
+        and isinstance(one := module.get(alias), StoredTensor)
+        and isinstance(other := module.get(owner), StoredTensor)
+        and are_tied(alias, one, other)
     }
     owners: dict[object, str] = {}
     parameters = [name for name in module if name not in model.buffers]

@@ -32,7 +32,6 @@ class Vector:
 
     @property
     def numel(self) -> int:
-        """Elements and padding."""
         return int((self.stops - self.starts).sum()) + self.num_padding
 
     @property
@@ -46,7 +45,6 @@ class Vector:
         return np.concatenate([[0], ends[:-1]])
 
     def trimmed(self) -> Vector:
-        """Without the padding."""
         return Vector(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
 
     def of_whole(self, numels: Sequence[int]) -> Vector:
@@ -143,5 +141,4 @@ and in stage 3 the vector is cut as the masters are."""
 
 
 def is_muon(options: Mapping[str, Any]) -> bool:
-    """Whether a param group of these hyperparameters is one of DeepSpeed's Muon."""
     return options.get("use_muon") is True

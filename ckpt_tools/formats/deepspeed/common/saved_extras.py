@@ -77,7 +77,6 @@ class Extras:
         kept[name] = self.inert(value, f"module.{name}", file)
 
     def options(self, number: int, options: Mapping[str, Value], file: File) -> dict[str, Value]:
-        """The hyperparameters of param group ``number``."""
         return {name: self.inert(value, f"param_groups.{number}.{name}", file) for name, value in options.items()}
 
     def _add_section(self, section: str, file: File, content: Mapping[str, Value], names: Iterable[Value]) -> None:

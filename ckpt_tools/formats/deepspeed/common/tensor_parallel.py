@@ -59,7 +59,6 @@ class Join:
     num_cropped: int = 0
 
     def table(self, parts: Sequence[ShardTable], shapes: Sequence[Shape]) -> ShardTable:
-        """The shards of the whole from those of the ranks' parts."""
         shards = [
             shard
             for table, shape, boxes in zip(parts, shapes, self.ranks, strict=True)
@@ -69,7 +68,6 @@ class Join:
 
 
 def _moved(table: ShardTable, boxes: Sequence[Placed]) -> Iterator[Shard]:
-    """The shards within ``boxes``, moved to their places in the whole."""
     item = table.dtype.item_bytes
     for row in range(len(table)):
         stored, at, strides = table.box(row), table.byte_range(row), table.stride(row)
@@ -316,7 +314,6 @@ class Rules:
         return Join(whole, tuple(ranks))
 
     def _check_others(self, name: str, shapes: Sequence[Shape], dim: int) -> None:
-        """Raises MalformedError where parts differ in another dim."""
         others = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
         if len(others) > 1 or dim >= len(shapes[0]):
             parts = brief([list(shape) for shape in shapes])
@@ -346,7 +343,6 @@ def _pieces(shape: Shape, dim: int, widths: Sequence[int], starts: Sequence[int]
 
 
 def whole_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The extras of a part as those of the whole model."""
     own = extra.get("deepspeed")
     if not isinstance(own, dict):
         return dict(extra)

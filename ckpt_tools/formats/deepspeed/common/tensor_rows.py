@@ -34,7 +34,6 @@ class Tensors:
     _holes: list[str] = field(default_factory=list)
 
     def file(self, path: str, value: Value) -> FileLayout:
-        """The file of ``value``, whose tensors came from here."""
         return FileLayout(path, tuple(archive_segments(value, self._storages, root=root_of(path))))
 
     def form(self, value: Value) -> Form:
@@ -42,7 +41,6 @@ class Tensors:
         return Form(Content.of(value, self._storages), self._storages, tuple(self._holes))
 
     def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
-        """A tensor with these bytes."""
         key = str(len(self._storages))
         self._storages[key] = list(segments)
         return StoredTensor(StorageRef.holding(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
@@ -51,7 +49,6 @@ class Tensors:
         return self.add([Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape)
 
     def vector(self, vector: Vector, group: Group, slot: Slot) -> StoredTensor:
-        """One rank's vector of a slot."""
         return self.add(elements(rows_of(vector), group, slot), slot.dtype, (vector.numel,))
 
     def hole(self, dtype: DType, numel: int) -> StoredTensor:
@@ -116,7 +113,6 @@ def rows_of(vector: Vector) -> list[Row]:
 
 
 def elements(rows: Sequence[Row], group: Group, slot: Slot) -> list[Segment]:
-    """The bytes of one rank's vector of a slot."""
     found: list[Segment] = []
     item = slot.dtype.item_bytes
     for param, box, padding in rows:

@@ -49,7 +49,6 @@ class _Column:
 
     @property
     def present(self) -> list[tuple[TensorEntry, TensorEntry]]:
-        """Weight and state of those that have it."""
         return [(weight, state) for _, weight, state in self.rows if state is not None]
 
     @property
@@ -99,7 +98,6 @@ class _Column:
 
 
 def noted(outcome: Outcome, what: str, why: str, entries: Iterable[TensorEntry] = ()) -> Note:
-    """A note about these tensors."""
     found = list(entries)
     return Note(outcome, what, why, max(1, len(found)), sum(entry.num_bytes for entry in found))
 
@@ -126,7 +124,6 @@ class Group:
     notes: tuple[Note, ...] = ()
 
     def picked(self, positions: Sequence[int]) -> Group:
-        """The group with these of its parameters, in this order."""
         return Group(
             tuple(self.params[i] for i in positions),
             tuple(self.numels[i] for i in positions),
@@ -322,7 +319,6 @@ def _master(manifest: Manifest, name: str) -> StateKey:
 
 
 def _main_type(entries: Iterable[TensorEntry]) -> DType | None:
-    """The element type of most elements."""
     numels: Counter[DType] = Counter()
     for entry in entries:
         numels[entry.dtype] += entry.numel

@@ -216,7 +216,6 @@ class Extras:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The source's DeepSpeed config; empty where it has none."""
         return _dict(self.own.get("ds_config"))
 
     @property

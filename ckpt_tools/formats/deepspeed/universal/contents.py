@@ -52,8 +52,7 @@ class Contents:
         self.extras.add_optimizer(self.optimizer, self.optimizer.content)
         if self.files.tag:
             self.extras.values.setdefault("deepspeed", {})["tag"] = self.files.tag
-        content = self.model.file.content
-        step, world_size = content.get("global_steps"), content.get("dp_world_size")
+        world_size = self.model.file.content.get("dp_world_size")
         return Manifest(
             format="universal",
             tensors=tensors | self.extras.tensors,
@@ -61,7 +60,7 @@ class Contents:
             groups=groups if any(group.params for group in groups) else (),
             literals=self.slots.literals,
             extra=whole_extra(self.extras.values) if self.is_cut else self.extras.values,
-            step=step if type(step) is int else None,
+            step=self.model.step,
             world_size=world_size * len(self.parts) if type(world_size) is int else None,
         )
 
@@ -71,7 +70,6 @@ class Contents:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the run was tensor parallel."""
         return len(self.parts) > 1
 
     @cached_property
@@ -95,13 +93,9 @@ class Contents:
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """Tied parameters, by alias."""
         return aliases(self.model, self._are_tied)
 
-    def _are_tied(self, alias: str, owner: str) -> bool:
-        one, other = self.model.module[alias], self.model.module[owner]
-        if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
-            return False
+    def _are_tied(self, alias: str, one: StoredTensor, other: StoredTensor) -> bool:
         if one.numel:
             return one.shape == other.shape
         return not other.numel and alias not in self.model.frozen_shapes

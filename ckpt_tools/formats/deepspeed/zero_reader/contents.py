@@ -66,7 +66,6 @@ class Contents:
         tensors = {key: entry for name in self._names() for key, entry in self._of(name)}
         groups = tuple(self._group(number, group) for number, group in enumerate(self.optim.groups))
         self._gather_extras()
-        step = self.model.file.content.get("global_steps")
         return Manifest(
             format=f"zero{self.optim.stage}",
             tensors=tensors | self.extras.tensors,
@@ -74,7 +73,7 @@ class Contents:
             groups=groups,
             literals=self.literals,
             extra=self.extras.values,
-            step=step if type(step) is int else None,
+            step=self.model.step,
             world_size=self.optim.world_size,
             notes=tuple(self._notes()),
         )
@@ -131,12 +130,9 @@ class Contents:
         """Tied parameters, by alias."""
         return aliases(self.model, self._are_tied)
 
-    def _are_tied(self, alias: str, owner: str) -> bool:
+    def _are_tied(self, alias: str, one: StoredTensor, other: StoredTensor) -> bool:
         if self.optim.stage == 3:
             return alias not in self.model.frozen_shapes
-        one, other = self.model.module[alias], self.model.module[owner]
-        if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
-            return False
         return one.numel > 0 and one.shape == other.shape
 
     def _names(self) -> list[str]:

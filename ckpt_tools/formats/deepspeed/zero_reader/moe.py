@@ -136,7 +136,6 @@ class ExpertContents(Contents):
         return {name: found[name] for shapes in self.model.param_shapes for name in shapes if name in found}
 
     def _located(self, flat: int, shapes: Mapping[str, Shape], ranks: Ints) -> dict[str, Pieces]:
-        """The pieces of a group that these ranks hold."""
         masters, paddings = self.partitions.masters.of_ranks(ranks), self.partitions.paddings[ranks]
         own = locate_group(flat, shapes, self._gaps(flat), masters, paddings)
         return {name: replace(pieces, ranks=ranks[pieces.ranks]) for name, pieces in own.items()}
@@ -148,7 +147,6 @@ class ExpertContents(Contents):
         return np.flatnonzero(self._expert_ranks(flat, is_data_first=self._is_data_first) == rank)
 
     def _expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
-        """The expert-parallel rank of every data-parallel one."""
         all_ranks = np.arange(len(self.said), dtype=np.int64)
         found: Ints = all_ranks // self._count(flat) if is_data_first else all_ranks % self.num_ranks[flat]
         return found
@@ -166,7 +164,6 @@ class ExpertContents(Contents):
         raise MalformedError(f"its {MAPPINGS} do not fit the partitions", path=self.partitions.masters.files[wrong])
 
     def _first_wrong(self, *, is_data_first: bool) -> int | None:
-        """The first rank whose ``param_slice_mappings`` differ."""
         for flat, shapes in enumerate(self.local.param_shapes):
             held = self._held(flat, {name: shapes[name] for name in self._given(flat)})
             expert_ranks = self._expert_ranks(flat, is_data_first=is_data_first)

@@ -7,14 +7,17 @@ parameter each stage has an optimizer state; all are the same, and the first is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.values import brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
@@ -25,6 +28,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, comparable, differing
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
+from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNTOLD
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import Mapped, read_partitions, slice_mappings
 from ckpt_tools.stores.source import Source
 
@@ -86,7 +90,6 @@ class Stage:
 
 
 def _check_mapped(zero: Contents, mapped: Sequence[Sequence[Mapped]]) -> None:
-    """Raises MalformedError where a parameter is in another place than its rank states."""
     said: set[tuple[str, int, int, int, int]] = set()
     for rank, groups in enumerate(mapped):
         for group, found in enumerate(groups):
@@ -125,7 +128,7 @@ def read(
         elif stages[0].zero is not None or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
     if cut == 1:
-        return _read_rank(source, _named(stages), layers[0])
+        return _whole_names(_read_rank(source, _named(stages), layers[0]), first.file.path)
     rules = Rules.of(first.file.content.get("universal_checkpoint_info"), stages[0].path)
     if stages[0].zero is None:
         raise UnsupportedError(
@@ -134,7 +137,7 @@ def read(
             path=stages[0].path,
         )
     parts = [_read_rank(source, stages[rank::cut], layers[rank], rules) for rank in range(cut)]
-    return Joining(parts, rules).manifest()
+    return _whole_names(Joining(parts, rules).manifest(), first.file.path)
 
 
 def _read_rank(
@@ -192,7 +195,6 @@ def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], .
 
 
 def _rows(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
-    """The rank, group, number of elements and start of each piece."""
     columns = (pieces.ranks, pieces.flats, pieces.stops - pieces.starts, pieces.offsets)
     yield from zip(*(column.tolist() for column in columns), strict=True)
 
@@ -286,7 +288,6 @@ class Stages:
 
 
 def _own(part: Manifest) -> dict[str, Any]:
-    """DeepSpeed's own entries."""
     own = part.extra.get("deepspeed")
     return own if isinstance(own, dict) else {}
 
@@ -296,3 +297,71 @@ def _rest(part: Manifest) -> dict[str, Any]:
     own = _own(part)
     rest = {name: value for name, value in part.extra.items() if name != "deepspeed"}
     return rest | {f"deepspeed.{name}": value for name, value in own.items() if name != "module"}
+
+
+ENTRY = "pipeline_names"
+"""Entry of the client state with the names of layers in the whole model, which no file of DeepSpeed's has because
+``PipelineModule`` numbers layers. For each layer with tensors, by the pipeline's name for it (``"1"``,
+``"tied_modules.embed"``), it has the names of that module in the whole model; a tied one has several."""
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+def _whole_names(manifest: Manifest, path: str) -> Manifest:
+    """The manifest under the names of the whole model, if the run states them. ``path`` is a file for messages. Raises
+    MalformedError if the entry is not of that form, or does not name each layer once; IncompleteError if there is no
+    tensor of a layer that it names."""
+    client_state = manifest.extra.get("client_state")
+    if not isinstance(client_state, Mapping) or ENTRY not in client_state:
+        return manifest
+    names = _parsed(client_state[ENTRY], path)
+    layers = {fqn: _layer(fqn) for fqn in transforms.model_names(manifest)}
+    _check(names, layers, path)
+    owners = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
+    if len({*owners.values()}) < len(owners):
+        raise MalformedError(f"client_state.{ENTRY} gives two tensors one name", path=path)
+    renamed, _ = transforms.rename(manifest, owners.__getitem__)
+    # The entry is in the names now, and would be wrong beside a model without layers of a pipeline.
+    rest = {name: value for name, value in client_state.items() if name != ENTRY}
+    extra = {name: value for name, value in manifest.extra.items() if name != "client_state"}
+    tied = {other + fqn.removeprefix(layer): owners[fqn] for fqn, layer in layers.items() for other in names[layer][1:]}
+    return replace(
+        renamed,
+        aliases={**renamed.aliases, **tied},
+        extra=extra | ({"client_state": rest} if rest else {}),
+        notes=tuple(note for note in manifest.notes if note.what != UNTOLD),
+    )
+
+
+def _layer(fqn: str) -> str:
+    """``1`` of ``1.norm.weight``, and ``tied_modules.embed`` of ``tied_modules.embed.weight``."""
+    parts = 2 if fqn.startswith(TIED) else 1
+    return ".".join(fqn.split(".")[:parts])
+
+
+def _parsed(entry: Any, path: str) -> Names:
+    if isinstance(entry, Mapping) and all(map(_is_name, entry)) and all(map(_are_names, entry.values())):
+        return {layer: tuple(names) for layer, names in entry.items()}
+    raise MalformedError(
+        f"client_state.{ENTRY} is to have a list of names for each layer, and is {brief(entry)}", path=path
+    )
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_name, value))
+
+
+def _check(names: Names, layers: Mapping[str, str], path: str) -> None:
+    found = {*layers.values()}
+    if unnamed := sorted(found - names.keys()):
+        raise MalformedError(f"client_state.{ENTRY} has no name for this layer", path=path, key=unnamed[0])
+    if missing := sorted(names.keys() - found):
+        why = f"client_state.{ENTRY} names this layer, and no file contains it"
+        raise IncompleteError(why, path=path, key=missing[0])
+    counts = Counter(name for each in names.values() for name in each)
+    if twice := [name for name, number in counts.items() if number > 1]:
+        raise MalformedError(f"client_state.{ENTRY} gives this name twice", path=path, key=twice[0])

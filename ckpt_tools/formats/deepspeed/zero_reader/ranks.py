@@ -148,7 +148,6 @@ Mapped = Mapping[str, tuple[int, int]]
 
 
 def slice_mappings(file: File) -> list[Mapped]:
-    """``param_slice_mappings`` of a rank. Raises MalformedError."""
     own = checked(file.content, "optimizer_state_dict", dict, file.path)
     return [
         {_name(name, file): _address(found, file) for name, found in _group(group, file).items()}

@@ -15,7 +15,7 @@ from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_
 from ckpt_tools.formats.deepspeed.common.tags import choose_tag, folder_of
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from ckpt_tools.formats.deepspeed.names import LATEST, SCRIPTS, is_native, tag_folders
-from ckpt_tools.formats.deepspeed.zero_reader import locate, moe, pipeline, stage0, whole_names
+from ckpt_tools.formats.deepspeed.zero_reader import locate, moe, pipeline, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
@@ -33,8 +33,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
             "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
         )
     if layers:
-        found = pipeline.read(source, tags, layers, _check_stage)
-        return whole_names.whole(found, tags[0].models(0)[0])
+        return pipeline.read(source, tags, layers, _check_stage)
     if experts.weights or experts.optim:
         return moe.read(source, tags, experts)
     parts = [_part(source, files) for files in tags]
@@ -57,7 +56,6 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
 
 
 def _part(source: Source, files: TagFiles) -> Contents | stage0.Contents:
-    """The checkpoint of one rank of model parallelism."""
     if not files.optim:
         model = ModelStates.without_zero(stage0.open_whole(source, files))
         check_experts(model)

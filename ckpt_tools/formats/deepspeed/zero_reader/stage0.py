@@ -183,7 +183,7 @@ class Contents:
     def manifest(self) -> Manifest:
         """Raises FormatError where the files contradict themselves, and UnsupportedError where masters have no
         names."""
-        ties = aliases(self.model, lambda alias, owner: True)
+        ties = aliases(self.model, lambda alias, one, other: True)
         tensors = dict(self._weights(ties))
         parameters = {key.fqn: entry.shape for key, entry in tensors.items() if entry.kind is Kind.PARAMETER}
         members = self._flat_members(parameters) if self.saved.is_flat else self._members(parameters)
@@ -196,8 +196,7 @@ class Contents:
         pieces = {name: piece for group in members or () for name, piece in group.items()}
         tensors |= {key: entry for name, piece in pieces.items() for key, entry in self._of(name, piece)}
         self._gather_extras()
-        content = self.model.file.content
-        step, world_size = content.get("global_steps"), content.get("dp_world_size")
+        world_size = self.model.file.content.get("dp_world_size")
         return Manifest(
             format="zero0",
             tensors=tensors | self.extras.tensors,
@@ -205,7 +204,7 @@ class Contents:
             groups=tuple(self._group(number, names) for number, names in enumerate(members or ())),
             literals=self.literals,
             extra=self.extras.values,
-            step=step if type(step) is int else None,
+            step=self.model.step,
             world_size=world_size if type(world_size) is int else None,
             notes=notes,
         )

@@ -60,7 +60,6 @@ class Target:
 
     @classmethod
     def of(cls, manifest: Manifest, stage: int, world_size: int) -> Target:
-        """Raises FormatError as ``TrainingState.of`` does."""
         state = TrainingState.of(manifest)
         extras = Extras.of(manifest, state.dtype)
         settings = Settings.of(extras.config, stage, state.dtype)
@@ -79,7 +78,6 @@ class Target:
 
     @property
     def config(self) -> dict[str, Value]:
-        """The DeepSpeed config to record."""
         return adapted(self.extras.config, self.stage, self.state.dtype)
 
 
